@@ -1,0 +1,1 @@
+"""The algorithms: pure functions, and one page per trainer."""

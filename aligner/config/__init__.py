@@ -1,0 +1,1 @@
+"""Configuration: the schema of `conf/`, its checks, and the placement of roles and weights."""

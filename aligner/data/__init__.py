@@ -1,0 +1,1 @@
+"""Prompts, samples and experience, and how they are batched."""

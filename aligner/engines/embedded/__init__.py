@@ -1,0 +1,1 @@
+"""A KV-cached batched decoder in plain PyTorch."""

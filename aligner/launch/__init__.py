@@ -1,0 +1,1 @@
+"""Starting every role and ending it."""

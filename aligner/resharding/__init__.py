@@ -1,0 +1,1 @@
+"""Weights from the trainer's layout into the engine's, by a computed plan."""

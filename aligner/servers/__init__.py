@@ -1,0 +1,1 @@
+"""The critic and reward servers, their wire protocol and their client."""
