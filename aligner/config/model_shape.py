@@ -8,7 +8,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForSequenceClassification")
 
 
 @dataclass(frozen=True)

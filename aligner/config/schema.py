@@ -164,6 +164,7 @@ class Engine:
     kind: str = option("embedded", "generation backend", choices=("embedded",))
     placement: str = option("colocated", "where the engine runs", choices=("colocated",))
     parallel: EngineParallel = section(EngineParallel)
+    batch_size: int = option(64, "sequences that one engine rank decodes at a time", minimum=1)
     verify_every: int = option(
         0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
     )

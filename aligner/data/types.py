@@ -88,9 +88,12 @@ class Experience:
             if shape != (batch, length - 1):
                 raise ValueError(f"{name} is {shape}, must be {(batch, length - 1)}")
 
-    def select(self, rows: Tensor) -> Experience:
-        """The experience of some rows (int64 [N]), in that order."""
-        return Experience(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+    def select(self, rows: Tensor, width: int | None = None) -> Experience:
+        """The experience of some rows (int64 [N]), in that order, cut to `width` tokens."""
+        length = self.tokens.shape[1] if width is None else width
+        widths = {"tokens": length} | dict.fromkeys(_PER_TOKEN, length - 1)
+        picked = {name: getattr(self, name)[rows, : widths[name]] for name in widths}
+        return Experience(lengths=self.lengths[rows], **picked)
 
 
 _PER_TOKEN = tuple(name for name in Experience.__dataclass_fields__ if name not in ("tokens", "lengths"))

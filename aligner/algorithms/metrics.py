@@ -1,0 +1,53 @@
+"""The numbers of a training step, from its samples and its experience."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.kl import approximate_kl
+from aligner.algorithms.whitening import masked_mean
+from aligner.data.types import Experience, Sample, SampleBatch
+
+
+def sequence_kl(experience: Experience) -> float:
+    """KL(policy ‖ reference) per response in nats: the sum over tokens of log-prob differences, mean over responses."""
+    difference = approximate_kl(experience.old_logprobs, experience.reference_logprobs)
+    return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
+
+
+def experience_metrics(experience: Experience, scores: Tensor, samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, lengths, KL, the critic's fit, and how far the engine's log-probs are from the trainer's."""
+    mask = experience.mask
+    response_lengths = mask.sum(1).float()
+    mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
+    returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
+    metrics = {
+        "reward/mean": scores.mean(),
+        "reward/std": scores.std(unbiased=False),
+        "response/length": response_lengths.mean(),
+        "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
+        "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
+        "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
+        "kl/reference": sequence_kl(experience),
+    }
+    if returns.var(unbiased=False) > 0:
+        metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
+    """How many weight versions behind the trainer the response tokens were drawn."""
+    lag = (version - batch.weight_versions)[batch.mask].float()
+    return {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+
+
+def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A step's updates as one: maxima of the names that end in _max, means of the others."""
+    combined = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        combined[f"{prefix}/{name}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return combined

@@ -1,0 +1,26 @@
+"""Means and whitening over masked tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the values where `mask` is true; over everything, or along `dim`. 0 where nothing is chosen."""
+    chosen = torch.where(mask.bool(), values, 0.0)
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    total = chosen.sum() if dim is None else chosen.sum(dim)
+    return total / count.clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0 outside the mask.
+
+    Population variance, 1/√(variance + 1e-8) (Huang et al. 2023, "The N Implementation Details of RLHF with PPO",
+    detail 11).
+    """
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean).square(), mask)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask.bool(), whitened if shift_mean else whitened + mean, 0.0)

@@ -1,0 +1,85 @@
+"""Data between ranks: as tensors and JSON, never as pickled objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.data.types import Sample
+
+_STOP, _LENGTH = 0, 1
+
+
+def is_distributed() -> bool:
+    """Whether there is any other rank."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def broadcast_json(value: Any, source: int = 0) -> Any:
+    """`source`'s JSON value on every rank. Collective."""
+    if not is_distributed():
+        return value
+    data = json.dumps(value).encode() if dist.get_rank() == source else b""
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, source)
+    buffer = torch.frombuffer(bytearray(data.ljust(int(length))), dtype=torch.uint8)
+    dist.broadcast(buffer, source)
+    return json.loads(buffer.numpy().tobytes())
+
+
+def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sample]:
+    """The samples of the ranks in `sources`, in that order, on every rank of the world.
+
+    Every rank calls it and every source holds equally many; tensors travel, no pickled objects.
+    """
+    if not is_distributed():
+        return list(samples)
+    widths = torch.tensor([max(sample.tokens.numel() for sample in samples), len(samples)])
+    dist.all_reduce(widths, op=dist.ReduceOp.MAX)
+    width, count = int(widths[0]), int(widths[1])
+    if len(samples) != count:
+        raise ValueError(f"rank {dist.get_rank()} has {len(samples)} samples, another has {count}")
+    integers, logprobs = _to_tensors(samples, width)
+    all_integers = [torch.empty_like(integers) for _ in range(dist.get_world_size())]
+    all_logprobs = [torch.empty_like(logprobs) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_integers, integers)
+    dist.all_gather(all_logprobs, logprobs)
+    return [sample for rank in sources for sample in _from_tensors(all_integers[rank], all_logprobs[rank], width)]
+
+
+def _to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
+    """int64 [N, 5 + 2·width]: prompt id, sample index, length, prompt length, finish, tokens, versions; float32 [N, width]."""
+    integers = torch.zeros(len(samples), 5 + 2 * width, dtype=torch.int64)
+    logprobs = torch.zeros(len(samples), width)
+    for row, sample in enumerate(samples):
+        length, response = sample.tokens.numel(), sample.engine_logprobs.numel()
+        finish = _STOP if sample.finish_reason == "stop" else _LENGTH
+        integers[row, :5] = torch.tensor([sample.prompt_id, sample.sample_index, length, sample.prompt_length, finish])
+        integers[row, 5 : 5 + length] = sample.tokens
+        integers[row, 5 + width : 5 + width + response] = sample.weight_versions
+        logprobs[row, :response] = sample.engine_logprobs
+    return integers, logprobs
+
+
+def _from_tensors(integers: Tensor, logprobs: Tensor, width: int) -> list[Sample]:
+    samples = []
+    for row, scores in zip(integers, logprobs, strict=True):
+        prompt_id, sample_index, length, prompt_length, finish = row[:5].tolist()
+        response = length - prompt_length
+        samples.append(
+            Sample(
+                prompt_id=prompt_id,
+                sample_index=sample_index,
+                tokens=row[5 : 5 + length],
+                prompt_length=prompt_length,
+                engine_logprobs=scores[:response],
+                weight_versions=row[5 + width : 5 + width + response],
+                finish_reason="stop" if finish == _STOP else "length",
+            )
+        )
+    return samples

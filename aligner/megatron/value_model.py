@@ -1,0 +1,146 @@
+"""Models with one number a token: the critic, and a reward model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.paths import model_directory
+from aligner.config.schema import Config, Optimizer
+from aligner.data.model_directory import read_shape
+from aligner.errors import ConfigError
+from aligner.megatron.checkpoint import load_runner, save_runner
+from aligner.megatron.packing import PackedBatch, pack_share
+from aligner.megatron.runner import ModelRunner, Stats
+from aligner.megatron.weights import read_tensor
+from aligner.megatron.world import World
+
+
+class ValueLoss(Protocol):
+    """A value loss on right-padded rows."""
+
+    def __call__(
+        self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, denominator: float
+    ) -> tuple[Tensor, Stats]:
+        """Loss and statistics of some rows [N, L-1], as sums over `denominator`, the whole batch's mask count."""
+        ...
+
+
+class ValueModel:
+    """A transformer with a scalar head, SPMD over its role's ranks.
+
+    Every rank calls every method with the same whole batch, and every rank gets the whole result.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        world: World,
+        directory: Path,
+        micro_batch_tokens: int,
+        *,
+        optimizer: Optimizer | None = None,
+        total_updates: int = 1,
+        loss: ValueLoss | None = None,
+    ) -> None:
+        self.world, self.shape = world, shape
+        self._budget, self._loss = micro_batch_tokens, loss
+        self.runner = ModelRunner(shape, world, "scalar", optimizer, total_updates)
+        self.runner.weights.load_directory(directory)
+        head = read_tensor(directory, "score.weight")
+        if head is None and optimizer is None:
+            raise ConfigError(f"{directory}: a reward model needs a trained head, and there is no tensor score.weight")
+        # A critic that starts from a language model starts with a head of zeros ([N] detail 5).
+        if head is not None and world.is_last_stage:
+            self.runner.model.output_layer.weight.data.copy_(head)
+        if optimizer is not None:
+            self.runner.start_training()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.shape.vocab_size
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        return self.runner.updates
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """The head's number at each token; int64 [B, S] and [B] to float32 [B, S], zeros past a sequence's end."""
+        collected = torch.zeros(tokens.shape)
+        batches = self._share(tokens, lengths)
+        parts = self.runner.forward(batches, lambda output, batch: batch.unpack_tokens(output[0, :, 0].float()))
+        if self.world.speaks_for_outputs:
+            for batch, part in zip(batches, parts, strict=True):
+                collected[batch.batch_rows, : batch.width] = part.cpu()
+        return self.world.sum_(collected)
+
+    def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
+        """One optimizer step; tokens int64 [B, S], the others float32 [B, S-1] where entry t speaks of token t+1.
+
+        Returns the loss's statistics, `grad_norm` and `lr`.
+        """
+        if self._loss is None:
+            raise ValueError("this model was built without a loss")
+        loss, chosen = self._loss, mask > 0
+        denominator = float(chosen.sum())
+        # What comes after the last token that is learned from cannot matter to a causal model.
+        steps = torch.arange(1, mask.shape[1] + 1)
+        lengths = torch.where(chosen, steps, 0).amax(1).clamp(min=1) + 1
+
+        def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
+            values = batch.unpack_tokens(output[0, :, 0].float())[:, :-1]
+            rows = (
+                part[batch.batch_rows, : batch.width - 1].to(values.device) for part in (old_values, returns, chosen)
+            )
+            return loss(values, *rows, denominator=denominator)
+
+        return self.runner.update(self._share(tokens, lengths), packed_loss)
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer state, one file a rank."""
+        save_runner(self.runner, directory)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote at the same layout."""
+        load_runner(self.runner, directory)
+
+    def _share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
+        return pack_share(
+            tokens,
+            lengths,
+            data_rank=self.world.place.data,
+            data_size=self.world.layout.data,
+            budget=self._budget,
+            device=self.world.device,
+        )
+
+
+def build_value_model(
+    config: Config, role: Literal["critic", "reward"], world: World, loss: ValueLoss | None = None
+) -> ValueModel:
+    """The critic of a run (trained with `loss`), or its reward model (frozen)."""
+    if role == "reward":
+        if config.reward.path is None:
+            raise ConfigError("reward.path must name a reward model directory (reward.kind=model)")
+        directory = Path(config.reward.path)
+        return ValueModel(read_shape(directory), world, directory, config.reward.micro_batch_tokens)
+    directory = model_directory(config)
+    shape = read_shape(directory)
+    if config.critic.num_layers is not None:
+        shape = dataclasses.replace(shape, num_layers=config.critic.num_layers)
+    return ValueModel(
+        shape,
+        world,
+        directory,
+        config.critic.micro_batch_tokens,
+        optimizer=config.critic.optimizer,
+        total_updates=config.run.steps * config.algorithm.epochs * config.algorithm.minibatches,
+        loss=loss,
+    )

@@ -1,0 +1,82 @@
+"""The same computations by transformers and torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
+
+
+def llama_config(tied: bool, **more: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=72,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        **more,
+    )
+
+
+def save_llama(directory: Path, *, tied: bool) -> Path:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(11)
+    model = LlamaForCausalLM(llama_config(tied))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # so that a norm that is not read shows
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[B, S-1] at the test temperature, zeros past each sequence, one row at a time."""
+    rows = []
+    for row, length in zip(tokens, lengths.tolist(), strict=True):
+        logits = model(row[None, :length]).logits[0, :-1]
+        chosen = (logits / TEMPERATURE).log_softmax(-1).gather(-1, row[1:length, None])[:, 0]
+        rows.append(torch.nn.functional.pad(chosen, (0, tokens.shape[1] - length)))
+    return torch.stack(rows)
+
+
+def policy_steps(directory: Path) -> dict[str, Any]:
+    """What two optimizer steps by torch's own AdamW, clipping and schedule give."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    experience = make_experience(model.config.vocab_size)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.learning_rate,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.epsilon,
+        weight_decay=0.0,
+    )
+    first = logprobs(model, experience.tokens, experience.lengths).detach()
+    stats = []
+    for step in range(2):
+        optimizer.zero_grad()
+        value, _ = loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.learning_rate * (1 - step / 4)
+        optimizer.step()
+        stats.append({"loss": float(value), "grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]})
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    after = logprobs(model, experience.tokens, experience.lengths).detach()
+    return {"logprobs": first, "stats": stats, "weights": weights, "after_logprobs": after}
