@@ -24,7 +24,7 @@ def experience_metrics(experience: Experience, scores: Tensor, samples: Sequence
     response_lengths = mask.sum(1).float()
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
     returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
-    metrics = {
+    metrics: dict[str, Tensor | float] = {
         "reward/mean": scores.mean(),
         "reward/std": scores.std(unbiased=False),
         "response/length": response_lengths.mean(),

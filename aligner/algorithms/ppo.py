@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -58,7 +57,9 @@ def ppo_experience(
     )
 
 
-def ppo_loss(logprobs: Tensor, experience: Experience, denominator: float, *, clip_low: float, clip_high: float) -> tuple[Tensor, Stats]:
+def ppo_loss(
+    logprobs: Tensor, experience: Experience, denominator: float, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Stats]:
     """The clipped surrogate of some rows, over the minibatch's token count."""
     return policy_loss(
         logprobs,
@@ -78,8 +79,3 @@ def minibatches(experience: Experience, epochs: int, count: int, seed: int) -> I
     for _ in range(epochs):
         for chosen in torch.randperm(rows, generator=generator).chunk(count):
             yield experience.select(chosen)
-
-
-def bind_loss(clip_low: float, clip_high: float) -> functools.partial[tuple[Tensor, Stats]]:
-    """`ppo_loss` with its clips."""
-    return functools.partial(ppo_loss, clip_low=clip_low, clip_high=clip_high)

@@ -44,7 +44,7 @@ class EngineParallel:
     """The generation engine's own layout."""
 
     tensor: int = option(1, "tensor-parallel size of the engine (TP')", minimum=1)
-    data: int = option(1, "engine replicas (DP')", minimum=1)
+    data: int = option(1, "engine replicas (DP'); 0: as many as fill the trainer's ranks", minimum=0)
 
     @property
     def ranks(self) -> int:

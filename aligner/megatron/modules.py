@@ -49,7 +49,9 @@ class PackedAttention(nn.Module):
             raise TypeError(f"attention runs on packed micro-batches only, got {type(packed_seq_params).__name__}")
         index, rows = packed_seq_params.row_index, packed_seq_params.rows
         attended = F.scaled_dot_product_attention(
-            *(_to_rows(tensor, index, rows) for tensor in (query, key, value)),
+            _to_rows(query, index, rows),
+            _to_rows(key, index, rows),
+            _to_rows(value, index, rows),
             is_causal=True,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],

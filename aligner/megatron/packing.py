@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,7 +19,7 @@ class PackedSequences(PackedSeqParams):
     One row holds one sequence, N rows of L tokens.
     """
 
-    row_index: Tensor | None = None
+    row_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [T]: each packed token's place in the flattened rows [N·L]"""
     rows: tuple[int, int] = (0, 0)
     """(N, L)"""

@@ -96,9 +96,7 @@ class ValueModel:
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             values = batch.unpack_tokens(output[0, :, 0].float())[:, :-1]
-            rows = (
-                part[batch.batch_rows, : batch.width - 1].to(values.device) for part in (old_values, returns, chosen)
-            )
+            rows = (part[batch.batch_rows, : batch.width - 1].to(values.device) for part in (old_values, returns, chosen))
             return loss(values, *rows, denominator=denominator)
 
         return self.runner.update(self._share(tokens, lengths), packed_loss)

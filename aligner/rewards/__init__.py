@@ -1,1 +1,1 @@
-"""Scoring functions."""
+"""Reward sources and reward shaping."""

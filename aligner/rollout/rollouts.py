@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.rollout.services import PendingRows, Services
+from aligner.servers.client import RemoteFuture
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Rollouts:
         prompts = self._prompts.take(step, settings.prompts_per_step)
         size = settings.prompts_per_step // settings.micro_batches
         samples: list[Sample] = []
-        scores: list[Future[Tensor]] = []
-        values: list[Future[Tensor]] = []
+        scores: list[RemoteFuture[Tensor]] = []
+        values: list[RemoteFuture[Tensor]] = []
         for start in range(0, settings.prompts_per_step, size):
             part = self._generate(prompts[start : start + size])
             batch = collate(part, self._pad_token_id)

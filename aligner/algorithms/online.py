@@ -1,0 +1,161 @@
+"""The online trainer: one training step, as the algorithm reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.algorithms.kl import KLController
+from aligner.algorithms.metrics import experience_metrics, sequence_kl, staleness_metrics, update_metrics
+from aligner.algorithms.ppo import minibatches, ppo_experience
+from aligner.config.paths import RunPaths
+from aligner.config.schema import Config
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Experience
+from aligner.megatron.policy import Policy, PolicyLoss
+from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.timer import PhaseTimer
+from aligner.resharding.publisher import Publisher
+from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.rollout.services import Services
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves: its metrics, and the samples they speak of with their scores [B]."""
+
+    stats: dict[str, float]
+    rollout: Rollout
+    scores: Tensor
+
+
+@dataclass
+class Recorder:
+    """What rank 0 writes down; the other ranks have none."""
+
+    metrics: MetricsWriter
+    samples: SampleWriter
+    tokenizer: Tokenizer
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what a resumed run is about to do again."""
+        self.metrics.truncate_after(step)
+        self.samples.truncate_after(step)
+
+    def write_samples(self, step: int, outcome: Outcome, count: int) -> None:
+        """Write some samples, evenly spread over the step's."""
+        samples = outcome.rollout.samples
+        for index in range(0, len(samples), -(-len(samples) // count)):
+            sample = samples[index]
+            response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
+            self.samples.write(step, outcome.rollout.prompts[index].text, response, float(outcome.scores[index]))
+
+
+@dataclass
+class OnlineTrainer:
+    """One rank of the trainer. Every rank runs the same program on the same whole step; see `trainer_setup.py`."""
+
+    config: Config
+    paths: RunPaths
+    policy: Policy
+    publisher: Publisher
+    rollouts: Rollouts
+    services: Services
+    loss: PolicyLoss
+    kl_controller: KLController
+    checkpoints: RunCheckpoints
+    start: RunState | None
+    """What to resume from; None starts at the beginning."""
+    recorder: Recorder | None
+
+    def run(self) -> None:
+        """Train from where the run stands to its last step."""
+        self.services.wait_ready(self.config.server.start_timeout_s)
+        first = self._resume()
+        last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
+        self.publisher.publish(version=first)
+        timer = PhaseTimer()
+        for step in range(first, last):
+            outcome = self.step(step, timer)
+            done = step + 1
+            with timer.phase("reshard"):
+                self.publisher.publish(version=done)
+            self.services.assert_settled()
+            self._record(done, outcome, timer.take())
+            if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
+                self._save(done)
+
+    def step(self, step: int, timer: PhaseTimer) -> Outcome:
+        """One training step."""
+        settings = self.config.algorithm
+        with timer.phase("generate"):
+            rollout = self.rollouts.take(step)  # scores and values are asked for as each part is generated
+        batch = rollout.batch
+        with timer.phase("logprobs"):
+            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
+            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
+        with timer.phase("server_wait"):
+            scores = rollout.scores.result()
+            values = rollout.values.result(width=batch.tokens.shape[1])
+        experience = ppo_experience(
+            batch,
+            scores,
+            values,
+            old_logprobs,
+            reference_logprobs,
+            kl_coefficient=self.kl_controller.coefficient,
+            kl_estimator=settings.kl_estimator,  # type: ignore[arg-type]  # one of its values: the schema's choices
+            gamma=settings.gamma,
+            lam=settings.lam,
+            whiten_rewards=settings.whiten_rewards,
+            whiten_advantages=settings.whiten_advantages,
+        )
+        stats = experience_metrics(experience, scores, rollout.samples) | staleness_metrics(batch, version=step)
+        stats["kl/coef"] = self.kl_controller.coefficient
+        stats |= self._update(step, experience, timer)
+        self.kl_controller.update(sequence_kl(experience), len(rollout.samples))
+        return Outcome(stats, rollout, scores)
+
+    def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
+        """The policy's updates and, at the same time on the critic's devices, the critic's."""
+        settings = self.config.algorithm
+        seed = self.config.seed * 1_000_003 + step
+        parts = list(minibatches(experience, settings.epochs, settings.minibatches, seed))
+        critic = self.services.train_critic([(part.tokens, part.returns, part.values, part.mask) for part in parts])
+        with timer.phase("train"):
+            policy_updates = [self.policy.train(part, self.loss) for part in parts]
+        with timer.phase("server_wait"):
+            critic_updates = critic.result()
+        return update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
+
+    def _resume(self) -> int:
+        """Restore policy, critic and coefficient where there is a checkpoint to start from; the first step to do."""
+        first = 0
+        if self.start is not None:
+            first = self.start.step
+            self.policy.load(self.paths.checkpoint(first, "policy"))
+            self.services.control_critic("restore", step=first)
+            self.kl_controller.coefficient = self.start.kl_coefficient
+        if self.recorder is not None:
+            self.recorder.truncate_after(first)
+        return first
+
+    def _save(self, step: int) -> None:
+        self.policy.save(self.paths.checkpoint(step, "policy"))
+        critic = self.services.control_critic("checkpoint", step=step)
+        if self.recorder is not None:
+            self.checkpoints.commit(RunState(step, self.kl_controller.coefficient, critic["version"]))
+
+    def _record(self, step: int, outcome: Outcome, times: dict[str, float]) -> None:
+        if self.recorder is None:
+            return
+        samples, seconds = outcome.rollout.samples, times["time/step"]
+        throughput = {
+            "throughput/samples_per_s": len(samples) / seconds,
+            "throughput/tokens_per_s": sum(sample.tokens.numel() for sample in samples) / seconds,
+        }
+        self.recorder.metrics.write(step, outcome.stats | times | throughput)
+        if step == 1 or step % self.config.logging.samples_every == 0:
+            self.recorder.write_samples(step, outcome, self.config.logging.samples_count)

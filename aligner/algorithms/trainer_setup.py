@@ -1,0 +1,156 @@
+"""Building a trainer rank from the configuration."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+
+from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.online import OnlineTrainer, Recorder
+from aligner.algorithms.ppo import ppo_loss
+from aligner.config.endpoints import load_endpoints
+from aligner.config.model_shape import ModelShape
+from aligner.config.paths import model_directory, run_paths
+from aligner.config.schema import Algorithm, Config, EngineParallel
+from aligner.config.weights import engine_slices, trainer_slices
+from aligner.data.model_directory import read_shape
+from aligner.data.prompts import PromptStream, load_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.megatron import world as worlds
+from aligner.megatron.policy import Policy
+from aligner.megatron.world import World
+from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.resharding.plan import plan_transfers
+from aligner.resharding.publisher import Publisher
+from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.services import Services
+from aligner.servers.client import CriticClient, RewardClient
+
+
+def train(config: Config) -> None:
+    """One trainer rank, from its start to the run's last step."""
+    directory = model_directory(config)
+    shape, tokenizer = read_shape(directory), Tokenizer(directory)
+    prompts = PromptStream(
+        load_prompts(config.data),
+        tokenizer,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
+    world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
+    checkpoints = RunCheckpoints(run_paths(config), config.checkpoint.keep)
+    start = checkpoints.latest() if config.run.resume else None
+    services = connect(config, world, start)
+    try:
+        build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints, start).run()
+    finally:
+        services.close()
+    worlds.shutdown()
+
+
+def build_trainer(
+    config: Config,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    prompts: PromptStream,
+    world: World,
+    services: Services,
+    checkpoints: RunCheckpoints,
+    start: RunState | None,
+) -> OnlineTrainer:
+    """Put the parts of a trainer rank together."""
+    paths, algorithm = run_paths(config), config.algorithm
+    policy = Policy(
+        shape,
+        world,
+        config.actor,
+        model_directory(config),
+        config.rollout.temperature,
+        total_updates=config.run.steps * algorithm.epochs * algorithm.minibatches,
+    )
+    engine = build_engine(config, shape, world)
+    options = SamplingOptions(
+        max_new_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=shape.eos_token_ids if config.rollout.stop_at_eos else (),
+    )
+    recorder = None
+    if world.rank == 0:
+        recorder = Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
+    return OnlineTrainer(
+        config=config,
+        paths=paths,
+        policy=policy,
+        publisher=build_publisher(config, shape, world, policy, engine),
+        rollouts=Rollouts(
+            prompts, engine, services, config.rollout, config.engine.parallel, world.rank, options, shape.pad_token_id
+        ),
+        services=services,
+        loss=functools.partial(ppo_loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high),
+        kl_controller=build_kl_controller(algorithm),
+        checkpoints=checkpoints,
+        start=start,
+        recorder=recorder,
+    )
+
+
+def connect(config: Config, world: World, start: RunState | None) -> Services:
+    """Clients of the run's servers, on rank 0 alone."""
+    if world.rank != 0:
+        return Services(None, None)
+    endpoints, server = load_endpoints(run_paths(config).endpoints), config.server
+    critic = CriticClient(
+        endpoints["critic"],
+        server.request_timeout_s,
+        run_id=str(config.run.name),
+        first_sequence_number=0 if start is None else start.critic_updates,
+        max_batch_size=server.max_batch_size,
+    )
+    return Services(critic, RewardClient(endpoints["reward"], server.request_timeout_s, server.max_batch_size))
+
+
+def build_engine(config: Config, shape: ModelShape, world: World) -> EmbeddedEngine:
+    """This rank's part of the colocated engine. Collective: it makes the replicas' process groups."""
+    layout = config.engine.parallel
+    return EmbeddedEngine(
+        shape, layout, world.rank, config.seed, config.engine.batch_size, _replica_group(layout, world.rank), world.device
+    )
+
+
+def _replica_group(layout: EngineParallel, rank: int) -> dist.ProcessGroup | None:
+    if layout.tensor == 1:
+        return None
+    members = [list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)]
+    groups = [dist.new_group(ranks) for ranks in members]  # every rank takes part in making every group
+    return groups[rank // layout.tensor]
+
+
+def build_publisher(config: Config, shape: ModelShape, world: World, policy: Policy, engine: GenerationEngine) -> Publisher:
+    """The way of the policy's weights into the engine."""
+    weights = policy.runner.weights
+    plan = plan_transfers(
+        weights.table,
+        {rank: trainer_slices(weights.table, shape.num_layers, world.layout, rank) for rank in range(world.size)},
+        {rank: engine_slices(weights.table, config.engine.parallel, rank) for rank in range(world.size)},
+    )
+    return Publisher(
+        plan,
+        world.rank,
+        weights.read,
+        engine.weight_views(),
+        engine.finish_update,
+        bucket_bytes=config.engine.bucket_mib << 20,
+        verify_every=config.engine.verify_every,
+    )
+
+
+def build_kl_controller(settings: Algorithm) -> KLController:
+    """A fixed coefficient, or one that follows a target."""
+    if settings.kl_target is None:
+        return FixedKLController(settings.kl_coefficient)
+    return AdaptiveKLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)

@@ -1,0 +1,153 @@
+"""The `aligner` command. Nothing heavy is imported before it is known to be needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from aligner.errors import AlignerError, ConfigError
+from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+_ROLES = ("critic", "reward")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    # argparse gives up on positionals that follow an option.
+    if flags := [text for text in rest if text.startswith("-")]:
+        parser.error(f"unknown option {flags[0]}")
+    parsed.overrides += rest
+    code = 0
+    try:
+        code = parsed.run(parsed) or 0
+    except AlignerError as error:
+        _print_error(str(error))
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code and LAUNCHER_PID in os.environ:
+        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], help: str, *, rank: bool = False) -> None:
+        command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="experiment=NAME, and keys that differ from it")
+        command.add_argument("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/")
+        if rank:
+            command.add_argument("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides")
+        command.set_defaults(run=run, config=None)
+
+    add("launch", _launch, "start every role of a run and wait for its end")
+    add("validate", _validate, "check a configuration and print the placement of its roles; start nothing")
+    add("train", _train, "one trainer rank; the launcher calls it", rank=True)
+    add("serve", _serve, "one server rank, role=critic or role=reward; the launcher calls it", rank=True)
+    add(
+        "prepare",
+        _prepare,
+        "make the model's directory; check it, the prompts and the scorer; the launcher calls it",
+        rank=True,
+    )
+    return parser
+
+
+def _config(parsed: argparse.Namespace) -> Config:
+    from aligner.config.compose import compose_config, load_config
+
+    if parsed.config is None:
+        return compose_config(parsed.overrides, parsed.config_dir)
+    if parsed.overrides or parsed.config_dir:
+        raise ConfigError("--config FILE is a whole configuration; give either it, or overrides")
+    return load_config(parsed.config)
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    config = _config(parsed)
+    from aligner.launch.local import launch
+
+    return launch(config)
+
+
+def _validate(parsed: argparse.Namespace) -> None:
+    config = _config(parsed)
+    from rich.console import Console
+
+    from aligner.config.checks import check
+    from aligner.config.placement import describe_model, placement_table
+
+    shape = check(config)
+    Console().print(placement_table(config))
+    print(describe_model(config, shape))
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    end_with_launcher()
+    config = _config(parsed)
+    from aligner.algorithms.trainer_setup import train
+
+    train(config)
+
+
+def _serve(parsed: argparse.Namespace) -> None:
+    end_with_launcher()
+    roles = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
+    if len(roles) != 1 or roles[0] not in _ROLES:
+        raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(_ROLES)}")
+    parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
+    from aligner.servers.environment import ensure_server_environment
+
+    ensure_server_environment()
+    config = _config(parsed)
+    if roles[0] == "critic":
+        from aligner.servers.critic import serve_critic
+
+        serve_critic(config)
+    else:
+        from aligner.servers.reward import serve_reward
+
+        serve_reward(config)
+
+
+def _prepare(parsed: argparse.Namespace) -> None:
+    end_with_launcher()
+    config = _config(parsed)
+    from aligner.data.model_directory import prepare_model
+    from aligner.data.prompts import PromptStream, load_prompts
+    from aligner.data.tokenizer import Tokenizer
+    from aligner.rewards.scorers import resolve_scorer
+
+    directory, data = prepare_model(config), config.data
+    # Building the stream tokenizes every prompt, and so refuses one that is too long.
+    PromptStream(
+        load_prompts(data),
+        Tokenizer(directory),
+        seed=config.seed,
+        shuffle=data.shuffle,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
+    if config.reward.kind == "function":
+        resolve_scorer(config.reward.function)
+
+
+def _print_error(message: str) -> None:
+    colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    before, after = ("\033[31m", "\033[0m") if colored else ("", "")
+    print(f"{before}aligner: error: {message}{after}", file=sys.stderr, flush=True)

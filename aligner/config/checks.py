@@ -1,0 +1,215 @@
+"""What the types cannot say: bounds, and keys that must fit each other, the model and the machine.
+
+Everything is checked before anything starts, and everything wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from aligner.config.keys import Key, schema_keys, value_at
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import critic_shape, directory_shape, read_shape
+from aligner.config.paths import run_paths
+from aligner.config.ports import port_problems
+from aligner.config.schema import Config, Optimizer, Parallel
+from aligner.errors import ConfigError
+
+_AT_MOST_ONE = ("algorithm.gamma", "algorithm.lam")
+_BELOW_ONE = (
+    "algorithm.clip_low",
+    "actor.optimizer.beta1",
+    "actor.optimizer.beta2",
+    "critic.optimizer.beta1",
+    "critic.optimizer.beta2",
+)
+
+
+def check(config: Config) -> ModelShape:
+    """Check the whole configuration against itself, the model and this machine; returns the policy's shape.
+
+    Raises ConfigError with one line for each thing that is wrong.
+    """
+    # Bounds come first: the checks after them divide by these numbers.
+    _raise_all(_bounds(config))
+    shape, problems = None, []
+    try:
+        shape = read_shape(config)
+    except ConfigError as error:
+        problems.append(str(error))
+    if shape is not None:
+        problems += [*_layouts(config, shape), *_engine_ranks(config, shape), *_lengths(config, shape)]
+    problems += [*_reward(config), *_batches(config), *_schedule(config), *_prompts(config)]
+    problems += [*port_problems(config), *_run_directory(config)]
+    _raise_all(problems)
+    if shape is None:  # its problem was raised above
+        raise AssertionError
+    return shape
+
+
+def _raise_all(problems: Iterator[str] | list[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _bounds(config: Config) -> Iterator[str]:
+    for name, key in schema_keys().items():
+        value = value_at(config, name)
+        if value is None:
+            continue
+        if problem := _out_of_bounds(key, value):
+            yield f"{name}={value}: {problem}"
+    for role in ("actor", "critic", "reward"):
+        for dimension in ("context", "expert"):
+            size = value_at(config, f"{role}.parallel.{dimension}")
+            if size > 1:
+                yield f"{role}.parallel.{dimension}={size}: only 1 is supported now"
+
+
+def _out_of_bounds(key: Key, value: Any) -> str | None:
+    if key.choices and value not in key.choices:
+        return f"allowed: {', '.join(key.choices)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if key.minimum is not None and value < key.minimum:
+        return f"must be at least {key.minimum:g}"
+    if key.name in _AT_MOST_ONE and value > 1:
+        return "must be at most 1"
+    if key.name in _BELOW_ONE and value >= 1:
+        return "must be below 1"
+    return None
+
+
+def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
+    """Tensor-parallel sizes up to `limit` that cut every weight of the model evenly."""
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size, shape.vocab_size)
+    return [size for size in range(1, limit + 1) if all(total % size == 0 for total in sizes)]
+
+
+def _tensor(key: str, size: int, shape: ModelShape) -> Iterator[str]:
+    dimensions = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "feed-forward rows": shape.ffn_hidden_size,
+        "vocabulary entries": shape.vocab_size,
+    }
+    uneven = [f"{total} {what}" for what, total in dimensions.items() if total % size]
+    if uneven:
+        whole = ", ".join(f"{what} do not divide by {size}" for what in uneven)
+        fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
+        yield f"{key}.tensor={size}: the model's {whole}; sizes that fit: {fitting}"
+
+
+def _layout(key: str, layout: Parallel, shape: ModelShape) -> Iterator[str]:
+    yield from _tensor(key, layout.tensor, shape)
+    layers = shape.num_layers
+    if layers % layout.pipeline:
+        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        size = layout.pipeline
+        yield f"{key}.pipeline={size}: {layers} layers do not divide by {size}; sizes that fit: {fitting}"
+
+
+def _layouts(config: Config, shape: ModelShape) -> Iterator[str]:
+    yield from _layout("actor.parallel", config.actor.parallel, shape)
+    yield from _tensor("engine.parallel", config.engine.parallel.tensor, shape)
+    layers = config.critic.num_layers
+    if layers is not None and layers > shape.num_layers:
+        yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
+    else:
+        yield from _layout("critic.parallel", config.critic.parallel, critic_shape(config, shape))
+
+
+def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
+    engine, ranks = config.engine.parallel, config.actor.parallel.ranks
+    if config.engine.placement == "colocated" and engine.ranks != ranks:
+        fitting = " or ".join(f"{size}x{ranks // size}" for size in tensor_sizes(shape, ranks) if ranks % size == 0)
+        yield (
+            f"engine.parallel: tensor {engine.tensor} x data {engine.data} is {engine.ranks} ranks, but a colocated engine"
+            f" spans the trainer's {ranks} ranks; tensor x data that fit: {fitting}"
+        )
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if reward.kind == "function":
+        if reward.parallel.ranks != 1:
+            yield f"reward.parallel: {reward.parallel.ranks} ranks, but a scoring function (reward.kind=function) has 1"
+    elif reward.path is None:
+        yield "reward.path must name a reward model directory (reward.kind=model)"
+    else:
+        try:
+            yield from _layout("reward.parallel", reward.parallel, directory_shape(Path(reward.path), "reward.path"))
+        except ConfigError as error:
+            yield str(error)
+
+
+def _batches(config: Config) -> Iterator[str]:
+    rollout, parts, replicas = config.rollout, config.rollout.micro_batches, config.engine.parallel.data
+    samples = rollout.prompts_per_step // parts * rollout.samples_per_prompt
+    if rollout.prompts_per_step % parts:
+        yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
+    elif samples % replicas:
+        yield f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do not divide by {replicas}"
+    step_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    for role, layout in (("actor", config.actor.parallel), ("critic", config.critic.parallel)):
+        pieces = config.algorithm.minibatches * layout.data
+        if step_samples % pieces:
+            yield (
+                f"algorithm.minibatches={config.algorithm.minibatches}: a step's {step_samples} samples do not divide by"
+                f" {config.algorithm.minibatches} minibatches x {role}.parallel.data={layout.data}"
+            )
+
+
+def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = prompt + response
+    described = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+    if longest > shape.max_positions:
+        yield f"{described}: {longest} tokens, but the model has {shape.max_positions} positions"
+    roles = ["actor", "critic"] + (["reward"] if config.reward.kind == "model" else [])
+    for role in roles:
+        budget = value_at(config, f"{role}.micro_batch_tokens")
+        if budget < longest:
+            yield f"{role}.micro_batch_tokens={budget}: must hold the longest sequence, {longest} tokens ({described})"
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    updates = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+    optimizers: dict[str, Optimizer] = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
+    for role, optimizer in optimizers.items():
+        if optimizer.warmup_steps >= updates:
+            yield f"{role}.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps"
+    stop, steps = config.run.stop_after, config.run.steps
+    if stop is not None and stop > steps:
+        yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"
+
+
+def _prompts(config: Config) -> Iterator[str]:
+    if config.data.path is None:
+        if not config.data.prompts:
+            yield "data: no prompts; give data.path=FILE or data.prompts=[…]"
+        elif any(not prompt.strip() for prompt in config.data.prompts):
+            yield "data.prompts: a prompt is empty"
+        return
+    path = Path(config.data.path)
+    if path.suffix not in (".jsonl", ".txt"):
+        yield f"data.path={path}: allowed are .jsonl and .txt files"
+    elif not path.is_file():
+        yield f"data.path={path}: no such file"
+    else:
+        with path.open("rb") as lines:
+            if not any(line.strip() for line in lines):
+                yield f"data.path={path}: the prompt file is empty"
+
+
+def _run_directory(config: Config) -> Iterator[str]:
+    paths = run_paths(config)
+    if config.run.resume:
+        if not any(paths.checkpoints.glob("step_*")):
+            yield f"run.resume=true: no checkpoint in {paths.checkpoints}; start without run.resume, in a new directory"
+    elif paths.root.exists() and (not paths.root.is_dir() or any(paths.root.iterdir())):
+        yield f"run.dir={paths.root}: exists already; continue it with run.resume=true, or give another run.dir or run.name"

@@ -1,0 +1,233 @@
+"""From command-line overrides to a checked-for-type `Config`, and to and from a run's `config.yaml`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from aligner.config.keys import schema_keys, schema_sections
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def built_in_directory() -> Path:
+    """Where `conf/` is: inside the package when installed from a wheel, beside it in a checkout."""
+    for candidate in (_PACKAGE / "conf", _PACKAGE.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError(f"no conf/config.yaml in {_PACKAGE} or beside it; reinstall aligner")
+
+
+def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
+    """The configuration of a run from `experiment=NAME` and further `key=value` overrides.
+
+    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. Raises ConfigError
+    for whatever is unknown, of the wrong type, or missing.
+    """
+    directories = [built_in_directory()]
+    if config_directory is not None:
+        directories.append(_user_directory(config_directory))
+    options = _group_options(directories)
+    parsed = [_parse(text, options) for text in overrides]
+    chosen = [override.value() for override in parsed if override.key_or_group == "experiment"]
+    if not chosen:
+        raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
+    config = _compose(overrides, directories)
+    return _with_engine_replicas(_with_names(config, str(chosen[-1])))
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML, atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(_escaped(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True))
+    temporary.replace(path)
+
+
+def load_config(path: Path) -> Config:
+    """Read a run's `config.yaml`; raises ConfigError when it is missing or does not fit the schema."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        return _as_config(merged)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+
+
+def _user_directory(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise ConfigError(f"--config-dir {directory}: no such directory")
+    return directory.resolve()
+
+
+def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
+    """Options of every group, by group name; an option that two directories define is an error."""
+    found: dict[tuple[str, str], Path] = {}
+    for directory in directories:
+        for file in sorted(directory.glob("*/*.yaml")):
+            option = (file.parent.name, file.stem)
+            if option in found:
+                raise ConfigError(f"{file}: {option[0]} {option[1]} exists already in {found[option].parent}; rename yours")
+            found[option] = file
+    groups: dict[str, list[str]] = {}
+    for group, name in sorted(found):
+        groups.setdefault(group, []).append(name)
+    return groups
+
+
+def _parse(text: str, options: Mapping[str, list[str]]) -> Override:
+    """One override, its key known to exist."""
+    key = text.partition("=")[0].lstrip("+~")
+    if "=" not in text and not text.startswith("~"):
+        hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
+        raise ConfigError(f"{text}: not a key=value override{hint}")
+    if key not in options:
+        _check_key(key, options)
+    if text.startswith("~"):
+        raise ConfigError(f"{text}: keys cannot be deleted; give another value, or null where the key allows it")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{text}: {reason}; quote a value with special characters: '{key}=\"VALUE\"'") from error
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: one value is expected; write a list as {key}=[a,b]")
+    if key in options and not isinstance(override.value(), dict) and override.value() not in options[key]:
+        close = difflib.get_close_matches(str(override.value()), options[key], n=1)
+        hint = f"did you mean {key}={close[0]}? " if close else ""
+        raise ConfigError(f"{key}={override.value()}: no such {key}; {hint}allowed: {', '.join(options[key])}")
+    return override
+
+
+def _check_key(key: str, groups: Iterable[str] = ()) -> None:
+    """Raise ConfigError, with the nearest key, unless `key` is a key, a section or an entry of a mapping."""
+    keys = schema_keys()
+    sections = {section.name for section in schema_sections() if section.name}
+    if key in keys or key in sections or any(key.startswith(name + ".") for name, known in keys.items() if known.is_mapping):
+        return
+    raise ConfigError(f"{key}: unknown key; {_suggestion(key, [*keys, *sections, *groups])}")
+
+
+def _suggestion(key: str, candidates: Sequence[str]) -> str:
+    parent, _, last = key.rpartition(".")
+    if parent in candidates:
+        siblings = sorted(name.rpartition(".")[2] for name in candidates if name.rpartition(".")[0] == parent)
+        close = difflib.get_close_matches(last, siblings, n=1)
+        return f"did you mean {parent}.{close[0]}?" if close else f"allowed in {parent}: {', '.join(siblings)}"
+    same = [name for name in candidates if name.rpartition(".")[2] == last]
+    close = same if same and not parent else difflib.get_close_matches(key, candidates, n=1)
+    return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
+
+
+def _compose(overrides: Sequence[str], directories: Sequence[Path]) -> Config:
+    ConfigStore.instance().store(name="schema", node=Config)
+    search = [f"file://{directory}" for directory in directories[1:]]
+    quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"):
+            return _as_config(compose("config", overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _as_config(node: Any) -> Config:
+    config = OmegaConf.to_object(node)
+    if not isinstance(config, Config):
+        raise ConfigError("the configuration is not a mapping of the schema's keys")
+    return config
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain(error: BaseException) -> str:
+    """One line about what Hydra, OmegaConf or the YAML reader refused: key, value, expected type."""
+    where = ""
+    if isinstance(error, ConfigCompositionException) and (file := re.match(r"In '([^']+)'", str(error))):
+        where = f" (in {file[1]}.yaml)"
+    message = re.sub(r"^In '[^']+': (\w+ raised while composing config:)?", "", str(error).partition("Config search path")[0])
+    for cause in _causes(error):
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return _explain_key(cause) + where
+    return " ".join(message.split()) + where
+
+
+def _explain_key(error: OmegaConfBaseException) -> str:
+    key, message = str(error.full_key), str(error).partition("\n")[0]
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        try:
+            _check_key(key)
+        except ConfigError as unknown:
+            return str(unknown)
+        return f"{key}: no such entry to override; add one with +{key}=VALUE"
+    known = schema_keys().get(key)
+    if known is None:
+        sections = {section.name for section in schema_sections()}
+        if key in sections:
+            return f"{key}={error.value}: a section; give its keys, such as {_first_key(key)}=…"
+        return f"{key}: {message}"
+    if "Interpolation" in type(error).__name__:
+        return f"{key}: {message}"
+    expected = known.type_name.replace(" | None", " or null")
+    if error.value is None:
+        return f"{key}=null: expected {expected}"
+    value = str(error.value).lower() if isinstance(error.value, bool) else error.value
+    return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
+
+
+def _first_key(section: str) -> str:
+    return next(name for name in schema_keys() if name.startswith(section + "."))
+
+
+def _with_names(config: Config, experiment: str) -> Config:
+    """Fill in the names that depend on the command line and the clock."""
+    run = config.run
+    if run.resume and run.name is None and run.dir is None:
+        raise ConfigError("run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME")
+    name = run.name or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
+    if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
+        raise ConfigError(f"run.name={name}: allowed are letters, digits and . _ - + =")
+    directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
+    named = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
+    return dataclasses.replace(config, run=named)
+
+
+def _with_engine_replicas(config: Config) -> Config:
+    """Where engine.parallel.data is 0: as many replicas as fill the trainer's ranks."""
+    engine = config.engine
+    if engine.parallel.data != 0:
+        return config
+    replicas = max(1, config.actor.parallel.ranks // max(1, engine.parallel.tensor))
+    filled = dataclasses.replace(engine, parallel=dataclasses.replace(engine.parallel, data=replicas))
+    return dataclasses.replace(config, engine=filled)
+
+
+def _escaped(value: Any) -> Any:
+    """The value with `${` in its strings kept from being read back as an interpolation."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, dict):
+        return {key: _escaped(entry) for key, entry in value.items()}
+    return [_escaped(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,48 @@
+"""The shape of the model that a run starts from, known before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from aligner.config.gguf_header import gguf_shape
+from aligner.config.model_shape import ModelShape
+from aligner.config.paths import gguf_file
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+
+def directory_shape(directory: Path, key: str) -> ModelShape:
+    """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
+    file = directory / "config.json"
+    if not directory.is_dir():
+        raise ConfigError(f"{key}={directory}: no such model directory")
+    if not file.is_file():
+        raise ConfigError(f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error})") from error
+    return ModelShape.from_hf(content, f"{key}={directory}")
+
+
+def read_shape(config: Config) -> ModelShape:
+    """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to be had."""
+    model = config.model
+    if model.source == "random":
+        if not model.config:
+            raise ConfigError("model.config is empty; source=random needs the entries of a Hugging Face config.json")
+        return ModelShape.from_hf(model.config, "model.config")
+    if model.source == "gguf":
+        if model.package is None:
+            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
+        return gguf_shape(gguf_file(model.package))
+    if model.path is None:
+        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
+    return directory_shape(Path(model.path), "model.path")
+
+
+def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The critic's shape: the policy's, cut to `critic.num_layers` where that is set."""
+    return dataclasses.replace(policy, num_layers=config.critic.num_layers or policy.num_layers)

@@ -1,0 +1,102 @@
+"""Which role runs where: ranks, layout, device, threads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import critic_shape
+from aligner.config.schema import Config, Parallel
+from aligner.config.weights import weight_table
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One role's processes."""
+
+    role: str
+    ranks: int
+    layout: str
+    runs: str
+    device: str
+    threads: int
+
+
+def _layout(parallel: Parallel) -> str:
+    return f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}"
+
+
+def role_ranks(config: Config) -> dict[str, int]:
+    """Number of processes of each role, in the order in which they are started."""
+    return {
+        "critic": config.critic.parallel.ranks,
+        "reward": config.reward.parallel.ranks,
+        "trainer": config.actor.parallel.ranks,
+    }
+
+
+def threads_per_rank(config: Config) -> int:
+    """OpenMP threads of each process: as configured, else this process's cores over all ranks."""
+    ranks = sum(role_ranks(config).values())
+    return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _device() -> str:
+    # Asking the driver's files costs nothing; asking torch costs its import.
+    return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
+
+
+def placements(config: Config) -> tuple[Placement, ...]:
+    """Every role of the run."""
+    engine = config.engine
+    scores = f"function {config.reward.function}" if config.reward.kind == "function" else "reward model"
+    device, threads = _device(), threads_per_rank(config)
+    return (
+        Placement(
+            "trainer",
+            config.actor.parallel.ranks,
+            f"{_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
+            f"policy, reference, {engine.kind} engine",
+            device,
+            threads,
+        ),
+        Placement("critic", config.critic.parallel.ranks, _layout(config.critic.parallel), "value model", device, threads),
+        Placement(
+            "reward",
+            config.reward.parallel.ranks,
+            _layout(config.reward.parallel) if config.reward.kind == "model" else "-",
+            scores,
+            device if config.reward.kind == "model" else "cpu",
+            threads,
+        ),
+    )
+
+
+def placement_table(config: Config) -> Table:
+    """The roles as a table."""
+    table = Table(title=f"{config.run.experiment}: {sum(role_ranks(config).values())} processes", title_justify="left")
+    for column in ("role", "ranks", "layout", "runs", "device", "threads"):
+        table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
+    for place in placements(config):
+        table.add_row(place.role, str(place.ranks), place.layout, place.runs, place.device, str(place.threads))
+    return table
+
+
+def parameter_count(shape: ModelShape, *, with_head: bool = True) -> int:
+    """Number of weights of a model of this shape."""
+    return sum(spec.numel for spec in weight_table(shape, with_head=with_head))
+
+
+def describe_model(config: Config, shape: ModelShape) -> str:
+    """Two lines: the policy's and the critic's shapes and sizes."""
+    critic = critic_shape(config, shape)
+    return (
+        f"policy: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
+        f" {shape.num_kv_heads} key-value heads, vocabulary {shape.vocab_size},"
+        f" {parameter_count(shape) / 1e6:.1f} M parameters\n"
+        f"critic: {critic.num_layers} layers, {parameter_count(critic, with_head=False) / 1e6:.1f} M parameters"
+    )

@@ -1,0 +1,150 @@
+"""The Hugging Face directory that every role reads its initial weights and tokenizer from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import directory_shape
+from aligner.config.paths import gguf_file, model_directory
+from aligner.config.schema import Config, Model
+from aligner.config.weights import TensorSpec, weight_table
+from aligner.data.character_tokenizer import character_tokenizer
+from aligner.errors import ConfigError
+
+
+def prepare_model(config: Config) -> Path:
+    """The model's directory, complete: made first where the source is not a directory and it does not exist yet.
+
+    A directory appears under its final name only when it is complete, so a killed preparation leaves nothing there and
+    processes may race. Raises ConfigError where the directory lacks anything that the roles will read.
+    """
+    directory = model_directory(config)
+    if config.model.source != "directory" and not directory.exists():
+        write: Callable[[Path], None]
+        if config.model.source == "random":
+            write = lambda path: _write_random(config.model, config.seed, path)  # noqa: E731
+        else:
+            file = gguf_file(str(config.model.package))
+            print(f"converting {file.name} to safetensors, about half a minute, once: {directory}", flush=True)
+            write = lambda path: _write_converted(file, path)  # noqa: E731
+        _create(directory, write)
+    check_model_directory(directory)
+    return directory
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """The model's dimensions, from the directory's `config.json`; ConfigError where it has none that is supported."""
+    return directory_shape(directory, "model.path")
+
+
+def check_model_directory(directory: Path) -> ModelShape:
+    """Check that a directory has a supported configuration, a tokenizer that fits it, and every weight in its shape.
+
+    Only file headers are read. Returns the model's shape; raises ConfigError that names all that is missing.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such model directory")
+    absent = [name for name in ("config.json", "tokenizer.json") if not (directory / name).exists()]
+    absent += [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
+    if absent:
+        raise ConfigError(f"{directory} is not a complete Hugging Face model directory; it lacks {', '.join(absent)}")
+    shape = read_shape(directory)
+    stored = _stored_shapes(directory)
+    problems = []
+    for spec in weight_table(shape):
+        if spec.name not in stored:
+            problems.append(f"{spec.name} is missing")
+        elif stored[spec.name] != spec.shape:
+            problems.append(f"{spec.name} is {stored[spec.name]}, must be {spec.shape}")
+    tokens = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    if tokens > shape.vocab_size:
+        problems.append(f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}")
+    if problems:
+        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    return shape
+
+
+def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a directory's safetensors files, by name."""
+    shapes = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    return shapes
+
+
+def _create(directory: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary directory beside `directory`, then rename it; the first of racing processes wins."""
+    temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        try:
+            temporary.rename(directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
+    """Write config.json; returns the shape it describes."""
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return read_shape(directory)
+
+
+def _write_random(model: Model, seed: int, directory: Path) -> None:
+    """A model as `model.config` describes it, with weights from the seed and a character tokenizer."""
+    defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
+    shape = _write_config(defaults | dict(model.config), directory)
+    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    weights = {spec.name: _random_weight(spec, seed, model.initializer_std) for spec in weight_table(shape)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
+    """float32 N(0, std), ones for a norm's weight; depends on the seed and the tensor's name alone."""
+    if spec.name.endswith("norm.weight"):
+        return torch.ones(spec.shape)
+    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(spec.shape, generator=generator) * std
+
+
+def _write_converted(file: Path, directory: Path) -> None:
+    """A GGUF file's weights as float32 safetensors, with its tokenizer and configuration."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"model.source=gguf needs the packages of aligner's `demo` extra: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # Padding with the end-of-sequence token would hide where a response really ended.
+    pad = min((token for token in tokenizer.all_special_ids if token != tokenizer.eos_token_id), default=None)
+    if pad is None:
+        raise ConfigError(f"{file}: its tokenizer has no special token to pad with besides the end of sequence")
+    # The weights are float32 now: what is left of the GGUF's description must not be applied to them again.
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config |= {"architectures": [type(model).__name__], "eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad}
+    shape = _write_config(config, directory)
+    weights = {spec.name: model.get_parameter(spec.name).detach().contiguous() for spec in weight_table(shape)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

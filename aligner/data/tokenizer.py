@@ -1,0 +1,40 @@
+"""Text to tokens and back, from a model directory's `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from aligner.data.model_directory import read_shape
+from aligner.errors import AlignerError
+
+
+class Tokenizer:
+    """The tokenizer of a model directory; adds no special tokens of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        shape = read_shape(directory)
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        # A tokenizer.json may carry settings for training batches; a prompt is neither cut nor padded here.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
+        self.pad_token_id: int = shape.pad_token_id
+
+    def encode(self, text: str) -> Tensor:
+        """int64 [P]; AlignerError where the vocabulary cannot express the text, naming the characters it lacks."""
+        try:
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # tokenizers raises nothing more specific than Exception.
+        except Exception as error:
+            unknown = sorted(character for character in set(text) if self._tokenizer.token_to_id(character) is None)
+            raise AlignerError(f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})") from error
+        return torch.tensor(tokens, dtype=torch.int64)
+
+    def decode(self, tokens: Tensor | Sequence[int]) -> str:
+        """The text of tokens (int64 [T]), special tokens left out."""
+        return self._tokenizer.decode(torch.as_tensor(tokens, dtype=torch.int64).tolist(), skip_special_tokens=True)

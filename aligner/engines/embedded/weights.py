@@ -1,0 +1,147 @@
+"""The embedded engine's storage of weights: fused matrices, seen from outside as Hugging Face tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import EngineParallel
+from aligner.config.weights import engine_slices, weight_table
+from aligner.errors import AlignerError, ConfigError
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer's share of a tensor-parallel rank; q, k, v and gate, up lie below one another."""
+
+    attention_norm: Tensor
+    """[hidden]"""
+    qkv: Tensor
+    """[(heads + 2 * KV heads) * head dim, hidden]"""
+    attention_out: Tensor
+    """[hidden, heads * head dim]"""
+    mlp_norm: Tensor
+    """[hidden]"""
+    gate_up: Tensor
+    """[2 * ffn, hidden]"""
+    mlp_out: Tensor
+    """[hidden, ffn]"""
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """One tensor-parallel rank's share of the model."""
+
+    embedding: Tensor
+    """[vocabulary share, hidden]"""
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    """[hidden]"""
+    head: Tensor
+    """[vocabulary share, hidden]; the embedding itself when tied"""
+    views: Mapping[str, Tensor]
+    """Every tensor of the weight table by its Hugging Face name, as this rank's slice of the storage above."""
+
+
+def check_divisible(shape: ModelShape, tensor: int) -> None:
+    """Raise ConfigError when the model can not be cut into `tensor` even parts."""
+    counts = {
+        "attention heads": shape.num_heads,
+        "KV heads": shape.num_kv_heads,
+        "FFN columns": shape.ffn_hidden_size,
+        "vocabulary entries": shape.vocab_size,
+    }
+    for what, count in counts.items():
+        if count % tensor:
+            raise ConfigError(f"engine.parallel.tensor={tensor}: {count} {what} do not divide by {tensor}")
+
+
+def allocate(shape: ModelShape, tensor: int, device: torch.device, dtype: torch.dtype) -> EngineWeights:
+    """Uninitialised storage for one of `tensor` tensor-parallel ranks."""
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(*size, device=device, dtype=dtype)
+
+    hidden, vocab, ffn = shape.hidden_size, shape.vocab_size // tensor, shape.ffn_hidden_size // tensor
+    q_rows, kv_rows = (heads * shape.head_dim // tensor for heads in (shape.num_heads, shape.num_kv_heads))
+    views: dict[str, Tensor] = {}
+    layers = []
+    for index in range(shape.num_layers):
+        layer = LayerWeights(
+            attention_norm=empty(hidden),
+            qkv=empty(q_rows + 2 * kv_rows, hidden),
+            attention_out=empty(hidden, q_rows),
+            mlp_norm=empty(hidden),
+            gate_up=empty(2 * ffn, hidden),
+            mlp_out=empty(hidden, ffn),
+        )
+        layers.append(layer)
+        q, k, v = layer.qkv.split((q_rows, kv_rows, kv_rows))
+        gate, up = layer.gate_up.split(ffn)
+        parts = {
+            "input_layernorm": layer.attention_norm,
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": layer.attention_out,
+            "post_attention_layernorm": layer.mlp_norm,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.mlp_out,
+        }
+        views |= {f"model.layers.{index}.{name}.weight": view for name, view in parts.items()}
+    embedding, final_norm = empty(vocab, hidden), empty(hidden)
+    head = embedding if shape.tied_embeddings else empty(vocab, hidden)
+    views |= {"model.embed_tokens.weight": embedding, "model.norm.weight": final_norm}
+    if not shape.tied_embeddings:
+        views["lm_head.weight"] = head
+    return EngineWeights(embedding, tuple(layers), final_norm, head, views)
+
+
+def load_safetensors(
+    directory: Path, shape: ModelShape, layout: EngineParallel, rank: int, views: Mapping[str, Tensor]
+) -> None:
+    """Read one rank's slices of a Hugging Face directory into `views`; nothing else is read from the disk.
+
+    Raises AlignerError naming the directory and every tensor that is missing or of another shape.
+    """
+    from safetensors import safe_open
+
+    table = weight_table(shape)
+    slices = engine_slices(table, layout, rank)
+    files = _files(directory)
+    missing = [spec.name for spec in table if spec.name not in files]
+    if missing:
+        raise AlignerError(f"{directory}: the model lacks {', '.join(missing)}")
+    for file in sorted({files[spec.name] for spec in table}):
+        with safe_open(file, framework="pt") as tensors:
+            for spec in table:
+                if files[spec.name] != file:
+                    continue
+                stored = tensors.get_slice(spec.name)
+                if tuple(stored.get_shape()) != spec.shape:
+                    raise AlignerError(
+                        f"{file}: {spec.name} is {tuple(stored.get_shape())}, the model's configuration says {spec.shape}"
+                    )
+                piece = slices[spec.name]
+                cut = slice(None) if piece.axis is None else slice(piece.start, piece.stop)
+                views[spec.name].copy_(stored[:, cut] if piece.axis == 1 else stored[cut])
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a directory, one file or sharded."""
+    from safetensors import safe_open
+
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not single.is_file():
+        raise AlignerError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)

@@ -1,0 +1,107 @@
+"""Starting ranks, and ending every process that came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from aligner.launch.kernel import adopt_orphans
+
+_KILL_TIMEOUT_S = 3.0
+_POLL_S = 0.05
+
+
+@dataclass
+class RankProcess:
+    """One started rank."""
+
+    role: str
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    ended_at: float | None = None
+    """`time.monotonic()` at which its end was noticed."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self.process.returncode
+
+
+class Processes:
+    """The processes of a run; leaving the `with` block ends all of them.
+
+    This process adopts orphaned descendants (child subreaper), so a helper that a rank left behind in another session,
+    such as tritonserver, is still found and ended.
+    """
+
+    def __init__(self, stop_timeout_s: float) -> None:
+        self._stop_timeout_s = stop_timeout_s
+        self.ranks: list[RankProcess] = []
+        adopt_orphans()
+        self._not_ours = set(psutil.Process().children(recursive=True))
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RankProcess:
+        """Start a rank in a session of its own, its output appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        started = RankProcess(role, rank, process, log)
+        self.ranks.append(started)
+        return started
+
+    def poll(self) -> None:
+        """Notice which ranks have ended since the last call."""
+        for rank in self.ranks:
+            if rank.ended_at is None and rank.process.poll() is not None:
+                rank.ended_at = time.monotonic()
+
+    def stop(self) -> None:
+        """End everything: SIGTERM to each rank's process group, and what is left by `stop_timeout_s` is killed."""
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self._stop_timeout_s
+        while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self.ranks):
+            time.sleep(_POLL_S)
+        self._kill_rest()
+
+    def _kill_rest(self) -> None:
+        # Repeated, because a process may fork between being listed and being killed.
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while rest := self._descendants():
+            for process in rest:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            for rank in self.ranks:
+                rank.process.poll()
+            own = {rank.process.pid for rank in self.ranks}
+            psutil.wait_procs([process for process in rest if process.pid not in own], timeout=_POLL_S)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
+
+    def _descendants(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]

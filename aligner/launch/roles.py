@@ -1,0 +1,42 @@
+"""What each rank is started with: its command and its environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from aligner.launch.kernel import LAUNCHER_PID
+
+Command = Callable[[str, Path], tuple[str, ...]]
+"""From a role and the run's config file to the command of its ranks."""
+
+SERVED_MODEL = {"critic": "critic_infer", "reward": "reward_model"}
+"""The Triton model that must be ready for a server role to be healthy."""
+
+
+def role_command(role: str, config_file: Path) -> tuple[str, ...]:
+    """The command of a role's ranks; `prepare` is a role too."""
+    actions = {"prepare": ("prepare",), "trainer": ("train",)}
+    action = actions.get(role, ("serve", f"role={role}"))
+    return (sys.executable, "-m", "aligner", *action, "--config", str(config_file))
+
+
+def rank_environment(rank: int, ranks: int, master_port: int, threads: int) -> dict[str, str]:
+    """What a rank's environment adds to the launcher's own."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Threads that spin between parallel regions take the cores of the other ranks.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHER_PID: str(os.getpid()),
+    }

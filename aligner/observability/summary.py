@@ -1,0 +1,71 @@
+"""What a run came to: how its first steps compare with its last, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from aligner.config.paths import RunPaths
+
+WINDOW = 5
+"""Steps that are averaged at either end."""
+
+_COMPARED = {
+    "reward/mean": "reward",
+    "kl/reference": "KL to the reference",
+    "response/length": "response length, tokens",
+    "time/step": "seconds a step",
+}
+
+
+def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | None:
+    """Mean of a metric over the steps that measured it; None when none did."""
+    values = [record[key] for record in metrics if key in record]
+    return sum(values) / len(values) if values else None
+
+
+def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
+    """Means over the first and the last five steps (fewer when the run is shorter)."""
+    first, last = metrics[:WINDOW], metrics[-WINDOW:]
+    phases = sorted({key for record in metrics for key in record if key.startswith("time/")} - {"time/step"})
+    table = Table(title=f"summary of {len(metrics)} steps", title_justify="left")
+    for column in ("mean of", f"first {len(first)}", f"last {len(last)}", "change"):
+        table.add_column(column, justify="left" if column == "mean of" else "right")
+    for key, name in {**_COMPARED, **{phase: f"  {phase.removeprefix('time/')}" for phase in phases}}.items():
+        before, after = window_mean(first, key), window_mean(last, key)
+        if before is not None and after is not None:
+            table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
+    return table
+
+
+def totals(metrics: Sequence[Mapping[str, float]]) -> str:
+    """The worst mismatch and the run's totals, a line each."""
+    lines = []
+    mismatches = {
+        record["mismatch/logprob_abs"]: int(record["step"]) for record in metrics if "mismatch/logprob_abs" in record
+    }
+    if mismatches:
+        worst = max(mismatches)
+        lines.append(f"largest mismatch/logprob_abs: {worst:.2e} (step {mismatches[worst]})")
+    seconds = sum(record.get("time/step", 0.0) for record in metrics)
+    line = f"total: {len(metrics)} steps, {seconds:.1f} s"
+    for unit in ("samples", "tokens"):
+        rate = f"throughput/{unit}_per_s"
+        if seconds and all(rate in record for record in metrics):
+            count = sum(record[rate] * record.get("time/step", 0.0) for record in metrics)
+            line += f", {count:.0f} {unit} ({count / seconds:.1f}/s)"
+    return "\n".join([*lines, line])
+
+
+def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, console: Console) -> None:
+    """Print the table, the totals and where the run's files are."""
+    if metrics:
+        console.print(summary_table(metrics))
+        console.print(totals(metrics), markup=False, highlight=False, soft_wrap=True)
+    files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.root / "logs"}
+    files["checkpoints"] = paths.checkpoints
+    for name, path in files.items():
+        if path.exists():
+            console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,122 @@
+"""Checking by checksum that every engine rank holds the trainer's weights, without gathering a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from aligner.config.weights import TensorSpec
+from aligner.errors import AlignerError
+from aligner.resharding.plan import TransferPlan, atoms, cut_axis, extent, numel_of
+from aligner.resharding.transport import Read, part
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 17
+"""Elements that are widened to int64 at a time: small enough to stay in the cache."""
+
+
+def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: int) -> Tensor:
+    """Position-weighted checksum of a slice's raw bits: int64 scalar, modulo 2**64.
+
+    `tensor` is the part of a whole tensor of `shape` (one or two dimensions) that begins at `start` along `axis`. Each
+    element's bits are weighted with 2 * i + 1, i being its linear index in the whole tensor, so that the checksums of
+    disjoint slices add up to their union's, and any change of one element, or exchange of two different ones, changes it
+    (for elements of up to 32 bits and fewer than 2**31 of them).
+    """
+    bits = (tensor if tensor.dim() == 2 else tensor[None]).view(_BITS[tensor.element_size()])
+    columns = shape[-1]
+    first_row, first_column = (start, 0) if axis == 0 and len(shape) == 2 else (0, 0 if axis is None else start)
+    rows, width = bits.shape
+    step = max(1, _BLOCK // width)
+    row_weights = 2 * columns * torch.arange(first_row, first_row + rows, device=bits.device) + 1
+    column_weights = 2 * torch.arange(first_column, first_column + width, device=bits.device)
+    column_sums = torch.zeros(width, dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for row in range(0, rows, step):
+        block = bits[row : row + step].long()
+        column_sums += block.sum(0)
+        total += (block.sum(1) * row_weights[row : row + step]).sum()
+    return total + (column_sums * column_weights).sum()
+
+
+@dataclass(frozen=True)
+class _Atom:
+    """A part of a tensor that no slice cuts further, and the rank that answers for its source."""
+
+    spec: TensorSpec
+    axis: int | None
+    start: int
+    stop: int
+    holder: int
+
+
+def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
+    """Atoms of every tensor that has a target, in table order; holders share the work evenly."""
+    load = dict.fromkeys(plan.source, 0)
+    found: list[_Atom] = []
+    for spec in plan.table:
+        source = {rank: slices[spec.name] for rank, slices in sorted(plan.source.items()) if spec.name in slices}
+        target = [slices[spec.name] for slices in plan.target.values() if spec.name in slices]
+        if not target:
+            continue
+        axis = cut_axis(spec, [*source.values(), *target])
+        held = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
+        wanted = [extent(spec, piece, axis) for piece in target]
+        for start, stop in atoms(edge for ends in (*held.values(), *wanted) for edge in ends):
+            if not any(low <= start and stop <= high for low, high in wanted):
+                continue
+            holders = [rank for rank, (low, high) in held.items() if low <= start and stop <= high]
+            holder = min(holders, key=lambda rank: (load[rank], rank))
+            load[holder] += numel_of(spec, axis, start, stop)
+            found.append(_Atom(spec, axis, start, stop, holder))
+    return found
+
+
+def _source_sums(plan: TransferPlan, plan_atoms: list[_Atom], rank: int, read: Read, like: Tensor) -> Tensor:
+    """int64 [atoms]: checksums of those that this rank answers for, zero elsewhere."""
+    sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=like.device)
+    for index, atom in enumerate(plan_atoms):
+        if atom.holder == rank:
+            held = plan.source[rank][atom.spec.name]
+            given = part(read(atom.spec.name), atom.spec, held, atom.axis, atom.start, atom.stop)
+            sums[index] = checksum(given.to(like), atom.spec.shape, atom.axis, atom.start)
+    return sums
+
+
+@torch.no_grad()
+def verify(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
+    """Compare every rank's views with the source slices, bit by bit through checksums; collective over `group`.
+
+    Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and the ranks where it does.
+    """
+    like = next(iter(views.values()))
+    plan_atoms = _plan_atoms(plan)
+    sums = _source_sums(plan, plan_atoms, rank, read, like)
+    dist.all_reduce(sums, group=group)
+    expected: dict[str, Tensor] = {}
+    mine = plan.target.get(rank, {})
+    for index, atom in enumerate(plan_atoms):
+        if atom.spec.name in mine:
+            low, high = extent(atom.spec, mine[atom.spec.name], atom.axis)
+            if low <= atom.start and atom.stop <= high:
+                expected[atom.spec.name] = expected.get(atom.spec.name, torch.zeros_like(sums[0])) + sums[index]
+    world = dist.get_world_size(group)
+    differs = torch.zeros(len(plan.table), world, dtype=torch.int32, device=like.device)
+    for index, spec in enumerate(plan.table):
+        if spec.name in mine:
+            wanted = mine[spec.name]
+            found = checksum(views[spec.name], spec.shape, wanted.axis, wanted.start)
+            differs[index, rank] = (found != expected[spec.name]).int()
+    dist.all_reduce(differs, group=group)
+    wrong = [
+        f"{spec.name} on rank(s) {', '.join(str(at) for at in row.nonzero().flatten().tolist())}"
+        for spec, row in zip(plan.table, differs.cpu(), strict=True)
+        if row.any()
+    ]
+    if wrong:
+        raise AlignerError("the engine's weights differ from the trainer's after publishing:\n" + "\n".join(wrong))

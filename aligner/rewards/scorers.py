@@ -1,0 +1,111 @@
+"""Scoring functions: text in, one number a response out."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from aligner.errors import AlignerError, ConfigError
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """One response to score."""
+
+    prompt: str
+    response: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float]]
+"""One finite score a request, in order."""
+
+
+class ScoringError(AlignerError):
+    """A scorer raised, or returned something that is not one finite number a request."""
+
+
+@lru_cache(maxsize=1)
+def _sentiment_analyzer() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError as error:
+        raise ConfigError(
+            "reward.function=sentiment needs the vaderSentiment package; install the demo extra: pip install 'aligner[demo]'"
+        ) from error
+    return SentimentIntensityAnalyzer()
+
+
+def sentiment(requests: Sequence[ScoringRequest]) -> list[float]:
+    """VADER's compound sentiment of prompt and response together, in [-1, 1]."""
+    analyzer = _sentiment_analyzer()
+    return [analyzer.polarity_scores(request.prompt + request.response)["compound"] for request in requests]
+
+
+def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
+    """The share of the response's characters that are the digits 0-9, in [0, 1]; 0 for an empty response."""
+    return [sum(character in "0123456789" for character in r.response) / max(len(r.response), 1) for r in requests]
+
+
+BUILT_IN: Mapping[str, Scorer] = {"digit_fraction": digit_fraction, "sentiment": sentiment}
+
+
+def resolve_scorer(name: str) -> Scorer:
+    """A built-in scorer by its name, or any other by `module:callable`.
+
+    Raises ConfigError naming `reward.function` when there is no such scorer or what it needs is not installed.
+    """
+    if name in BUILT_IN:
+        if name == "sentiment":
+            _sentiment_analyzer()
+        return BUILT_IN[name]
+    module, separator, attribute = name.partition(":")
+    if not (module and separator and attribute):
+        raise ConfigError(f"reward.function={name}: must be one of {', '.join(sorted(BUILT_IN))}, or module:callable")
+    try:
+        scorer = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"reward.function={name}: {error}; the module must be importable and have {attribute!r}") from error
+    if not callable(scorer):
+        raise ConfigError(f"reward.function={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
+    return scorer
+
+
+def checked_scores(scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
+    """The scorer's finite scores, one a request.
+
+    Raises ScoringError with the prompt and response at fault. When the scorer raises for several requests at once, each
+    is scored alone to find the one.
+    """
+    try:
+        scores = [float(score) for score in scorer(requests)]
+    except Exception as error:
+        if len(requests) > 1:
+            for request in requests:
+                checked_scores(scorer, [request])
+            raise ScoringError(
+                f"the scorer raised {_told(error)} on a batch of {len(requests)} that it scores one by one"
+            ) from error
+        raise ScoringError(f"the scorer raised {_told(error)} {_shown(requests)}") from error
+    if len(scores) != len(requests):
+        raise ScoringError(
+            f"the scorer returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
+        )
+    for request, score in zip(requests, scores, strict=True):
+        if not math.isfinite(score):
+            raise ScoringError(f"the scorer returned {score}, must be finite, {_shown([request])}")
+    return scores
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _shown(requests: Sequence[ScoringRequest]) -> str:
+    if not requests:
+        return "for no request"
+    return f"for prompt {requests[0].prompt!r} and response {requests[0].response!r}"

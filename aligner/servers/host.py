@@ -1,0 +1,148 @@
+"""PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from aligner.config.endpoints import Endpoint
+from aligner.config.schema import Ports
+from aligner.errors import AlignerError
+from aligner.servers.environment import ensure_server_environment
+from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
+
+Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
+"""A request's tensors to the response's; an AlignerError goes to the caller."""
+
+_STUB_PATIENCE = (b"timeout_s: float = 1.0", b"timeout_s: float = 60.0")
+_EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
+
+
+class TritonHost:
+    """A Triton server that listens on one interface.
+
+    Triton's own dynamic batcher is off: PyTriton answers a batch with one error, so that one caller's bad request would
+    fail the others in its batch. Instead an endpoint takes in several requests at once, each is checked alone, and the
+    executor joins those that are good.
+    """
+
+    def __init__(self, interface: str, ports: Ports, max_batch_size: int) -> None:
+        """Raises AlignerError when a port is in use; port 0 takes a free one."""
+        self.endpoint = Endpoint(
+            interface, *(_claimed(interface, name, getattr(ports, name)) for name in ("http", "grpc", "metrics"))
+        )
+        self._max_batch_size = max_batch_size
+        self._triton: Any = None
+
+    def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
+        """Serve the endpoints; they are ready when this returns."""
+        from pytriton.model_config import ModelConfig
+        from pytriton.triton import Triton, TritonConfig
+
+        ensure_server_environment()
+        here = self.endpoint
+        self._triton = Triton(
+            config=TritonConfig(
+                http_address=here.host,
+                http_port=here.http,
+                grpc_address=here.host,
+                grpc_port=here.grpc,
+                metrics_address=here.host,
+                metrics_port=here.metrics,
+                allow_gpu_metrics=False,
+                exit_timeout_secs=_EXIT_TIMEOUT_S,
+            )
+        )
+        for spec, serve in endpoints.items():
+            self._triton.bind(
+                model_name=spec.name,
+                infer_func=[_answering(serve)] * spec.concurrency,
+                inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
+                outputs=[_bound(tensor, spec.batching) for tensor in spec.outputs],
+                config=ModelConfig(
+                    batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
+                ),
+            )
+        _give_stubs_time(self._triton)
+        self._triton.run()
+
+    def check(self) -> None:
+        """Raise AlignerError when Triton has ended."""
+        if self._triton is None or not self._triton.is_alive():
+            raise AlignerError("the Triton server ended by itself; its last words are above")
+
+    def stop(self) -> None:
+        """End Triton with all its processes and remove what it leaves behind."""
+        if self._triton is None:
+            return
+        processes = _triton_processes()
+        folders = _model_folders(processes)
+        self._triton.stop()
+        _, left = psutil.wait_procs(processes, timeout=0.1)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _answering(serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
+    def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
+        try:
+            return [serve(dict(request.items())) for request in requests]
+        except AlignerError as error:
+            raise EndpointError(error) from None
+
+    return answer
+
+
+def _bound(spec: TensorSpec, batching: bool) -> Any:
+    from pytriton.model_config import Tensor
+
+    shape = spec.shape[1:] if batching else spec.shape
+    dimensions = tuple(size if isinstance(size, int) else -1 for size in shape)
+    dtype = bytes if spec.dtype is np.bytes_ else spec.dtype
+    return Tensor(name=spec.name, dtype=dtype, shape=dimensions, optional=spec.optional)
+
+
+def _claimed(interface: str, name: str, port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((interface, port))
+        except OSError as error:
+            raise AlignerError(f"ports.{name}={port}: cannot listen on {interface}:{port}: {error.strerror}") from error
+        return probe.getsockname()[1]
+
+
+def _give_stubs_time(triton: Any) -> None:
+    """Let a model's further stubs wait for its first one: PyTriton allows one second, which a busy machine exceeds."""
+    for model in triton._model_manager.models:
+        files = {name: content.replace(*_STUB_PATIENCE) for name, content in model.get_proxy_model_files().items()}
+        if files == model.get_proxy_model_files():
+            raise AlignerError("this PyTriton's stub is not the known one; install nvidia-pytriton==0.7.0")
+        model.get_proxy_model_files = functools.partial(dict, files)
+
+
+def _triton_processes() -> list[psutil.Process]:
+    """The Triton server that this process started, and its stubs."""
+    servers = [child for child in psutil.Process().children() if child.name() == "tritonserver"]
+    return servers + [stub for server in servers for stub in server.children(recursive=True)]
+
+
+def _model_folders(processes: Sequence[psutil.Process]) -> set[Path]:
+    """Triton's temporary copies of the models, which it removes only when it may take its time."""
+    folders: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            folders.update(Path(argument).parent.parent for argument in process.cmdline() if argument.endswith("/1/model.py"))
+    return folders

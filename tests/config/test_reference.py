@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from aligner.config.keys import schema_keys
+from aligner.config.reference import reference, updated
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_of_keys_is_current() -> None:
+    page = PAGE.read_text()
+    assert updated(page) == page, "run `python -m aligner.config.reference docs/configuration.md`"
+
+
+def test_every_key_has_a_row_with_its_help() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(schema_keys()) > 80
+    assert all(key.help for key in schema_keys().values())

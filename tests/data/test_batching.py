@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aligner.data.batching import data_parallel_share, token_budget_batches
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=40)
+
+
+def totals(groups: list[list[int]], lengths: list[int]) -> list[int]:
+    return [sum(lengths[index] for index in group) for group in groups]
+
+
+@given(LENGTHS, st.integers(50, 200))
+def test_every_sequence_is_in_one_batch_within_the_budget(lengths, budget):
+    batches = token_budget_batches(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(0 < total <= budget for total in totals(batches, lengths))
+
+
+@given(LENGTHS.filter(bool), st.integers(50, 200), st.data())
+def test_any_count_from_the_fewest_up_is_filled_exactly(lengths, budget, data):
+    fewest = len(token_budget_batches(lengths, budget))
+    count = data.draw(st.integers(fewest, len(lengths)))
+    batches = token_budget_batches(lengths, budget, count=count)
+    assert len(batches) == count
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(0 < total <= budget for total in totals(batches, lengths))
+
+
+@given(LENGTHS, st.integers(50, 200))
+def test_batches_are_balanced_to_within_the_longest_sequence(lengths, budget):
+    sums = totals(token_budget_batches(lengths, budget), lengths)
+    assert not sums or max(sums) - min(sums) <= max(lengths)
+
+
+def test_batches_are_as_few_as_the_budget_allows_when_lengths_are_equal():
+    assert len(token_budget_batches([10] * 12, budget=40)) == 3
+
+
+def test_nothing_to_batch_gives_no_batches():
+    assert token_budget_batches([], budget=8) == []
+    assert token_budget_batches([], budget=8, count=0) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "count", "message"),
+    [
+        ([3, 9], 8, None, r"sequence 1 has 9 tokens; allowed: 1 to micro_batch_tokens=8"),
+        ([3, 0], 8, None, r"sequence 1 has 0 tokens"),
+        ([3, 3], 8, 3, r"2 sequences cannot fill exactly 3"),
+        ([3, 3], 8, 0, r"2 sequences cannot fill exactly 0"),
+        ([6, 6], 8, 1, r"12 tokens do not fit into 1 micro-batches of 8"),
+    ],
+)
+def test_impossible_batches_are_refused(lengths, budget, count, message):
+    with pytest.raises(ValueError, match=message):
+        token_budget_batches(lengths, budget, count=count)
+
+
+@given(st.integers(1, 6), st.data())
+def test_shares_have_equal_counts_and_balanced_tokens(ranks, data):
+    per_rank = data.draw(st.integers(0, 8))
+    lengths = data.draw(st.lists(st.integers(1, 500), min_size=ranks * per_rank, max_size=ranks * per_rank))
+    shares = data_parallel_share(lengths, ranks)
+    assert [len(share) for share in shares] == [per_rank] * ranks
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    sums = totals(shares, lengths)
+    assert max(sums) - min(sums) <= (max(lengths) - min(lengths) if lengths else 0)
+
+
+def test_shares_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="5 sequences do not divide over 2"):
+        data_parallel_share([1] * 5, 2)

@@ -1,0 +1,242 @@
+"""The embedded engine against transformers, and against itself in other batches and layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import EngineParallel
+from aligner.config.weights import weight_table
+from aligner.data.types import Prompt, Sample
+from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError, ConfigError
+
+LENGTHS = (3, 7, 1, 7, 5)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def directory(request, tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"), tied=request.param)
+
+
+@pytest.fixture(scope="module")
+def tied_directory(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def save_llama(path: Path, tied: bool, **save_options) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a norm that is left out or exchanged
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(path, **save_options)
+    return path
+
+
+def shape_of(directory: Path) -> ModelShape:
+    return ModelShape.from_hf(json.loads((directory / "config.json").read_text()), str(directory))
+
+
+def make_engine(
+    directory: Path, tensor: int = 1, rank: int = 0, group=None, batch_size: int = 64, seed: int = 7
+) -> EmbeddedEngine:
+    layout = EngineParallel(tensor=tensor, data=1)
+    engine = EmbeddedEngine(shape_of(directory), layout, rank, seed, batch_size, group)
+    engine.load_directory(directory)
+    return engine
+
+
+def make_prompts() -> list[Prompt]:
+    generator = torch.Generator().manual_seed(3)
+    return [Prompt(index, "", torch.randint(0, 200, (length,), generator=generator)) for index, length in enumerate(LENGTHS)]
+
+
+def make_requests(samples: int = 1) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, index) for prompt in make_prompts() for index in range(samples)]
+
+
+def response(sample: Sample) -> list[int]:
+    return sample.tokens[sample.prompt_length :].tolist()
+
+
+def load_transformers(directory: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(directory):
+    model = load_transformers(directory)
+    samples = make_engine(directory).generate(make_requests(), SamplingOptions(12, greedy=True))
+    for prompt, sample in zip(make_prompts(), samples, strict=True):
+        wanted = model.generate(prompt.tokens[None], max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        assert sample.tokens.tolist() == wanted.tolist()
+        assert sample.prompt_length == len(prompt.tokens)
+        assert sample.finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_those_of_a_full_forward_pass(directory, temperature):
+    model = load_transformers(directory)
+    for sample in make_engine(directory).generate(make_requests(3), SamplingOptions(10, temperature)):
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+        wanted = (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
+
+
+def test_a_sample_is_the_same_alone_and_in_any_batch(tied_directory):
+    requests = make_requests(4)
+    options = SamplingOptions(12)
+    together = make_engine(tied_directory).generate(requests, options)
+    assert len({tuple(response(sample)) for sample in together[:4]}) == 4
+    backwards = make_engine(tied_directory, batch_size=7).generate(requests[::-1], options)[::-1]
+    for request, one, other in zip(requests, together, backwards, strict=True):
+        (alone,) = make_engine(tied_directory, batch_size=1).generate([request], options)
+        assert response(one) == response(other) == response(alone)
+        assert (one.prompt_id, one.sample_index) == (request.prompt.id, request.sample_index)
+        torch.testing.assert_close(one.engine_logprobs, alone.engine_logprobs, atol=1e-5, rtol=0)
+
+
+def test_another_seed_or_longer_limit(tied_directory):
+    short = make_engine(tied_directory).generate(make_requests(2), SamplingOptions(5))
+    long = make_engine(tied_directory).generate(make_requests(2), SamplingOptions(9))
+    other = make_engine(tied_directory, seed=8).generate(make_requests(2), SamplingOptions(5))
+    assert [response(sample) for sample in short] == [response(sample)[:5] for sample in long]
+    assert [response(sample) for sample in short] != [response(sample) for sample in other]
+
+
+def generate_on_rank(directory: Path, samples: int, options: SamplingOptions) -> list[tuple[list[int], list[float]]]:
+    import torch.distributed as dist
+
+    engine = make_engine(directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD)
+    return [(response(sample), sample.engine_logprobs.tolist()) for sample in engine.generate(make_requests(samples), options)]
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_two_tensor_parallel_ranks_return_the_samples_of_one(pool, directory, greedy):
+    # A stop token that most responses meet: the batch is compacted on both ranks alike.
+    options = SamplingOptions(12, greedy=greedy, stop_token_ids=tuple(range(0, 200, 9)))
+    first, second = pool.run(generate_on_rank, 2, directory, 2, options)
+    assert first == second
+    for (tokens, logprobs), alone in zip(first, make_engine(directory).generate(make_requests(2), options), strict=True):
+        assert tokens == response(alone)
+        torch.testing.assert_close(torch.tensor(logprobs), alone.engine_logprobs, atol=1e-4, rtol=0)
+
+
+def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_directory):
+    engine = make_engine(tied_directory)
+    stops = tuple(range(0, 200, 8))
+    requests = make_requests(6)
+    free = engine.generate(requests, SamplingOptions(20))
+    stopped = engine.generate(requests, SamplingOptions(20, stop_token_ids=stops))
+    assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
+    for unlimited, sample in zip(free, stopped, strict=True):
+        tokens = response(unlimited)
+        ends = [at for at, token in enumerate(tokens) if token in stops]
+        wanted = tokens[: ends[0] + 1] if ends else tokens
+        assert response(sample) == wanted
+        assert sample.finish_reason == ("stop" if ends else "length")
+        torch.testing.assert_close(sample.engine_logprobs, unlimited.engine_logprobs[: len(wanted)], atol=1e-5, rtol=0)
+
+
+def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tied_directory):
+    engine = make_engine(tied_directory)
+    options = SamplingOptions(4, greedy=True)
+    before = engine.generate(make_requests(), options)
+    for view in engine.weight_views().values():
+        view.mul_(0.5 if view.dim() == 2 else 1.0)
+    engine.weight_views()["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
+    engine.finish_update(5)
+    after = engine.generate(make_requests(), options)
+    assert all(sample.weight_versions.tolist() == [0] * 4 for sample in before)
+    assert all(sample.weight_versions.tolist() == [5] * 4 for sample in after)
+    assert [response(sample) for sample in before] != [response(sample) for sample in after]
+
+
+def test_the_views_are_the_whole_weight_table(directory):
+    from safetensors.torch import load_file
+
+    engine = make_engine(directory)
+    stored = load_file(directory / "model.safetensors")
+    assert {name: tuple(view.shape) for name, view in engine.weight_views().items()} == {
+        spec.name: spec.shape for spec in weight_table(shape_of(directory))
+    }
+    for name, view in engine.weight_views().items():
+        assert torch.equal(view, stored[name]), name
+
+
+def test_a_sharded_directory_loads_like_a_single_file(tied_directory, tmp_path):
+    sharded = save_llama(tmp_path, tied=True, max_shard_size="30KB")
+    assert (sharded / "model.safetensors.index.json").is_file()
+    options = SamplingOptions(6, greedy=True)
+    one, other = (make_engine(path).generate(make_requests(), options) for path in (tied_directory, sharded))
+    assert [response(sample) for sample in one] == [response(sample) for sample in other]
+
+
+def test_samples_can_be_used_in_a_differentiated_expression(tied_directory):
+    sample = make_engine(tied_directory).generate(make_requests(), SamplingOptions(3))[0]
+    weight = torch.ones(3, requires_grad=True)
+    (weight * sample.engine_logprobs).sum().backward()
+    assert torch.equal(weight.grad, sample.engine_logprobs)
+
+
+def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tied_directory):
+    engine = make_engine(tied_directory)
+    long = GenerationRequest(Prompt(41, "", torch.zeros(60, dtype=torch.int64)), 0)
+    with pytest.raises(AlignerError, match=r"prompt 41 has 60 tokens; with max_new_tokens=5 .* 64 positions"):
+        engine.generate([*make_requests(), long], SamplingOptions(5))
+    (sample,) = engine.generate([long], SamplingOptions(4))
+    assert len(sample.tokens) == 64
+    with pytest.raises(AlignerError, match="prompt 42 is empty"):
+        engine.generate([GenerationRequest(Prompt(42, "", torch.zeros(0, dtype=torch.int64)), 0)], SamplingOptions(4))
+    with pytest.raises(AlignerError, match="prompt 43 has token ids from 5 to 200"):
+        engine.generate([GenerationRequest(Prompt(43, "", torch.tensor([5, 200])), 0)], SamplingOptions(4))
+    with pytest.raises(AlignerError, match="max_new_tokens=0"):
+        engine.generate(make_requests(), SamplingOptions(0))
+
+
+def test_an_engine_without_weights_does_not_generate(tied_directory):
+    engine = EmbeddedEngine(shape_of(tied_directory), EngineParallel(), 0, 1, 8, None)
+    with pytest.raises(AlignerError, match="no weights yet"):
+        engine.generate(make_requests(), SamplingOptions(2))
+
+
+def test_a_model_that_does_not_divide_is_refused(tied_directory):
+    with pytest.raises(ConfigError, match=r"engine.parallel.tensor=4: 2 KV heads do not divide by 4"):
+        EmbeddedEngine(shape_of(tied_directory), EngineParallel(tensor=4), 0, 1, 8, None)
+
+
+def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
+    untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
+    with pytest.raises(AlignerError, match=r"lacks lm_head.weight"):
+        EmbeddedEngine(untied, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
+    wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
+    with pytest.raises(AlignerError, match=r"gate_proj.weight is \(48, 32\), the model's configuration says \(64, 32\)"):
+        EmbeddedEngine(wider, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
+    with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
+        make_engine(tied_directory).load_directory(tmp_path)

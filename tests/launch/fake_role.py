@@ -1,0 +1,106 @@
+"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from aligner.config.compose import load_config
+from aligner.config.paths import run_paths
+from aligner.launch.kernel import end_with_launcher
+from aligner.launch.roles import SERVED_MODEL
+from aligner.observability.metrics import MetricsWriter, SampleWriter
+
+RANK = int(os.environ["RANK"])
+
+
+class Ready(BaseHTTPRequestHandler):
+    model = ""
+
+    def do_GET(self) -> None:
+        ready = self.path in ("/v2/health/ready", f"/v2/models/{self.model}/ready")
+        self.send_response(200 if ready else 404)
+        self.end_headers()
+
+
+def serve(role: str, run: Path) -> None:
+    port = json.loads((run / "endpoints.json").read_text())[role]["http"]
+    Ready.model = SERVED_MODEL[role]
+    HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+
+
+def wait() -> None:
+    time.sleep(120)
+
+
+def train(run: Path, steps: int, pause_s: float) -> None:
+    paths = run_paths(load_config(run / "config.yaml"))
+    if RANK != 0:
+        return
+    metrics, samples = MetricsWriter(paths, tensorboard=False), SampleWriter(paths)
+    for step in range(1, steps + 1):
+        time.sleep(pause_s)
+        samples.write(step, "prompt [red]text[/red]", f"answer {step}\n\x1b[2J", step / 10)
+        stats = {"reward/mean": step / 10, "kl/reference": 0.01, "time/step": 0.5, "time/train": 0.25}
+        metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
+
+
+def main(role: str, run: Path, behavior: str) -> None:
+    end_with_launcher()
+    print(f"{role} rank {RANK} of {os.environ['WORLD_SIZE']}: {behavior}", flush=True)
+    match behavior:
+        case "prepare":
+            (run / "initial_model").mkdir()
+        case "serve":
+            serve(role, run)
+        case "never_healthy" | "hang":
+            print("loading something that never loads", flush=True)
+            wait()
+        case "ignore_sigterm":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            serve(role, run)
+        case "leave_grandchild":
+            # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.
+            stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{stubborn}', '{run}'])",
+                ],
+                start_new_session=True,
+            ).wait()
+            serve(role, run)
+        case "train":
+            train(run, steps=7, pause_s=0.02)
+        case "train_slowly":
+            train(run, steps=1, pause_s=0.1)
+            wait()
+        case "rank_1_hangs":
+            if RANK == 1:
+                wait()
+        case "exit":
+            sys.exit(0)
+        case "fail_rank_1":
+            # Rank 0 loses its peer and complains first; rank 1, a little later, says why.
+            if RANK == 1:
+                time.sleep(0.4)
+                print("aligner: error: step 3: the reward is nan for the prompt 'abc'", flush=True)
+                sys.exit(1)
+            print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
+            sys.exit(1)
+        case "killed":
+            print("about to be killed", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case _:
+            raise ValueError(behavior)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]).parent, sys.argv[3])

@@ -1,0 +1,27 @@
+"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from aligner.config.compose import compose_config
+from aligner.errors import AlignerError
+from aligner.launch.local import launch
+
+ROLE = Path(__file__).with_name("fake_role.py")
+
+
+def main() -> int:
+    config = compose_config(json.loads(sys.argv[1]))
+    behaviors = json.loads(sys.argv[2])
+    try:
+        return launch(config, lambda role, file: (sys.executable, str(ROLE), role, str(file), behaviors[role]))
+    except AlignerError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

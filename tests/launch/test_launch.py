@@ -1,0 +1,166 @@
+"""The launcher's supervision, on real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+HEALTHY = {"prepare": "prepare", "critic": "serve", "reward": "serve", "trainer": "train"}
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Living processes that were started for the run: it is on their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(str(run) in argument for argument in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "run"
+    yield directory
+    for process in processes_of(directory):
+        process.kill()
+
+
+def start(run: Path, behaviors: dict[str, str] | None = None, *overrides: str) -> subprocess.Popen[str]:
+    given = ["experiment=tiny_ppo", f"run.dir={run}", "run.steps=7", "cluster.stop_timeout_s=2", *overrides]
+    command = [sys.executable, str(LAUNCHER), json.dumps(given), json.dumps({**HEALTHY, **(behaviors or {})})]
+    environment = {**os.environ, "COLUMNS": "120"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(launcher: subprocess.Popen[str], run: Path) -> tuple[int, str, str]:
+    try:
+        out, error = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert processes_of(run) == [], "processes outlived the launcher"
+    return launcher.returncode, out, error
+
+
+def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) -> None:
+    code, out, error = finish(start(run, None, "actor.parallel.pipeline=2"), run)
+    assert code == 0, error
+    lines = out.splitlines()
+    assert lines[0] == f"run directory: {run}"
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {step}/7" for step in range(1, 8)]
+    assert "step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00" in lines
+    assert r"answer 7\n\x1b[2J" in out and "prompt [red]text[/red]" in out
+    assert re.search(r"reward +│ +0\.3000 │ +0\.5000 │ \+0\.2000", out)
+    assert "largest mismatch/logprob_abs: 7.00e-06 (step 7)" in lines
+    assert "total: 7 steps, 3.5 s, 14 samples (4.0/s)" in lines
+    assert {file.name for file in (run / "logs").iterdir()} == {
+        "prepare-0.log",
+        "critic-0.log",
+        "reward-0.log",
+        "trainer-0.log",
+        "trainer-1.log",
+    }
+    assert "trainer rank 1 of 2: train" in (run / "logs" / "trainer-1.log").read_text()
+
+
+def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(run: Path) -> None:
+    code, _, error = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
+    assert code == 1
+    assert error.startswith("trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:\n")
+    assert "  | aligner: error: step 3: the reward is nan for the prompt 'abc'" in error
+    assert error.rstrip().endswith(f"log: {run / 'logs' / 'trainer-1.log'}")
+
+
+def test_a_killed_server_is_named_with_its_signal(run: Path) -> None:
+    code, _, error = finish(start(run, {"critic": "killed", "trainer": "hang"}), run)
+    assert code == 1
+    assert error.startswith("critic rank 0 was ended by SIGKILL; the end of its log:\n")
+    assert "  | about to be killed" in error
+
+
+def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> None:
+    code, _, error = finish(start(run, {"reward": "exit", "trainer": "hang"}), run)
+    assert code == 1
+    assert error.startswith("reward rank 0 ended with exit code 0; the end of its log:\n")
+
+
+def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Path) -> None:
+    started = time.monotonic()
+    code, out, error = finish(start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=2"), run)
+    assert code == 1
+    assert time.monotonic() - started < 20
+    assert "waiting for reward" in out
+    assert error.startswith("reward was not healthy within server.start_timeout_s=2 s; the end of its log:\n")
+    assert "  | loading something that never loads" in error
+
+
+def test_a_failing_preparation_ends_the_run_before_any_role_starts(run: Path) -> None:
+    code, _, error = finish(start(run, {"prepare": "killed"}), run)
+    assert code == 1
+    assert error.startswith("prepare rank 0 was ended by SIGKILL")
+    assert [file.name for file in (run / "logs").iterdir()] == ["prepare-0.log"]
+
+
+def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> None:
+    overrides = ("actor.parallel.pipeline=2", "cluster.collective_timeout_s=1")
+    code, _, error = finish(start(run, {"trainer": "rank_1_hangs"}, *overrides), run)
+    assert code == 1
+    assert error.startswith("trainer rank 1 still runs 1 s after another rank ended")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_every_process(run: Path, number: signal.Signals, code: int) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    launcher.send_signal(number)
+    exit_code, out, _ = finish(launcher, run)
+    assert exit_code == code
+    assert f"stopped by {number.name}; every process of the run has ended" in out
+
+
+def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run: Path) -> None:
+    behaviors = {"critic": "ignore_sigterm", "reward": "leave_grandchild", "trainer": "train_slowly"}
+    launcher = start(run, behaviors)
+    # Launcher, critic, reward, trainer, and the reward's orphaned grandchild.
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(processes_of(run)) == 5, "grandchild")
+    started = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    code, _, _ = finish(launcher, run)
+    assert code == 143
+    assert 2 <= time.monotonic() - started < 15
+
+
+def test_ranks_end_when_their_launcher_is_killed(run: Path) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    launcher.kill()
+    wait_for(lambda: processes_of(run) == [], "end of the orphaned ranks", timeout_s=10)
+    launcher.communicate()
+
+
+def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
+    (run / "checkpoints" / "step_2").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.9}\n{"step": 2, "reward/mean": 0.9}\n')
+    (run / "initial_model").mkdir()
+    code, out, error = finish(start(run, {"prepare": "exit"}, "run.resume=true"), run)
+    assert code == 0, error
+    assert "reward 0.900" not in out and "step 7/7  reward 0.700" in out

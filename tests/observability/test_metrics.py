@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from aligner.config.paths import RunPaths
+from aligner.errors import AlignerError
+from aligner.observability.metrics import FileFollower, MetricsWriter, SampleWriter, read_metrics, read_records
+
+
+def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(RunPaths(tmp_path / "run"), tensorboard=False)
+    writer.write(1, {"reward/mean": 1, "policy/loss": -0.5})
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 1.0, "policy/loss": -0.5}\n'
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(tmp_path: Path, value: float) -> None:
+    writer = MetricsWriter(RunPaths(tmp_path), tensorboard=False)
+    with pytest.raises(AlignerError, match=f"step 3: metric policy/loss is {value}"):
+        writer.write(3, {"reward/mean": 1.0, "policy/loss": value})
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths, tensorboard=False)
+    for step in range(1, 5):
+        writer.write(step, {"reward/mean": step})
+    with paths.metrics.open("a") as file:
+        file.write('{"step": 5, "rewa')
+    writer.truncate_after(2)
+    writer.write(3, {"reward/mean": 30})
+    assert [(record["step"], record["reward/mean"]) for record in read_metrics(paths.metrics)] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_resuming_drops_later_samples(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = SampleWriter(paths)
+    writer.truncate_after(0)
+    for step in (1, 1, 2):
+        writer.write(step, "p", "ü\n", 0.5, sample_index=3)
+    writer.truncate_after(1)
+    expected = {"step": 1, "prompt": "p", "response": "ü\n", "reward": 0.5, "sample_index": 3}
+    assert read_records(paths.samples) == [expected, expected]
+
+
+def test_tensorboard_shows_the_scalars_and_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths, tensorboard=True)
+    for step in range(1, 4):
+        writer.write(step, {"reward/mean": step})
+    writer.truncate_after(1)
+    writer.write(2, {"reward/mean": 20})
+    writer.close()
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_follower_waits_for_whole_lines_and_follows_a_cut_back_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = FileFollower(path)
+    assert follower.new_records() == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert follower.new_records() == [{"step": 1}, {"step": 2}]
+    assert follower.new_records() == []
+    path.write_text('{"step": 1}\n')
+    assert follower.new_records() == []
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 2, "again": True}) + "\n")
+    assert follower.new_records() == [{"step": 2, "again": True}]
+
+
+def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    follower = FileFollower(path, from_end=True)
+    with path.open("a") as file:
+        file.write('{"step": 2}\n')
+    assert follower.new_records() == [{"step": 2}]
+
+
+def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from aligner.config.paths import RunPaths\n"
+        "from aligner.observability.metrics import MetricsWriter\n"
+        "writer = MetricsWriter(RunPaths(Path(sys.argv[1])), tensorboard=True); writer.write(1, {'a': 1}); writer.close()\n"
+        "print([name for name in ('torch', 'tensorflow') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program, str(tmp_path)], text=True).strip() == "[]"

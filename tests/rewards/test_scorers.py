@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.rewards import scorers
+from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, digit_fraction, resolve_scorer
+
+
+def requests(*responses: str) -> list[ScoringRequest]:
+    return [ScoringRequest("Count: ", response) for response in responses]
+
+
+def fails_on_seven(batch):
+    if any("7" in request.response for request in batch):
+        raise KeyError("seven")
+    return [1.0] * len(batch)
+
+
+def not_a_number(batch):
+    return [0.0] * (len(batch) - 1) + [float("nan")]
+
+
+def one_too_few(batch):
+    return [0.0] * (len(batch) - 1)
+
+
+def test_digit_fraction_counts_ascii_digits_of_the_response_only():
+    assert digit_fraction(
+        [ScoringRequest("123", "a1b2"), ScoringRequest("9", ""), ScoringRequest("", "42"), ScoringRequest("", "²x")]
+    ) == [
+        0.5,
+        0.0,
+        1.0,
+        0.0,
+    ]
+
+
+def test_sentiment_reads_prompt_and_response_together():
+    scorer = resolve_scorer("sentiment")
+    kind, unkind = scorer(
+        [ScoringRequest("The movie was", " wonderful, I loved it"), ScoringRequest("The movie was", " awful")]
+    )
+    assert kind > 0.5 > 0 > unkind
+
+
+def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
+    original = builtins.__import__
+
+    def without_vader(name, *args, **kwargs):
+        if name.startswith("vaderSentiment"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    scorers._sentiment_analyzer.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without_vader)
+    with pytest.raises(ConfigError, match=r"reward\.function=sentiment.*demo extra"):
+        resolve_scorer("sentiment")
+
+
+def test_a_scorer_is_found_by_import_path():
+    assert resolve_scorer(f"{__name__}:fails_on_seven")(requests("1")) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["no_such", "no.such.module:f", f"{__name__}:no_such", "math:pi", "math:", ":f"])
+def test_an_unknown_scorer_is_refused_by_key(name):
+    with pytest.raises(ConfigError, match=r"reward\.function="):
+        resolve_scorer(name)
+
+
+def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
+    with pytest.raises(ScoringError, match="KeyError: 'seven' for prompt 'Count: ' and response '7'"):
+        checked_scores(fails_on_seven, requests("1", "2", "7", "3"))
+
+
+def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
+    with pytest.raises(ScoringError, match="returned nan, must be finite, for prompt 'Count: ' and response 'b'"):
+        checked_scores(not_a_number, requests("a", "b"))
+
+
+def test_a_wrong_number_of_scores_is_refused():
+    with pytest.raises(ScoringError, match="1 scores for 2 requests"):
+        checked_scores(one_too_few, requests("a", "b"))

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers.roles import RunningRole, stop_all
+
+
+@pytest.fixture(scope="package")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningRole]]:
+    """A critic of two ranks that takes unnumbered updates too, and a function reward server."""
+    directory = tmp_path_factory.mktemp("servers")
+    running = {
+        "critic": RunningRole("critic", directory, ranks=2, ACCEPT_UNNUMBERED="1"),
+        "reward": RunningRole("reward", directory),
+    }
+    try:
+        for role in running.values():
+            role.wait_ready()
+        yield running
+    finally:
+        stop_all(running.values())
+
+
+@pytest.fixture
+def critic(servers: dict[str, RunningRole]) -> RunningRole:
+    return servers["critic"]
+
+
+@pytest.fixture
+def reward(servers: dict[str, RunningRole]) -> RunningRole:
+    return servers["reward"]

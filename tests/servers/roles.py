@@ -1,0 +1,95 @@
+"""Starting server roles as processes, and ending them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from aligner.config.endpoints import Endpoint
+from tests.worker_pool import free_port
+
+
+class RunningRole:
+    """A role's ranks. `stop` ends them by process id and returns rank 0's exit code."""
+
+    def __init__(self, role: str, directory: Path, ranks: int = 1, **environment: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.endpoint = Endpoint("127.0.0.1", free_port(), free_port(), free_port())
+        self.log = directory / f"{role}-{free_port()}.log"
+        self.seen: set[psutil.Process] = set()
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        ports = [str(port) for port in (self.endpoint.http, self.endpoint.grpc, self.endpoint.metrics)]
+        command = [sys.executable, "-m", "tests.servers.role_main", role, str(directory), *ports]
+        with self.log.open("w") as log:
+            self.ranks = [
+                subprocess.Popen(
+                    command, env={**os.environ, **world, "RANK": str(rank), **environment}, stdout=log, stderr=log
+                )
+                for rank in range(ranks)
+            ]
+
+    def wait_ready(self, timeout_s: float = 60) -> RunningRole:
+        """As the launcher does: by Triton's own HTTP readiness."""
+        deadline = time.monotonic() + timeout_s
+        for path in ("health/ready", "models/control/ready"):
+            while not self._ready(path):
+                dead = any(rank.poll() is not None for rank in self.ranks)
+                if dead or time.monotonic() > deadline:
+                    text = self.log.read_text()[-6000:]
+                    self.stop()
+                    raise AssertionError(text)
+                time.sleep(0.1)
+        self.note_processes()
+        return self
+
+    def _ready(self, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.endpoint.http}/v2/{path}", timeout=2) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def note_processes(self) -> None:
+        for rank in self.ranks:
+            if psutil.pid_exists(rank.pid):
+                process = psutil.Process(rank.pid)
+                self.seen.update([process, *process.children(recursive=True)])
+
+    def survivors(self) -> list[psutil.Process]:
+        """Processes of the role that still run; one that its parent has not yet reaped runs no more."""
+        return [process for process in self.seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 15) -> int:
+        self.note_processes()
+        if self.ranks[0].poll() is None:
+            self.ranks[0].send_signal(number)
+        try:
+            deadline = time.monotonic() + timeout_s
+            for rank in self.ranks:
+                rank.wait(max(0.1, deadline - time.monotonic()))
+            return self.ranks[0].returncode
+        finally:
+            for process in self.survivors():
+                if process.pid in [rank.pid for rank in self.ranks]:
+                    process.kill()
+            for rank in self.ranks:
+                rank.wait(5)
+
+
+def stop_all(roles: Iterable[RunningRole]) -> None:
+    """End several roles at once."""
+    roles = list(roles)
+    for role in roles:
+        role.note_processes()
+        if role.ranks[0].poll() is None:
+            role.ranks[0].terminate()
+    for role in roles:
+        role.stop()

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.errors import AlignerError
+from aligner.servers.client import CriticClient, RemoteError
+from aligner.servers.protocol import CONTROL_OPERATIONS, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
+from tests.servers.tiny_model import TinyValueModel
+from tests.worker_pool import free_port
+
+pytestmark = pytest.mark.system
+
+TOKENS = torch.arange(24).reshape(3, 8)
+LENGTHS = torch.tensor([8, 3, 5])
+TARGETS = (TOKENS, torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool())
+
+
+@pytest.fixture
+def client(critic):
+    state = CriticClient(critic.endpoint, 20, "run-a")
+    number = state.control("version")["sequence_number"] + 1
+    state.close()
+    client = CriticClient(critic.endpoint, 20, "run-a", number, max_batch_size=16)
+    yield client
+    client.close()
+
+
+def send(client, endpoint, arrays):
+    return client._infer(endpoint, arrays)
+
+
+def test_values_of_a_world_of_two_are_the_models_own_and_zero_beyond_the_longest(client):
+    before = client.control("version")["version"]
+    values = client.values(torch.nn.functional.pad(TOKENS, (0, 2)), LENGTHS).result()
+    assert values.shape == (3, 10) and values[:, 8:].eq(0).all()
+    if before == 0:
+        torch.testing.assert_close(values[:, :8], TinyValueModel().values(TOKENS, LENGTHS))
+
+
+def test_a_batch_beyond_the_servers_largest_is_split_by_the_client(client):
+    tokens = torch.randint(0, 64, (37, 6))
+    lengths = torch.full((37,), 6)
+    whole = client.values(tokens, lengths).result()
+    torch.testing.assert_close(whole[20:21], client.values(tokens[20:21], lengths[20:21]).result())
+
+
+def test_the_same_over_http_with_nothing_but_json(client, critic):
+    inputs = [
+        {"name": "tokens", "shape": [3, 8], "datatype": "INT64", "data": TOKENS.flatten().tolist()},
+        {"name": "sequence_lengths", "shape": [3, 1], "datatype": "INT64", "data": LENGTHS.tolist()},
+    ]
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_infer/infer",
+        data=json.dumps({"inputs": inputs}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        (output,) = json.load(response)["outputs"]
+    values = torch.tensor(output["data"]).reshape(3, 8)
+    torch.testing.assert_close(values, client.values(TOKENS, LENGTHS).result())
+
+
+def test_updates_run_in_call_order_and_lower_the_loss(client):
+    start = client.control("version")["version"]
+    futures = [client.train(*TARGETS) for _ in range(5)]
+    losses = [future.result()["loss"] for future in futures]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    assert client.control("version")["version"] == start + 5
+
+
+def test_a_repeated_update_is_answered_but_not_applied_again(client):
+    first = client.train(*TARGETS).result()
+    after = client.values(TOKENS, LENGTHS).result()
+    client._next_number -= 1
+    assert client.train(*TARGETS).result() == first
+    assert torch.equal(client.values(TOKENS, LENGTHS).result(), after)
+
+
+@pytest.mark.parametrize(("shift", "told"), [(1, "a gap"), (-2, "already applied")])
+def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, told):
+    for _ in range(2):
+        client.train(*TARGETS).result()
+    before = client.values(TOKENS, LENGTHS).result()
+    client._next_number += shift
+    with pytest.raises(RemoteError, match=told) as caught:
+        client.train(*TARGETS).result()
+    assert caught.value.kind == "SequenceError"
+    assert torch.equal(client.values(TOKENS, LENGTHS).result(), before)
+
+
+def test_another_runs_update_is_refused(client, critic):
+    client.train(*TARGETS).result()
+    stranger = CriticClient(critic.endpoint, 20, "run-b", client._next_number)
+    with pytest.raises(RemoteError, match="serves run 'run-a'"):
+        stranger.train(*TARGETS).result()
+    stranger.close()
+
+
+CASES = [case for case in REFUSED if case[0] in (CRITIC_INFER, CRITIC_TRAIN)]
+
+
+def test_every_bad_request_gets_its_own_typed_error_while_good_ones_beside_it_succeed(client):
+    expected = client.values(TOKENS, LENGTHS).result()
+    version = client.control("version")["version"]
+    with ThreadPoolExecutor(4) as callers:
+        for endpoint, wrong, changes, told in CASES:
+            beside = [callers.submit(client._values, TOKENS, LENGTHS) for _ in range(2)]
+            with pytest.raises(RemoteError) as caught:
+                send(client, endpoint, spoiled(endpoint, changes))
+            assert caught.value.kind == "RequestError" and told in str(caught.value), wrong
+            assert all(torch.equal(future.result(20), expected) for future in beside), wrong
+    assert client.control("version")["version"] == version
+
+
+def http_infer(port, endpoint, arrays):
+    names = {"l": "INT64", "f": "FP32", "d": "FP64", "S": "BYTES"}
+    inputs = [
+        {
+            "name": name,
+            "shape": list(array.shape),
+            "datatype": names[array.dtype.char],
+            "data": [item.decode() if isinstance(item, bytes) else item for item in array.ravel().tolist()],
+        }
+        for name, array in arrays.items()
+    ]
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v2/models/{endpoint.name}/infer", data=json.dumps({"inputs": inputs}).encode()
+    )
+    urllib.request.urlopen(request, timeout=20).close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wrong", "changes", "told"),
+    REFUSED_BY_TRITON,
+    ids=[f"{case[0].name}-{case[1]}" for case in REFUSED_BY_TRITON],
+)
+def test_what_triton_refuses_by_itself_is_an_error_for_that_caller_alone(client, critic, endpoint, wrong, changes, told):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        http_infer(critic.endpoint.http, endpoint, spoiled(endpoint, changes))
+    assert caught.value.code >= 400 and "error" in json.load(caught.value)
+    assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
+
+
+def test_http_garbage_is_refused_and_the_next_request_served(client, critic):
+    for data in (b"\x00\xff garbage", b"{}", b'{"inputs": 3}'):
+        request = urllib.request.Request(f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_train/infer", data=data)
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(request, timeout=20).close()
+    assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
+
+
+def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(client):
+    client.train(*TARGETS).result()
+    saved = client.control("checkpoint", step=7)
+    weights = client.values(TOKENS, LENGTHS).result()
+    lost = client.train(*TARGETS).result()
+    assert not torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
+    assert client.control("restore", step=7) == saved
+    assert torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
+    client._next_number = saved["sequence_number"] + 1
+    assert client.train(*TARGETS).result() == lost
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "told"),
+    [
+        ("restore", {"step": 999}, "there is no critic checkpoint"),
+        ("restore", {"step": -1}, "got step -1, allowed: an integer, 0 and up"),
+        ("checkpoint", {}, "got keys op, allowed: op, step"),
+        ("dance", {}, "got op 'dance', allowed: health"),
+    ],
+)
+def test_a_bad_control_request_is_refused(client, op, arguments, told):
+    with pytest.raises(RemoteError, match=told):
+        client.control(op, **arguments)
+    assert client.control("health")["status"] == "ok"
+    assert set(CONTROL_OPERATIONS) == {"health", "version", "checkpoint", "restore", "shutdown"}
+
+
+def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic):
+    assert send(client, CRITIC_SAVE, good(CRITIC_SAVE))["status"].tolist() == [0]
+    version = client.control("version")["version"]
+    directory = critic.log.parent / "checkpoints" / f"step_{version}"
+    assert (directory / "critic" / "model.safetensors").is_file()
+    assert json.loads((directory / "critic_updates.json").read_text())["run_id"] in ("run-a", None)
+
+
+def test_pytritons_own_client_infers_trains_and_saves_with_nothing_of_ours(client, critic):
+    from pytriton.client import FuturesModelClient, ModelClient
+
+    url = f"http://127.0.0.1:{critic.endpoint.http}"
+    with ModelClient(url, "critic_infer") as infer:
+        values = infer.infer_batch(**good(CRITIC_INFER))["values"]
+    np.testing.assert_array_equal(values, client.values(torch.full((3, 8), 5), torch.full((3,), 8)).result())
+    with FuturesModelClient(url, "critic_train") as train:
+        result = train.infer_sample(**good(CRITIC_TRAIN)).result(20)
+    assert result["loss_mean"].shape == (1,) and np.isfinite(result["loss_mean"]).all()
+    with FuturesModelClient(url, "critic_save") as save:
+        assert save.infer_sample(dummy_var=np.array([0])).result(20)["status"].shape == (1,)
+
+
+def test_an_answer_that_nobody_looked_at_is_found(client):
+    future = client.values(TOKENS, LENGTHS)
+    with pytest.raises(AlignerError, match="1 answers of the critic server were never consumed"):
+        client.assert_settled()
+    future.result()
+    client.assert_settled()
+
+
+def test_a_silent_and_an_absent_server_are_named(critic):
+    hasty = CriticClient(critic.endpoint, 1e-4, "run-a")
+    with pytest.raises(
+        RemoteError, match=rf"critic server at 127.0.0.1:{critic.endpoint.grpc}: Timeout: no answer to critic_infer"
+    ):
+        hasty.values(TOKENS, LENGTHS).result()
+    hasty.close()
+    port = free_port()
+    absent = CriticClient(type(critic.endpoint)("127.0.0.1", port, port, port), 5, "run-a")
+    with pytest.raises(RemoteError, match=rf"critic server at 127.0.0.1:{port}: Unreachable"):
+        absent.values(TOKENS, LENGTHS).result()
+    with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: NotReady: not ready within 0.3 s"):
+        absent.wait_ready(0.3)
+    absent.close()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from aligner.servers.protocol import (
+    CONTROL,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_MODEL,
+    EndpointError,
+    Limits,
+    RequestError,
+    told_error,
+    validate,
+)
+from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
+
+LIMITS = Limits(vocab_size=64, max_sequence_length=40, max_batch_size=16)
+CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
+
+
+@pytest.mark.parametrize("endpoint", [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL], ids=lambda spec: spec.name)
+def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
+    validate(endpoint, good(endpoint), LIMITS)
+
+
+@pytest.mark.parametrize(("endpoint", "wrong", "changes", "told"), CASES, ids=[f"{case[0].name}-{case[1]}" for case in CASES])
+def test_a_bad_request_is_told_by_tensor_got_and_allowed(endpoint, wrong, changes, told):
+    with pytest.raises(RequestError, match=re.escape(told)):
+        validate(endpoint, spoiled(endpoint, changes), LIMITS)
+
+
+def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
+    table = {
+        spec.name: (spec.batching, {t.name: (np.dtype(t.dtype).char, t.shape) for t in spec.inputs if not t.optional})
+        for spec in (CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE)
+    }
+    assert table == {
+        "critic_infer": (True, {"tokens": ("l", ("B", "S")), "sequence_lengths": ("l", ("B", 1))}),
+        "critic_train": (
+            False,
+            {
+                "tokens": ("l", ("B", "S")),
+                "returns": ("f", ("B", "S-1")),
+                "prev_values": ("f", ("B", "S-1")),
+                "mask": ("f", ("B", "S-1")),
+            },
+        ),
+        "critic_save": (False, {"dummy_var": ("l", (1,))}),
+    }
+    assert REWARD_MODEL.batching and all(tensor.optional for tensor in REWARD_MODEL.inputs)
+    assert not CONTROL.batching
+
+
+def test_an_error_is_found_in_whatever_triton_wraps_around_it():
+    error = EndpointError(RequestError('two\nlines with "quotes" and EndpointError: in it'))
+    wrapped = f"Model execute error: Traceback…\naligner.servers.protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
+    assert told_error(wrapped) == ("RequestError", 'two\nlines with "quotes" and EndpointError: in it')
+    assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")

@@ -1,0 +1,63 @@
+"""The smallest value model that learns: an embedding and a linear head, rows split over the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+VOCAB_SIZE = 64
+
+
+class TinyValueModel:
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.version = 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.embedding = torch.randn(VOCAB_SIZE, 8, requires_grad=True)
+        self.head = torch.randn(8, requires_grad=True)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def _rows(self, batch: int) -> Tensor:
+        return torch.arange(batch) % self.size == self.rank
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        mine = self._rows(len(tokens))
+        values = torch.zeros(tokens.shape)
+        with torch.no_grad():
+            values[mine] = self.embedding[tokens[mine]] @ self.head
+        return self._sum(values)
+
+    def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
+        mine = self._rows(len(tokens))
+        predicted = (self.embedding[tokens[mine, :-1]] @ self.head).reshape(-1, returns.shape[1])
+        loss = torch.where(mask[mine], (predicted - returns[mine]) ** 2, 0.0).sum() / mask.sum()
+        parameters = (self.embedding, self.head)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter -= 0.1 * self._sum(gradient)
+        self.version += 1
+        return {"loss": float(self._sum(loss.detach()))}
+
+    def save(self, directory: Path) -> None:
+        if self.rank == 0:
+            directory.mkdir(exist_ok=True)
+            state = {"embedding": self.embedding, "head": self.head, "version": torch.tensor(self.version)}
+            save_file({name: tensor.detach() for name, tensor in state.items()}, directory / "model.safetensors")
+
+    def load(self, directory: Path) -> None:
+        state = load_file(directory / "model.safetensors")
+        self.version = int(state["version"])
+        with torch.no_grad():
+            self.embedding.copy_(state["embedding"])
+            self.head.copy_(state["head"])
