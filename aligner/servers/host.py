@@ -86,7 +86,8 @@ class TritonHost:
             return
         processes = _triton_processes()
         folders = _model_folders(processes)
-        self._triton.stop()
+        if processes:
+            self._triton.stop()
         _, left = psutil.wait_procs(processes, timeout=0.1)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -78,18 +79,29 @@ def serve_role(
         max_rows=config.server.max_batch_size,
         watch=host.check if host is not None else None,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # Rank 0 ends the world; another rank that left by itself would strand the rest in a collective.
-        signal.signal(number, lambda *_: executor.shutdown())
     if host is None:
+        # Rank 0 ends the world: another rank that left by itself would strand the rest in a collective.
+        _on_stop_signals(lambda: None)
         executor.run()
         return
     caller = Caller(role, executor, config.server.request_timeout_s)
     served = {**endpoints(caller), CONTROL: _control(role, executor, caller, operations)}
+    starting = True
+
+    def stop() -> None:
+        nonlocal starting
+        executor.shutdown()
+        if starting:
+            starting = False
+            raise _StoppedEarly
+
+    _on_stop_signals(stop)
     try:
-        host.start({spec: _validated(spec, serve, limits) for spec, serve in served.items()})
-        print(f"{role}: ready at {host.endpoint}", flush=True)
-        executor.run()
+        with contextlib.suppress(_StoppedEarly):
+            host.start({spec: _validated(spec, serve, limits) for spec, serve in served.items()})
+            starting = False
+            print(f"{role}: ready at {host.endpoint}", flush=True)
+        executor.run()  # returns at once, on every rank, after an early stop
     finally:
         host.stop()
 
@@ -101,6 +113,15 @@ def _ports(config: Config, role: RoleName) -> Ports:
         return getattr(config, role).ports
     endpoint = load_endpoints(promised)[role]
     return Ports(endpoint.http, endpoint.grpc, endpoint.metrics)
+
+
+class _StoppedEarly(BaseException):
+    """A signal came while Triton was starting; nothing in between may swallow it."""
+
+
+def _on_stop_signals(action: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: action())
 
 
 def model_limits(config: Config, directory: Path, vocab_size: int) -> Limits:

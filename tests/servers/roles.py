@@ -36,7 +36,7 @@ class RunningRole:
                 for rank in range(ranks)
             ]
 
-    def wait_ready(self, timeout_s: float = 60) -> RunningRole:
+    def wait_ready(self, timeout_s: float = 150) -> RunningRole:
         """As the launcher does: by Triton's own HTTP readiness."""
         deadline = time.monotonic() + timeout_s
         for path in ("health/ready", "models/control/ready"):

@@ -61,6 +61,20 @@ def test_sigterm_ends_all_ranks_and_triton_and_unnumbered_updates_are_refused_by
     assert ended(role, 2), role.survivors()
 
 
+def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
+    role = RunningRole("critic", tmp_path, ranks=2)
+    try:
+        deadline = time.monotonic() + 60
+        while not any(process.name() == "tritonserver" for process in role.seen) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            role.note_processes()
+    finally:
+        code = role.stop()
+    assert code == 0 and role.ranks[1].returncode == 0, role.log.read_text()[-3000:]
+    assert "ready at" not in role.log.read_text()
+    assert ended(role, 2), role.survivors()
+
+
 def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
     role = roles["killed"]
     try:
