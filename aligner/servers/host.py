@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
-_STUB_PATIENCE = (b"timeout_s: float = 1.0", b"timeout_s: float = 60.0")
 _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
 
 
@@ -31,8 +29,7 @@ class TritonHost:
     """A Triton server that listens on one interface.
 
     Triton's own dynamic batcher is off: PyTriton answers a batch with one error, so that one caller's bad request would
-    fail the others in its batch. Instead an endpoint takes in several requests at once, each is checked alone, and the
-    executor joins those that are good.
+    fail the others in its batch. Each request is checked and answered alone.
     """
 
     def __init__(self, interface: str, ports: Ports, max_batch_size: int) -> None:
@@ -65,14 +62,13 @@ class TritonHost:
         for spec, serve in endpoints.items():
             self._triton.bind(
                 model_name=spec.name,
-                infer_func=[_answering(serve)] * spec.concurrency,
+                infer_func=_answering(serve),
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 outputs=[_bound(tensor, spec.batching) for tensor in spec.outputs],
                 config=ModelConfig(
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
-        _give_stubs_time(self._triton)
         self._triton.run()
 
     def check(self) -> None:
@@ -123,15 +119,6 @@ def _claimed(interface: str, name: str, port: int) -> int:
         except OSError as error:
             raise AlignerError(f"ports.{name}={port}: cannot listen on {interface}:{port}: {error.strerror}") from error
         return probe.getsockname()[1]
-
-
-def _give_stubs_time(triton: Any) -> None:
-    """Let a model's further stubs wait for its first one: PyTriton allows one second, which a busy machine exceeds."""
-    for model in triton._model_manager.models:
-        files = {name: content.replace(*_STUB_PATIENCE) for name, content in model.get_proxy_model_files().items()}
-        if files == model.get_proxy_model_files():
-            raise AlignerError("this PyTriton's stub is not the known one; install nvidia-pytriton==0.7.0")
-        model.get_proxy_model_files = functools.partial(dict, files)
 
 
 def _triton_processes() -> list[psutil.Process]:

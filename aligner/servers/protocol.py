@@ -42,16 +42,12 @@ class EndpointSpec:
     outputs: tuple[TensorSpec, ...]
     batching: bool
     """Batching models are called with `infer_batch` and have B as their first dimension, the others with `infer_sample`."""
-    concurrency: int = 1
-    """Requests that the server takes in at once; those that wait together are served as one batch."""
 
 
 TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
 
-CRITIC_INFER = EndpointSpec(
-    "critic_infer", (TOKENS, LENGTHS), (TensorSpec("values", np.float32, ("B", "S")),), batching=True, concurrency=1
-)
+CRITIC_INFER = EndpointSpec("critic_infer", (TOKENS, LENGTHS), (TensorSpec("values", np.float32, ("B", "S")),), batching=True)
 CRITIC_TRAIN = EndpointSpec(
     "critic_train",
     (
@@ -81,7 +77,6 @@ REWARD_MODEL = EndpointSpec(
     ),
     (TensorSpec("rewards", np.float32, ("B", 1)),),
     batching=True,
-    concurrency=1,
 )
 CONTROL = EndpointSpec(
     "control",
