@@ -112,9 +112,6 @@ def _serve(parsed: argparse.Namespace) -> None:
     if len(roles) != 1 or roles[0] not in _ROLES:
         raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(_ROLES)}")
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
-    from aligner.servers.environment import ensure_server_environment
-
-    ensure_server_environment()
     config = _config(parsed)
     if roles[0] == "critic":
         from aligner.servers.critic import serve_critic

@@ -107,7 +107,14 @@ def _tensor(key: str, size: int, shape: ModelShape) -> Iterator[str]:
 def _layout(key: str, layout: Parallel, shape: ModelShape) -> Iterator[str]:
     yield from _tensor(key, layout.tensor, shape)
     layers = shape.num_layers
-    if layers % layout.pipeline:
+    if layout.last_stage_layers is not None and layout.pipeline > 1:
+        before, stages = layers - layout.last_stage_layers, layout.pipeline - 1
+        if before < stages or before % stages:
+            yield (
+                f"{key}.last_stage_layers={layout.last_stage_layers}: it leaves {before} of the model's {layers} layers,"
+                f" which do not divide over the {stages} stages before it"
+            )
+    elif layers % layout.pipeline:
         fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
         size = layout.pipeline
         yield f"{key}.pipeline={size}: {layers} layers do not divide by {size}; sizes that fit: {fitting}"

@@ -29,6 +29,12 @@ class Parallel:
 
     tensor: int = option(1, "tensor-parallel size (TP)", minimum=1)
     pipeline: int = option(1, "pipeline-parallel size (PP)", minimum=1)
+    last_stage_layers: int | None = option(
+        None,
+        "decoder layers on the last pipeline stage, which also computes the head; the other stages share the rest evenly,"
+        " and all do when null; of no account with one stage",
+        minimum=1,
+    )
     data: int = option(1, "data-parallel size (DP)", minimum=1)
     context: int = option(1, "context-parallel size (CP); only 1 is supported now", minimum=1)
     expert: int = option(1, "expert-parallel size (EP); only 1 is supported now", minimum=1)

@@ -52,9 +52,8 @@ def weight_table(shape: ModelShape, *, with_head: bool = True) -> tuple[TensorSp
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     tied = shape.tied_embeddings and with_head
-    specs = [
-        TensorSpec("model.embed_tokens.weight", (shape.vocab_size, hidden), 0, stages=("first", "last") if tied else ("first",))
-    ]
+    embedding_stages = ("first", "last") if tied else ("first",)
+    specs = [TensorSpec("model.embed_tokens.weight", (shape.vocab_size, hidden), 0, stages=embedding_stages)]
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         specs += [
@@ -96,18 +95,27 @@ def _cut(spec: TensorSpec, rank: int, size: int) -> Slice:
     return Slice(spec.name, spec.axis, rank * step, (rank + 1) * step)
 
 
+def first_layers(num_layers: int, layout: Parallel) -> list[int]:
+    """The first layer of each pipeline stage, and `num_layers` at the end."""
+    if layout.pipeline == 1:
+        return [0, num_layers]
+    last = num_layers // layout.pipeline if layout.last_stage_layers is None else layout.last_stage_layers
+    before = (num_layers - last) // (layout.pipeline - 1)
+    return [*(stage * before for stage in range(layout.pipeline)), num_layers]
+
+
 def trainer_slices(table: tuple[TensorSpec, ...], num_layers: int, layout: Parallel, rank: int) -> dict[str, Slice]:
     """The slices that a Megatron rank holds, by tensor name.
 
-    Layers are split evenly over the pipeline stages, in order.
+    Layers are split over the pipeline stages in order, as `first_layers` says.
     """
     place = coordinates(rank, layout)
-    per_stage = num_layers // layout.pipeline
+    bounds = first_layers(num_layers, layout)
     here = {stage for stage, at in (("first", 0), ("last", layout.pipeline - 1)) if at == place.pipeline}
 
     def holds(spec: TensorSpec) -> bool:
         if spec.layer is not None:
-            return spec.layer // per_stage == place.pipeline
+            return bounds[place.pipeline] <= spec.layer < bounds[place.pipeline + 1]
         return bool(here.intersection(spec.stages))
 
     return {spec.name: _cut(spec, place.tensor, layout.tensor) for spec in table if holds(spec)}

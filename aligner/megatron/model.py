@@ -51,6 +51,7 @@ def transformer_config(shape: ModelShape, layout: Parallel, dtype: torch.dtype) 
             attention_dropout=0.0,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            num_layers_in_last_pipeline_stage=layout.last_stage_layers if layout.pipeline > 1 else None,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,

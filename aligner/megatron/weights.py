@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Slice, TensorSpec, trainer_slices, weight_table
+from aligner.config.weights import Slice, TensorSpec, first_layers, trainer_slices, weight_table
 from aligner.errors import ConfigError
 from aligner.megatron.world import World
 
@@ -69,7 +69,7 @@ class NamedWeights:
         self._shape = shape
         self._specs = {spec.name: spec for spec in self.table}
         self._parameters = dict(model.named_parameters())
-        self._first_layer = world.place.pipeline * (shape.num_layers // world.layout.pipeline)
+        self._first_layer = first_layers(shape.num_layers, world.layout)[world.place.pipeline]
         self._tied_copy = shape.tied_embeddings and not world.is_first_stage
 
     def __iter__(self) -> Iterator[str]:

@@ -28,6 +28,10 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["actor.parallel.tensor=4"], "the model's 2 key-value heads do not divide by 4; sizes that fit: 1, 2"),
         (["model.config.vocab_size=63", "critic.parallel.tensor=2"], "63 vocabulary entries do not divide by 2"),
         (["actor.parallel.pipeline=3"], "actor.parallel.pipeline=3: 4 layers do not divide by 3; sizes that fit: 1, 2, 4"),
+        (
+            ["actor.parallel.pipeline=2", "actor.parallel.last_stage_layers=4"],
+            "actor.parallel.last_stage_layers=4: it leaves 0 of the model's 4 layers",
+        ),
         (["critic.num_layers=3", "critic.parallel.pipeline=2"], "critic.parallel.pipeline=2: 3 layers do not divide by 2"),
         (["critic.num_layers=9"], "critic.num_layers=9: the model has 4 layers"),
         (["engine.parallel.tensor=4", "actor.parallel.data=4"], "engine.parallel.tensor=4: the model's 2 key-value heads"),

@@ -39,11 +39,11 @@ def loss(logprobs: Tensor, experience: Experience, denominator: float) -> tuple[
     return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
 
 
-def policy(directory: str, layout: dict[str, int]) -> tuple[Policy, worlds.World]:
+def policy(directory: str, layout: dict[str, int]) -> Policy:
     world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
     settings = Actor(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
     path = Path(directory)
-    return Policy(read_shape(path), world, settings, path, TEMPERATURE, total_updates=4), world
+    return Policy(read_shape(path), world, settings, path, TEMPERATURE, total_updates=4)
 
 
 def slices(weights: Any) -> dict[str, tuple[Any, Tensor]]:
@@ -52,7 +52,7 @@ def slices(weights: Any) -> dict[str, tuple[Any, Tensor]]:
 
 def policy_step(directory: str, layout: dict[str, int]) -> dict[str, Any]:
     """Log-probs, two updates, log-probs again; plus this rank's slices before and after."""
-    actor, world = policy(directory, layout)
+    actor = policy(directory, layout)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     before = slices(actor.runner.weights)
     first = actor.logprobs(experience.tokens, experience.lengths)
@@ -72,13 +72,13 @@ def policy_step(directory: str, layout: dict[str, int]) -> dict[str, Any]:
 def resume_step(directory: str, layout: dict[str, int], checkpoint: str) -> dict[str, Any]:
     """Three updates in one go, against one, a checkpoint, a fresh policy, and two more."""
     experience = make_experience(read_shape(Path(directory)).vocab_size)
-    actor, _ = policy(directory, layout)
+    actor = policy(directory, layout)
     straight = [actor.train(experience, loss) for _ in range(3)]
     final = slices(actor.runner.weights)
-    actor, _ = policy(directory, layout)
+    actor = policy(directory, layout)
     stopped = [actor.train(experience, loss)]
     actor.save(Path(checkpoint) / "policy")
-    actor, _ = policy(directory, layout)
+    actor = policy(directory, layout)
     actor.load(Path(checkpoint) / "policy")
     stopped += [actor.train(experience, loss) for _ in range(2)]
     resumed = slices(actor.runner.weights)
@@ -88,7 +88,7 @@ def resume_step(directory: str, layout: dict[str, int], checkpoint: str) -> dict
 
 def load_checkpoint(directory: str, layout: dict[str, int], checkpoint: str) -> str:
     """The error that a checkpoint gives."""
-    actor, _ = policy(directory, layout)
+    actor = policy(directory, layout)
     try:
         actor.load(Path(checkpoint))
     except Exception as error:

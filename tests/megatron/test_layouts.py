@@ -21,12 +21,13 @@ LAYOUTS = [
     {"tensor": 2, "pipeline": 2},
     {"tensor": 2, "data": 2},
     {"pipeline": 2, "data": 2},
+    {"pipeline": 2, "last_stage_layers": 1},
 ]
 IDS = ["x".join(f"{key}{value}" for key, value in layout.items()) or "single" for layout in LAYOUTS]
 
 
 def ranks(layout: dict[str, int]) -> int:
-    return math.prod(layout.values())
+    return Parallel(**layout).ranks
 
 
 @functools.cache

@@ -1,0 +1,124 @@
+"""Starting `aligner launch` as a user does, and making sure that nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from aligner.config.paths import RunPaths
+from aligner.launch.failure import log_tail
+from aligner.observability.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+_MARKER = "ALIGNER_SYSTEM_TEST"
+"""Environment variable that every process of a run inherits, Triton's too; its value is the run directory."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    paths: RunPaths
+    code: int
+    out: str
+    error: str
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(self.paths.metrics)
+
+    def report(self) -> str:
+        """What a failed assertion should show."""
+        return f"exit code {self.code}\n{self.error}\n{_logs(self.paths)}"
+
+
+class Launch:
+    """A running `aligner launch experiment=tiny_ppo`; whatever of it is left is killed when the `with` block ends."""
+
+    def __init__(self, directory: Path, *overrides: str) -> None:
+        self.paths = RunPaths(directory)
+        command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", f"run.dir={directory}", *overrides]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", _MARKER: str(directory)}
+        self._launcher = subprocess.Popen(
+            command, cwd=directory.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launcher.kill()
+        self._launcher.communicate()
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes that came of this launch."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARKER) == str(self.paths.root):
+                    found.append(process)
+        return found
+
+    def rank(self, role: str, rank: int = 0) -> psutil.Process:
+        """A server role's rank."""
+        ranks = [
+            process
+            for process in self.processes()
+            if f"role={role}" in process.cmdline() and process.environ().get("RANK") == str(rank)
+        ]
+        # Triton's helpers inherit the environment, not the command line.
+        assert len(ranks) == 1, f"{len(ranks)} processes are {role} rank {rank}"
+        return ranks[0]
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        """Until so many steps are in `metrics.jsonl`."""
+        self._wait(lambda: len(read_metrics(self.paths.metrics)) >= step, f"step {step}", timeout_s)
+
+    def interrupt(self, number: int) -> None:
+        """Signal the launcher alone."""
+        self._launcher.send_signal(number)
+
+    def finish(self, timeout_s: float) -> Finished:
+        """Wait for the launcher's end. By then nothing that it started may be left."""
+        try:
+            out, error = self._launcher.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher still ran after {timeout_s:g} s\n{_logs(self.paths)}") from None
+        left = self.processes()
+        assert not left, f"processes outlived the launcher: {left}\n{error}"
+        return Finished(self.paths, self._launcher.returncode, out, error)
+
+    def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self._launcher.poll() is not None:
+                raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
+            time.sleep(0.2)
+
+
+def run_to_end(directory: Path, *overrides: str, timeout_s: float = 180) -> Finished:
+    """A whole run that must succeed."""
+    with Launch(directory, *overrides) as launch:
+        finished = launch.finish(timeout_s)
+    assert finished.code == 0, finished.report()
+    return finished
+
+
+def _logs(paths: RunPaths) -> str:
+    parts = []
+    for log in sorted((paths.root / "logs").glob("*.log")):
+        parts += [f"--- {log.name}", *log_tail(log)]
+    return "\n".join(parts)

@@ -1,0 +1,57 @@
+"""Runs that end badly, and what is left of them: nothing but an explanation."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import Launch
+from tests.system.scorers import BAD_PROMPT
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+LONG = ("run.steps=5000", "logging.tensorboard=false")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "complaint"),
+    [
+        ("not_a_number", "the scorer returned nan, must be finite, "),
+        ("raising", "the scorer raised LookupError: no rule for this prompt "),
+    ],
+)
+def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(
+    scorer: str, complaint: str, tmp_path: Path
+) -> None:
+    with Launch(tmp_path / "run", f"reward.function=tests.system.scorers:{scorer}", *LONG) as launch:
+        run = launch.finish(150)
+    assert run.code == 1, run.report()
+    told = rf"aligner: error: .*reward.*{re.escape(complaint)}for prompt '{BAD_PROMPT}' and response '.+'"
+    assert re.search(told, run.error), run.error
+    assert run.metrics == []
+
+
+def test_a_killed_critic_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", *LONG) as launch:
+        launch.wait_for_step(1)
+        launch.rank("critic").kill()
+        run = launch.finish(15)
+    assert run.code == 1, run.report()
+    assert re.search(r"^aligner: error: critic rank 0 was ended by SIGKILL", run.error, re.MULTILINE), run.error
+    assert run.error.rstrip().endswith(f"log: {run.paths.log('critic', 0)}")
+
+
+def test_an_interrupted_run_ends_every_process_and_exits_130(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", *LONG) as launch:
+        launch.wait_for_step(1)
+        assert sum(process.name() == "tritonserver" for process in launch.processes()) == 2
+        interrupted = time.monotonic()
+        launch.interrupt(signal.SIGINT)
+        run = launch.finish(15)
+    assert run.code == 130, run.report()
+    assert time.monotonic() - interrupted < 15
+    assert run.metrics
