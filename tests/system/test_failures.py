@@ -30,7 +30,7 @@ def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(
     with Launch(tmp_path / "run", f"reward.function=tests.system.scorers:{scorer}", *LONG) as launch:
         run = launch.finish(150)
     assert run.code == 1, run.report()
-    told = rf"aligner: error: .*reward.*{re.escape(complaint)}for prompt '{BAD_PROMPT}' and response '.+'"
+    told = rf"aligner: error: .*reward.*{re.escape(complaint)}for prompt '{BAD_PROMPT}' and response ['\"].+"
     assert re.search(told, run.error), run.error
     assert run.metrics == []
 

@@ -27,7 +27,7 @@ DOCUMENTED = {
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The whole experiment at its own layout, with a checkpoint to compare a resumed run's with."""
-    directory = tmp_path_factory.mktemp("tiny_ppo") / "undisturbed"
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
     return run_to_end(directory, "checkpoint.every=6", "checkpoint.keep=10")
 
 
@@ -70,7 +70,7 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
 
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is resumed it is also a second run with the same seed."""
-    directory = tmp_path / "resumed"
+    directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
     stopped = run_to_end(directory, "run.stop_after=3", "logging.tensorboard=false")
     assert repeatable(stopped.metrics) == repeatable(undisturbed.metrics[:3])
     resumed = run_to_end(directory, "run.resume=true", "run.stop_after=6", "logging.tensorboard=false")
