@@ -92,7 +92,15 @@ def test_the_first_step_is_the_same_at_tensor_and_pipeline_parallel_layouts(undi
     assert {key: got[key] for key in ("reward/mean", "reward/std")} == {
         key: expected[key] for key in ("reward/mean", "reward/std")
     }
-    for key in ("policy/grad_norm", "policy/entropy", "policy/approx_kl", "policy/ratio_max", "value/loss", "kl/reference"):
+    for key in (
+        "policy/grad_norm",
+        "policy/entropy",
+        "policy/approx_kl",
+        "policy/ratio_max",
+        "value/loss",
+        "value/grad_norm",
+        "kl/reference",
+    ):
         assert got[key] == pytest.approx(expected[key], rel=1e-4), key
     # The loss is a sum of terms of order 1 that nearly cancel.
     assert got["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4, abs=1e-6)
