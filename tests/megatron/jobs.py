@@ -14,6 +14,7 @@ from aligner.config.schema import Actor, Optimizer, Parallel
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, response_mask
 from aligner.megatron import world as worlds
+from aligner.megatron.packing import pack
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
 
@@ -67,6 +68,17 @@ def policy_step(directory: str, layout: dict[str, int]) -> dict[str, Any]:
     }
     worlds.shutdown()
     return result
+
+
+def logits(directory: str, layout: dict[str, int]) -> Tensor | None:
+    """This rank's part of the vocabulary's logits of every token, [T, V/TP], on the last stage."""
+    actor = policy(directory, layout)
+    experience = make_experience(read_shape(Path(directory)).vocab_size)
+    rows = torch.arange(len(experience.lengths))
+    batch = pack(experience.tokens, experience.lengths, rows, actor.world.device)
+    parts = actor.runner.forward([batch], lambda output, _: output[0].clone())
+    worlds.shutdown()
+    return parts[0] if parts else None
 
 
 def resume_step(directory: str, layout: dict[str, int], checkpoint: str) -> dict[str, Any]:

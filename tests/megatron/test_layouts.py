@@ -68,6 +68,18 @@ def test_logprobs_losses_gradient_norms_and_updated_weights_agree_with_transform
     assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=IDS[:3])
+def test_logits_equal_those_of_transformers(pool, llama, layout):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    experience = jobs.make_experience(72)
+    with torch.no_grad():
+        rows = [model(row[None, :length]).logits[0] for row, length in zip(experience.tokens, experience.lengths, strict=True)]
+    parts = [part for part in pool.run(jobs.logits, ranks(layout), str(llama), layout) if part is not None]
+    torch.testing.assert_close(torch.cat(parts, -1), torch.cat(rows), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:6], ids=IDS[:6])
 def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
     for rank, place in enumerate(pool.run(jobs.places, ranks(layout), layout)):
