@@ -51,7 +51,6 @@ def run_critic(config: Config, model: ValueModel, limits: Limits) -> None:
         "critic",
         config,
         handlers=ranks.handlers,
-        joinable=("infer",),
         endpoints=_endpoints,
         operations=("version", "checkpoint", "restore"),
         limits=limits,

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,18 +32,13 @@ class ServerStopping(AlignerError):
 
 @dataclass(frozen=True)
 class Command:
-    """Work for the whole world. Dimension 0 of every tensor is the batch."""
+    """Work for the whole world."""
 
     op: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """JSON values"""
     future: Future[Any] = field(default_factory=Future)
-
-    @property
-    def rows(self) -> int:
-        """Size of the batch."""
-        return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
 
 
 class SpmdExecutor:
@@ -58,27 +53,21 @@ class SpmdExecutor:
         handlers: Mapping[str, Handler],
         *,
         heartbeat_s: float = 5.0,
-        joinable: Collection[str] = (),
-        max_rows: int = 1,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """`joinable` names the ops whose waiting commands run as one batch of up to `max_rows`: their handlers take tensors
-        [B, ...] that may be padded on the right with 0, and return a tensor [B] or [B, S] with S that of `tokens`.
+        """`heartbeat_s` must be well below the collective timeout.
 
-        `heartbeat_s` must be well below the collective timeout. `watch` is called on rank 0 about once a heartbeat, and
-        ends the world by raising.
+        `watch` is called on rank 0 about once a heartbeat, and ends the world by raising.
         """
         self._handlers = dict(handlers)
         self._heartbeat_s = heartbeat_s
-        self._joinable = frozenset(joinable)
-        self._max_rows = max_rows
         self._watch = watch
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group = dist.new_group(backend="gloo") if self._size > 1 else None
         self._waiting: deque[Command] = deque()
         self._arrived = threading.Condition()
-        self._running: list[Command] = []
+        self._running: Command | None = None
         self._stopping = False
         self._closed = False
 
@@ -114,50 +103,36 @@ class SpmdExecutor:
     def _lead(self) -> None:
         last_sign = time.monotonic()
         while not self._stopping:
-            commands = self._take()
+            command = self._take()
             if time.monotonic() - last_sign > self._heartbeat_s:
                 last_sign = time.monotonic()
                 if self._watch is not None:
                     self._watch()
-                if not commands:
+                if command is None:
                     self._send_and_execute(Command(_HEARTBEAT))
-            if commands:
-                self._running = commands
-                self._answer(commands)
+            if command is not None:
+                self._running = command
+                self._answer(command)
         self._send_and_execute(Command(_SHUTDOWN))
 
-    def _take(self) -> list[Command]:
-        """The next command, with those behind it that can join its batch; nothing after a short wait."""
+    def _take(self) -> Command | None:
+        """The next command; nothing after a short wait."""
         with self._arrived:
             if not self._waiting:
                 self._arrived.wait(_POLL_S)
-            taken: list[Command] = []
-            rows = 0
-            while self._waiting and (not taken or self._joins(taken[0], self._waiting[0], rows)):
+            while self._waiting:
                 command = self._waiting.popleft()
                 if command.future.set_running_or_notify_cancel():
-                    taken.append(command)
-                    rows += command.rows
-            return taken
+                    return command
+            return None
 
-    def _joins(self, first: Command, other: Command, rows: int) -> bool:
-        return first.op in self._joinable and other.op == first.op and rows + other.rows <= self._max_rows
-
-    def _answer(self, commands: Sequence[Command]) -> None:
-        """Run commands as one and answer each."""
-        whole = commands[0] if len(commands) == 1 else Command(commands[0].op, _joined([each.tensors for each in commands]))
+    def _answer(self, command: Command) -> None:
         try:
-            result = self._send_and_execute(whole)
+            result = self._send_and_execute(command)
         except AlignerError as error:
-            if len(commands) == 1:
-                commands[0].future.set_exception(error)
-            else:  # one of them is at fault: each is told for itself
-                for command in commands:
-                    self._answer([command])
+            command.future.set_exception(error)
         else:
-            parts = [result] if len(commands) == 1 else _parted(result, commands)
-            for command, part in zip(commands, parts, strict=True):
-                command.future.set_result(part)
+            command.future.set_result(result)
 
     def _send_and_execute(self, command: Command) -> Any:
         if self._group is not None:
@@ -219,30 +194,10 @@ class SpmdExecutor:
             self._waiting.clear()
         for command in waiting:
             command.future.set_exception(ServerStopping("the server is shutting down"))
-        for command in self._running:
-            if not command.future.done():
-                command.future.set_exception(AlignerError(f"the server failed while it ran {command.op}; see its log"))
+        if self._running is not None and not self._running.future.done():
+            message = f"the server failed while it ran {self._running.op}; see its log"
+            self._running.future.set_exception(AlignerError(message))
 
 
 class _AgreedError(Exception):
     """On the ranks beside rank 0: every rank raised an AlignerError."""
-
-
-def _joined(requests: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Requests as one: batches after each other, padded on the right with 0 to the widest."""
-    result = {}
-    for name in requests[0]:
-        parts = [request[name] for request in requests]
-        if parts[0].ndim > 1:
-            width = max(part.shape[1] for part in parts)
-            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-        result[name] = torch.cat(parts)
-    return result
-
-
-def _parted(result: Tensor, commands: Sequence[Command]) -> list[Tensor]:
-    """Each command's rows of a joined result, without the padding that the others needed."""
-    parts = result.split([command.rows for command in commands])
-    if result.ndim == 1:
-        return list(parts)
-    return [part[:, : command.tensors["tokens"].shape[1]] for part, command in zip(parts, commands, strict=True)]

@@ -64,7 +64,7 @@ def run_function_reward(config: Config, scorer: Scorer, tokenizer: Tokenizer, li
         return {REWARD_MODEL: rewards}
 
     handlers: dict[str, Handler] = {"score_tokens": score_tokens, "score_texts": score_texts, "version": _version}
-    serve_role("reward", config, handlers, ("score_tokens",), endpoints, ("version",), limits)
+    serve_role("reward", config, handlers, endpoints, ("version",), limits)
 
 
 def run_model_reward(config: Config, model: ValueModel, tokenizer: Tokenizer, limits: Limits) -> None:
@@ -84,7 +84,7 @@ def run_model_reward(config: Config, model: ValueModel, tokenizer: Tokenizer, li
         return {REWARD_MODEL: rewards}
 
     handlers: dict[str, Handler] = {"score_tokens": score_tokens, "version": _version}
-    serve_role("reward", config, handlers, ("score_tokens",), endpoints, ("version",), limits)
+    serve_role("reward", config, handlers, endpoints, ("version",), limits)
 
 
 def _version() -> dict[str, Any]:

@@ -60,7 +60,6 @@ def serve_role(
     role: RoleName,
     config: Config,
     handlers: Mapping[str, Handler],
-    joinable: Collection[str],
     endpoints: Callable[[Caller], Mapping[EndpointSpec, Serve]],
     operations: Collection[str],
     limits: Limits,
@@ -75,8 +74,6 @@ def serve_role(
     executor = SpmdExecutor(
         handlers,
         heartbeat_s=min(5.0, config.cluster.collective_timeout_s / 4),
-        joinable=joinable,
-        max_rows=config.server.max_batch_size,
         watch=host.check if host is not None else None,
     )
     if host is None:

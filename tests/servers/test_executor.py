@@ -41,7 +41,7 @@ def run_world(conversation):
     """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the world, batch sizes)."""
     ranks = Ranks()
     handlers = {name: getattr(ranks, name) for name in ("double", "slow", "quarrel", "crash")}
-    executor = SpmdExecutor(handlers, heartbeat_s=0.3, joinable=("double",), max_rows=6)
+    executor = SpmdExecutor(handlers, heartbeat_s=0.3)
     answers = []
 
     def talk():
@@ -66,25 +66,6 @@ def run_world(conversation):
 
 def request(value, rows, width):
     return {"tokens": torch.full((rows, width), value), "lengths": torch.full((rows,), width)}
-
-
-def joined(executor):
-    blocker = executor.submit("slow", seconds=0.3)
-    sizes = [(1, 2, 3), (2, 1, 7), (3, 3, 5), (4, 2, 4)]  # 2 + 1 + 3 rows fill a batch of 6
-    futures = [executor.submit("double", request(*size)) for size in sizes]
-    assert blocker.result(10) == 0
-    return [(tuple(future.result(10).shape), int(future.result().min()), int(future.result().max())) for future in futures]
-
-
-def joined_world():
-    return run_world(joined)
-
-
-def test_waiting_requests_of_any_width_run_as_one_batch_and_get_their_own_rows_back(pool):
-    (answers, ended, batches), (_, _, batches_of_rank_1) = pool.run(joined_world, 2)
-    assert answers == [[((2, 3), 2, 2), ((1, 7), 4, 4), ((3, 5), 6, 6), ((2, 4), 8, 8)]]
-    assert ended is None
-    assert batches == batches_of_rank_1 == [6, 2]
 
 
 def one_bad(executor):
