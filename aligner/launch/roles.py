@@ -36,8 +36,8 @@ def rank_environment(rank: int, ranks: int, master_port: int, threads: int) -> d
         "MKL_NUM_THREADS": str(threads),
         # Threads that spin between parallel regions take the cores of the other ranks.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Large temporary tensors come from the heap and stay there: given back and mapped anew for every micro-batch they
-        # cost more than a tenth of a training step in page faults.
+        # Large temporary tensors come from the heap and stay there: given back and mapped anew for every micro-batch, their
+        # pages are zeroed by the kernel each time.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
         "TOKENIZERS_PARALLELISM": "false",
