@@ -14,7 +14,7 @@ from aligner.config.schema import Actor
 from aligner.data.types import Experience
 from aligner.megatron.checkpoint import load_runner, save_runner
 from aligner.megatron.logprobs import vocab_parallel_logprobs
-from aligner.megatron.packing import PackedBatch, pack_share
+from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
 
@@ -39,21 +39,16 @@ class Policy:
     ) -> None:
         self.world = world
         self.temperature = temperature
-        self._budget = settings.micro_batch_tokens
-        self.runner = ModelRunner(shape, world, "vocabulary", settings.optimizer, total_updates)
+        self.runner = ModelRunner(shape, world, "vocabulary", settings.micro_batch_tokens, settings.optimizer, total_updates)
         self.runner.weights.load_directory(directory)
         self._reference = self.runner.host_copy()
         self.runner.start_training()
 
     def logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1]."""
-        collected = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
-        batches = self._share(tokens, lengths)
-        parts = self.runner.forward(batches, lambda output, batch: batch.unpack_targets(self._score(output, batch)[0]))
-        if self.world.speaks_for_outputs:
-            for batch, part in zip(batches, parts, strict=True):
-                collected[batch.batch_rows, : batch.width - 1] = part.cpu()
-        return self.world.sum_(collected)
+        return self.runner.rows(
+            tokens, lengths, tokens.shape[1] - 1, lambda output, batch: batch.unpack_targets(self._score(output, batch)[0])
+        )
 
     def reference_logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The same under the initial weights, which wait in host memory and are swapped in."""
@@ -71,7 +66,7 @@ class Policy:
             masked_entropy = torch.where(rows.mask, batch.unpack_targets(entropy), 0.0)
             return value, stats | {"entropy": masked_entropy.sum() / denominator}
 
-        return self.runner.update(self._share(experience.tokens, experience.lengths), packed_loss)
+        return self.runner.update(self.runner.share(experience.tokens, experience.lengths), packed_loss)
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state, one file a rank."""
@@ -80,16 +75,6 @@ class Policy:
     def load(self, directory: Path) -> None:
         """Read what `save` wrote at the same layout."""
         load_runner(self.runner, directory)
-
-    def _share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
-        return pack_share(
-            tokens,
-            lengths,
-            data_rank=self.world.place.data,
-            data_size=self.world.layout.data,
-            budget=self._budget,
-            device=self.world.device,
-        )
 
     def _score(self, output: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         logits = output[0].index_select(0, batch.target_index)

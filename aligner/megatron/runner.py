@@ -17,7 +17,7 @@ from aligner.config.schema import Optimizer
 from aligner.data.collectives import broadcast_json
 from aligner.megatron.model import Head, build_model, wrap_for_training
 from aligner.megatron.optimizer import build_optimizer
-from aligner.megatron.packing import PackedBatch
+from aligner.megatron.packing import PackedBatch, pack_share
 from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
 
@@ -35,9 +35,16 @@ class ModelRunner:
     """
 
     def __init__(
-        self, shape: ModelShape, world: World, head: Head, optimizer: Optimizer | None = None, total_steps: int = 1
+        self,
+        shape: ModelShape,
+        world: World,
+        head: Head,
+        micro_batch_tokens: int,
+        optimizer: Optimizer | None = None,
+        total_steps: int = 1,
     ) -> None:
         self.world = world
+        self._budget = micro_batch_tokens
         # A GPU computes in bf16 around fp32 main weights; a CPU has no fast bf16 product.
         self.dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         self.model: GPTModel = build_model(shape, world, head, self.dtype)
@@ -52,6 +59,26 @@ class ModelRunner:
         self.ddp = wrap_for_training(self.model)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, self._settings, self._total_steps)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
+
+    def share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
+        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B]."""
+        place, layout = self.world.place, self.world.layout
+        return pack_share(
+            tokens, lengths, data_rank=place.data, data_size=layout.data, budget=self._budget, device=self.world.device
+        )
+
+    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput) -> Tensor:
+        """What `read` makes of each sequence, for the whole batch and on every rank: float32 [B, width].
+
+        `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
+        """
+        collected = torch.zeros(tokens.shape[0], width)
+        batches = self.share(tokens, lengths)
+        parts = self.forward(batches, read)
+        if self.world.speaks_for_outputs:
+            for batch, part in zip(batches, parts, strict=True):
+                collected[batch.batch_rows, : part.shape[1]] = part.cpu()
+        return self.world.sum_(collected)
 
     def forward(self, batches: Sequence[PackedBatch], read: ReadOutput) -> list[Tensor]:
         """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list elsewhere."""

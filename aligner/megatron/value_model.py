@@ -15,7 +15,7 @@ from aligner.config.schema import Config, Optimizer
 from aligner.data.model_directory import read_shape
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_runner, save_runner
-from aligner.megatron.packing import PackedBatch, pack_share
+from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.weights import read_tensor
 from aligner.megatron.world import World
@@ -49,8 +49,8 @@ class ValueModel:
         loss: ValueLoss | None = None,
     ) -> None:
         self.world, self.shape = world, shape
-        self._budget, self._loss = micro_batch_tokens, loss
-        self.runner = ModelRunner(shape, world, "scalar", optimizer, total_updates)
+        self._loss = loss
+        self.runner = ModelRunner(shape, world, "scalar", micro_batch_tokens, optimizer, total_updates)
         self.runner.weights.load_directory(directory)
         head = read_tensor(directory, "score.weight")
         if head is None and optimizer is None:
@@ -73,13 +73,9 @@ class ValueModel:
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's number at each token; int64 [B, S] and [B] to float32 [B, S], zeros past a sequence's end."""
-        collected = torch.zeros(tokens.shape)
-        batches = self._share(tokens, lengths)
-        parts = self.runner.forward(batches, lambda output, batch: batch.unpack_tokens(output[0, :, 0].float()))
-        if self.world.speaks_for_outputs:
-            for batch, part in zip(batches, parts, strict=True):
-                collected[batch.batch_rows, : batch.width] = part.cpu()
-        return self.world.sum_(collected)
+        return self.runner.rows(
+            tokens, lengths, tokens.shape[1], lambda output, batch: batch.unpack_tokens(output[0, :, 0].float())
+        )
 
     def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
         """One optimizer step; tokens int64 [B, S], the others float32 [B, S-1] where entry t speaks of token t+1.
@@ -99,7 +95,7 @@ class ValueModel:
             rows = (part[batch.batch_rows, : batch.width - 1].to(values.device) for part in (old_values, returns, chosen))
             return loss(values, *rows, denominator=denominator)
 
-        return self.runner.update(self._share(tokens, lengths), packed_loss)
+        return self.runner.update(self.runner.share(tokens, lengths), packed_loss)
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state, one file a rank."""
@@ -108,16 +104,6 @@ class ValueModel:
     def load(self, directory: Path) -> None:
         """Read what `save` wrote at the same layout."""
         load_runner(self.runner, directory)
-
-    def _share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
-        return pack_share(
-            tokens,
-            lengths,
-            data_rank=self.world.place.data,
-            data_size=self.world.layout.data,
-            budget=self._budget,
-            device=self.world.device,
-        )
 
 
 def build_value_model(
