@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import critic_shape
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config, Optimizer
 from aligner.data.model_directory import read_shape
+from aligner.data.weight_files import read_tensor
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_runner, save_runner
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
-from aligner.megatron.weights import read_tensor
 from aligner.megatron.world import World
 
 
@@ -116,11 +116,8 @@ def build_value_model(
         directory = Path(config.reward.path)
         return ValueModel(read_shape(directory), world, directory, config.reward.micro_batch_tokens)
     directory = model_directory(config)
-    shape = read_shape(directory)
-    if config.critic.num_layers is not None:
-        shape = dataclasses.replace(shape, num_layers=config.critic.num_layers)
     return ValueModel(
-        shape,
+        critic_shape(config, read_shape(directory)),
         world,
         directory,
         config.critic.micro_batch_tokens,

@@ -6,19 +6,16 @@ tensor lies inside the fused one. File import, resharding and checks all go thro
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import safe_open
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.weights import Slice, TensorSpec, first_layers, trainer_slices, weight_table
-from aligner.errors import ConfigError
+from aligner.data.weight_files import read_slices
 from aligner.megatron.world import World
 
 # How a named tensor is cut out of the megatron-core parameter: a view of the parameter, given the model's shape.
@@ -110,43 +107,5 @@ class NamedWeights:
 
         Raises ConfigError that names every tensor that is missing or of another shape.
         """
-        files, problems = _tensor_files(directory), []
-        by_file: dict[str, list[str]] = {}
-        for name in self.slices:
-            if name in files:
-                by_file.setdefault(files[name], []).append(name)
-            else:
-                problems.append(f"{name} is missing")
-        for file, names in by_file.items():
-            with safe_open(str(directory / file), framework="pt") as handle:
-                for name in names:
-                    stored, cut = handle.get_slice(name), self.slices[name]
-                    if tuple(stored.get_shape()) != self._specs[name].shape:
-                        problems.append(f"{name} is {tuple(stored.get_shape())}, must be {self._specs[name].shape}")
-                        continue
-                    index = [slice(None)] * len(self._specs[name].shape)
-                    if cut.axis is not None:
-                        index[cut.axis] = slice(cut.start, cut.stop)
-                    self.write(name, stored[tuple(index)])
-        if problems:
-            raise ConfigError(f"{directory}: the weights do not fit the configuration: {'; '.join(problems)}")
-
-
-def _tensor_files(directory: Path) -> dict[str, str]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return json.loads(index.read_text())["weight_map"]
-    single = directory / "model.safetensors"
-    if not single.exists():
-        raise ConfigError(f"{directory}: no model.safetensors and no model.safetensors.index.json in it")
-    with safe_open(str(single), framework="pt") as handle:
-        return dict.fromkeys(handle.keys(), single.name)
-
-
-def read_tensor(directory: Path, name: str) -> Tensor | None:
-    """One whole tensor of a Hugging Face directory, or None where it has no such tensor."""
-    file = _tensor_files(directory).get(name)
-    if file is None:
-        return None
-    with safe_open(str(directory / file), framework="pt") as handle:
-        return handle.get_tensor(name).to(torch.float32)
+        for name, tensor in read_slices(directory, self.table, self.slices):
+            self.write(name, tensor)

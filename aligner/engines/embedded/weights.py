@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from torch import Tensor
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import EngineParallel
 from aligner.config.weights import engine_slices, weight_table
-from aligner.errors import AlignerError, ConfigError
+from aligner.data.weight_files import read_slices
+from aligner.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -109,39 +109,8 @@ def load_safetensors(
 ) -> None:
     """Read one rank's slices of a Hugging Face directory into `views`; nothing else is read from the disk.
 
-    Raises AlignerError naming the directory and every tensor that is missing or of another shape.
+    Raises ConfigError naming the directory and every tensor that is missing or of another shape.
     """
-    from safetensors import safe_open
-
     table = weight_table(shape)
-    slices = engine_slices(table, layout, rank)
-    files = _files(directory)
-    missing = [spec.name for spec in table if spec.name not in files]
-    if missing:
-        raise AlignerError(f"{directory}: the model lacks {', '.join(missing)}")
-    for file in sorted({files[spec.name] for spec in table}):
-        with safe_open(file, framework="pt") as tensors:
-            for spec in table:
-                if files[spec.name] != file:
-                    continue
-                stored = tensors.get_slice(spec.name)
-                if tuple(stored.get_shape()) != spec.shape:
-                    raise AlignerError(
-                        f"{file}: {spec.name} is {tuple(stored.get_shape())}, the model's configuration says {spec.shape}"
-                    )
-                piece = slices[spec.name]
-                cut = slice(None) if piece.axis is None else slice(piece.start, piece.stop)
-                views[spec.name].copy_(stored[:, cut] if piece.axis == 1 else stored[cut])
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a directory, one file or sharded."""
-    from safetensors import safe_open
-
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    if not single.is_file():
-        raise AlignerError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single)
+    for name, tensor in read_slices(directory, table, engine_slices(table, layout, rank)):
+        views[name].copy_(tensor)
