@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -121,17 +120,15 @@ class ModelRunner:
         return stats | {"grad_norm": float(grad_norm or 0.0), "lr": float(learning_rate)}
 
     def _run_schedule(self, model: Any, step: Any, batches: Sequence[PackedBatch], *, forward_only: bool) -> list[Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(batches),
-                model=[model],
-                num_microbatches=len(batches),
-                seq_length=1,  # the true length travels with each micro-batch
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=1,  # the true length travels with each micro-batch
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
     def _reduce_stats(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         names = broadcast_json(sorted(parts[0]) if parts else None, self.world.output_rank)
