@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -18,25 +17,23 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam with gradient clipping, and its schedule over `total_steps` optimizer steps."""
     dtype = model.config.params_dtype
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                min_lr=0.0,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.epsilon,
-                clip_grad=settings.clip_grad_norm,
-                params_dtype=dtype,
-                bf16=dtype == torch.bfloat16,
-                use_distributed_optimizer=False,
-                log_num_zeros_in_grad=False,
-            ),
-            [model],
-        )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=0.0,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.epsilon,
+            clip_grad=settings.clip_grad_norm,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            use_distributed_optimizer=False,
+            log_num_zeros_in_grad=False,
+        ),
+        [model],
+    )
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

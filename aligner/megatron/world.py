@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -69,13 +68,11 @@ def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
 
     Raises AlignerError when the environment's world size is not the layout's.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core tells of each optional GPU library that is absent
-        from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
 
-        from aligner.megatron import cpu_backend
+    from aligner.megatron import cpu_backend
 
-        cpu_backend.install()
+    cpu_backend.install()
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != layout.ranks:
         raise AlignerError(f"the role's layout needs {layout.ranks} ranks, but WORLD_SIZE is {size}")
