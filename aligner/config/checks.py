@@ -10,15 +10,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
+from aligner.config.layouts import layout_problems, tensor_problems, tensor_sizes
+from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape, directory_shape, read_shape
 from aligner.config.paths import run_paths
 from aligner.config.ports import port_problems
-from aligner.config.schema import Config, Optimizer, Parallel
+from aligner.config.schema import Config, Optimizer, TrainedModel
+from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
 
-_AT_MOST_ONE = ("algorithm.gamma", "algorithm.lam")
+EMBEDDED_ENGINE_FAMILIES = ("llama",)
+_AT_MOST_ONE = (
+    "algorithm.gamma",
+    "algorithm.lam",
+    "actor.optimizer.offload_fraction",
+    "critic.optimizer.offload_fraction",
+)
 _BELOW_ONE = (
     "algorithm.clip_low",
     "actor.optimizer.beta1",
@@ -63,11 +73,6 @@ def _bounds(config: Config) -> Iterator[str]:
             continue
         if problem := _out_of_bounds(key, value):
             yield f"{name}={value}: {problem}"
-    for role in ("actor", "critic", "reward"):
-        for dimension in ("context", "expert"):
-            size = value_at(config, f"{role}.parallel.{dimension}")
-            if size > 1:
-                yield f"{role}.parallel.{dimension}={size}: only 1 is supported now"
 
 
 def _out_of_bounds(key: Key, value: Any) -> str | None:
@@ -84,50 +89,37 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
     return None
 
 
-def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
-    """Tensor-parallel sizes up to `limit` that cut every weight of the model evenly."""
-    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size, shape.vocab_size)
-    return [size for size in range(1, limit + 1) if all(total % size == 0 for total in sizes)]
-
-
-def _tensor(key: str, size: int, shape: ModelShape) -> Iterator[str]:
-    dimensions = {
-        "attention heads": shape.num_heads,
-        "key-value heads": shape.num_kv_heads,
-        "feed-forward rows": shape.ffn_hidden_size,
-        "vocabulary entries": shape.vocab_size,
-    }
-    uneven = [f"{total} {what}" for what, total in dimensions.items() if total % size]
-    if uneven:
-        whole = ", ".join(f"{what} do not divide by {size}" for what in uneven)
-        fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
-        yield f"{key}.tensor={size}: the model's {whole}; sizes that fit: {fitting}"
-
-
-def _layout(key: str, layout: Parallel, shape: ModelShape) -> Iterator[str]:
-    yield from _tensor(key, layout.tensor, shape)
-    layers = shape.num_layers
-    if layout.last_stage_layers is not None and layout.pipeline > 1:
-        before, stages = layers - layout.last_stage_layers, layout.pipeline - 1
-        if before < stages or before % stages:
-            yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: it leaves {before} of the model's {layers} layers,"
-                f" which do not divide over the {stages} stages before it"
-            )
-    elif layers % layout.pipeline:
-        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        size = layout.pipeline
-        yield f"{key}.pipeline={size}: {layers} layers do not divide by {size}; sizes that fit: {fitting}"
-
-
 def _layouts(config: Config, shape: ModelShape) -> Iterator[str]:
-    yield from _layout("actor.parallel", config.actor.parallel, shape)
-    yield from _tensor("engine.parallel", config.engine.parallel.tensor, shape)
+    yield from layout_problems("actor.parallel", config.actor.parallel, shape)
+    yield from _engine_model(config, shape)
+    yield from tensor_problems("engine.parallel", config.engine.parallel.tensor, shape)
     layers = config.critic.num_layers
     if layers is not None and layers > shape.num_layers:
         yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
     else:
-        yield from _layout("critic.parallel", config.critic.parallel, critic_shape(config, shape))
+        yield from layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape))
+        yield from _trained_weights(config, shape)
+
+
+def _trained_weights(config: Config, shape: ModelShape) -> Iterator[str]:
+    tables: dict[str, tuple[TrainedModel, tuple[TensorSpec, ...]]] = {
+        "actor": (config.actor, weight_table(shape)),
+        "critic": (config.critic, weight_table(critic_shape(config, shape), "scalar")),
+    }
+    for role, (settings, table) in tables.items():
+        try:
+            frozen_names(table, settings.frozen, f"{role}.frozen")
+        except ConfigError as error:
+            yield str(error)
+    yield from lora_problems("actor", config.actor, shape)
+
+
+def _engine_model(config: Config, shape: ModelShape) -> Iterator[str]:
+    if shape.family not in EMBEDDED_ENGINE_FAMILIES:
+        yield (
+            f"engine.kind={config.engine.kind}: it does not generate with models of the {shape.family} kind;"
+            f" it does with: {', '.join(EMBEDDED_ENGINE_FAMILIES)} (Llama, Mistral, Qwen2 and Qwen3)"
+        )
 
 
 def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -149,7 +141,7 @@ def _reward(config: Config) -> Iterator[str]:
         yield "reward.path must name a reward model directory (reward.kind=model)"
     else:
         try:
-            yield from _layout("reward.parallel", reward.parallel, directory_shape(Path(reward.path), "reward.path"))
+            yield from layout_problems("reward.parallel", reward.parallel, directory_shape(Path(reward.path), "reward.path"))
         except ConfigError as error:
             yield str(error)
 
@@ -162,13 +154,11 @@ def _batches(config: Config) -> Iterator[str]:
     elif samples % replicas:
         yield f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do not divide by {replicas}"
     step_samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    for role, layout in (("actor", config.actor.parallel), ("critic", config.critic.parallel)):
-        pieces = config.algorithm.minibatches * layout.data
-        if step_samples % pieces:
-            yield (
-                f"algorithm.minibatches={config.algorithm.minibatches}: a step's {step_samples} samples do not divide by"
-                f" {config.algorithm.minibatches} minibatches x {role}.parallel.data={layout.data}"
-            )
+    if step_samples % config.algorithm.minibatches:
+        yield (
+            f"algorithm.minibatches={config.algorithm.minibatches}: a step's {step_samples} samples do not divide by"
+            f" {config.algorithm.minibatches}"
+        )
 
 
 def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -190,6 +180,13 @@ def _schedule(config: Config) -> Iterator[str]:
     for role, optimizer in optimizers.items():
         if optimizer.warmup_steps >= updates:
             yield f"{role}.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps"
+        if optimizer.min_learning_rate > optimizer.learning_rate:
+            yield (
+                f"{role}.optimizer.min_learning_rate={optimizer.min_learning_rate}: it is above"
+                f" {role}.optimizer.learning_rate={optimizer.learning_rate}"
+            )
+        if optimizer.offload_fraction and not optimizer.distributed:
+            yield f"{role}.optimizer.offload_fraction={optimizer.offload_fraction}: needs {role}.optimizer.distributed=true"
     stop, steps = config.run.stop_after, config.run.steps
     if stop is not None and stop > steps:
         yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"

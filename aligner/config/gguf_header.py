@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from aligner.config.families import read_config
 from aligner.config.model_shape import ModelShape
 from aligner.errors import ConfigError
 
@@ -83,4 +84,4 @@ def gguf_shape(path: Path) -> ModelShape:
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["eos_token_id"] = fields.get("tokenizer.ggml.eos_token_id")
     config["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id")
-    return ModelShape.from_hf(config, str(path))
+    return read_config(config, str(path))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from aligner.config.families import read_config
 from aligner.config.gguf_header import gguf_shape
 from aligner.config.model_shape import ModelShape
 from aligner.config.paths import gguf_file
@@ -24,7 +25,7 @@ def directory_shape(directory: Path, key: str) -> ModelShape:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error})") from error
-    return ModelShape.from_hf(content, f"{key}={directory}")
+    return read_config(content, f"{key}={directory}")
 
 
 def read_shape(config: Config) -> ModelShape:
@@ -33,7 +34,7 @@ def read_shape(config: Config) -> ModelShape:
     if model.source == "random":
         if not model.config:
             raise ConfigError("model.config is empty; source=random needs the entries of a Hugging Face config.json")
-        return ModelShape.from_hf(model.config, "model.config")
+        return read_config(model.config, "model.config")
     if model.source == "gguf":
         if model.package is None:
             raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")

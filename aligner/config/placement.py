@@ -11,7 +11,7 @@ from rich.table import Table
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.schema import Config, Parallel
-from aligner.config.weights import weight_table
+from aligner.config.weights import Head, weight_table
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,19 @@ class Placement:
     threads: int
 
 
-def _layout(parallel: Parallel) -> str:
-    return f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}"
+def describe_layout(parallel: Parallel) -> str:
+    """A layout in the field's abbreviations; what is not cut is left out, but for TP, PP and DP."""
+    parts = [f"TP{parallel.tensor}" + ("+SP" if parallel.sequence else ""), f"PP{parallel.pipeline}"]
+    if parallel.virtual_pipeline > 1:
+        parts.append(f"VPP{parallel.virtual_pipeline}")
+    if parallel.context > 1:
+        parts.append(f"CP{parallel.context}")
+    parts.append(f"DP{parallel.data}")
+    if parallel.expert > 1:
+        parts.append(f"EP{parallel.expert}")
+    if parallel.expert_tensor is not None:
+        parts.append(f"ETP{parallel.expert_tensor}")
+    return " ".join(parts)
 
 
 def role_ranks(config: Config) -> dict[str, int]:
@@ -59,16 +70,18 @@ def placements(config: Config) -> tuple[Placement, ...]:
         Placement(
             "trainer",
             config.actor.parallel.ranks,
-            f"{_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
+            f"{describe_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
             f"policy, reference, {engine.kind} engine",
             device,
             threads,
         ),
-        Placement("critic", config.critic.parallel.ranks, _layout(config.critic.parallel), "value model", device, threads),
+        Placement(
+            "critic", config.critic.parallel.ranks, describe_layout(config.critic.parallel), "value model", device, threads
+        ),
         Placement(
             "reward",
             config.reward.parallel.ranks,
-            _layout(config.reward.parallel) if config.reward.kind == "model" else "-",
+            describe_layout(config.reward.parallel) if config.reward.kind == "model" else "-",
             scores,
             device if config.reward.kind == "model" else "cpu",
             threads,
@@ -86,9 +99,9 @@ def placement_table(config: Config) -> Table:
     return table
 
 
-def parameter_count(shape: ModelShape, *, with_head: bool = True) -> int:
+def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
     """Number of weights of a model of this shape."""
-    return sum(spec.numel for spec in weight_table(shape, with_head=with_head))
+    return sum(spec.numel for spec in weight_table(shape, head))
 
 
 def describe_model(config: Config, shape: ModelShape) -> str:
@@ -98,5 +111,5 @@ def describe_model(config: Config, shape: ModelShape) -> str:
         f"policy: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
         f" {shape.num_kv_heads} key-value heads, vocabulary {shape.vocab_size},"
         f" {parameter_count(shape) / 1e6:.1f} M parameters\n"
-        f"critic: {critic.num_layers} layers, {parameter_count(critic, with_head=False) / 1e6:.1f} M parameters"
+        f"critic: {critic.num_layers} layers, {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"
     )

@@ -37,19 +37,17 @@ def token_budget_batches(lengths: Sequence[int], budget: int, count: int | None 
 
 
 def data_parallel_share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of each rank's sequences: equally many a rank, in ascending order, with balanced token totals.
+    """Indices of each rank's sequences: equally many a rank, or one less, in ascending order, with balanced token totals.
 
-    The ranks' totals differ by at most the longest minus the shortest length: of every `ranks` sequences in order of
-    length, the rank with the fewest tokens takes the longest. Raises ValueError where the count does not divide.
+    Of every `ranks` sequences in order of length, the rank with the fewest tokens takes the longest: where the count
+    divides, totals differ by at most the longest minus the shortest length. Rank 0 has a sequence if there is one.
     """
-    if len(lengths) % ranks:
-        raise ValueError(f"{len(lengths)} sequences do not divide over {ranks} data-parallel ranks")
     order = _longest_first(lengths)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for start in range(0, len(order), ranks):
         emptiest_first = sorted(range(ranks), key=totals.__getitem__)
-        for rank, index in zip(emptiest_first, order[start : start + ranks], strict=True):
+        for rank, index in zip(emptiest_first, order[start : start + ranks], strict=False):
             shares[rank].append(index)
             totals[rank] += lengths[index]
     return [sorted(share) for share in shares]

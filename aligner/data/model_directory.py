@@ -12,7 +12,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from aligner.config.paths import gguf_file, model_directory
 from aligner.config.schema import Config, Model
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.data.character_tokenizer import character_tokenizer
+from aligner.data.weight_files import assemble, weight_problems
 from aligner.errors import ConfigError
 
 
@@ -62,31 +62,13 @@ def check_model_directory(directory: Path) -> ModelShape:
     if absent:
         raise ConfigError(f"{directory} is not a complete Hugging Face model directory; it lacks {', '.join(absent)}")
     shape = read_shape(directory)
-    stored = _stored_shapes(directory)
-    problems = []
-    for spec in weight_table(shape):
-        if spec.name not in stored:
-            problems.append(f"{spec.name} is missing")
-        elif stored[spec.name] != spec.shape:
-            problems.append(f"{spec.name} is {stored[spec.name]}, must be {spec.shape}")
+    problems = weight_problems(directory, weight_table(shape))
     tokens = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
     if tokens > shape.vocab_size:
         problems.append(f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}")
     if problems:
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     return shape
-
-
-def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a directory's safetensors files, by name."""
-    shapes = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    return shapes
 
 
 def _create(directory: Path, write: Callable[[Path], None]) -> None:
@@ -115,14 +97,14 @@ def _write_random(model: Model, seed: int, directory: Path) -> None:
     defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
     shape = _write_config(defaults | dict(model.config), directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
-    weights = {spec.name: _random_weight(spec, seed, model.initializer_std) for spec in weight_table(shape)}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    weights = assemble(weight_table(shape), lambda spec: _random_weight(spec, seed, model.initializer_std))
+    save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
-    """float32 N(0, std), ones for a norm's weight; depends on the seed and the tensor's name alone."""
-    if spec.name.endswith("norm.weight"):
-        return torch.ones(spec.shape)
+    """float32 N(0, std), ones for a norm's weight, zeros for a bias; depends on the seed and the tensor's name alone."""
+    if len(spec.shape) == 1:
+        return torch.zeros(spec.shape) if spec.name.endswith("bias") else torch.ones(spec.shape)
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(spec.shape, generator=generator) * std

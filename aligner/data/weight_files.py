@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aligner.config.families import COMPUTED_BUFFERS
 from aligner.config.weights import Slice, TensorSpec
 from aligner.errors import ConfigError
+
+# What files may hold and a model not use: another head, and buffers that are computed.
+_UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -20,45 +27,104 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     if not single.is_file():
         raise ConfigError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
-    with safe_open(str(single), framework="pt") as tensors:
+    with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
 
 
-def read_slices(directory: Path, table: Sequence[TensorSpec], slices: Mapping[str, Slice]) -> Iterator[tuple[str, Tensor]]:
-    """Each named slice of the table's tensors; nothing else is read from the disk.
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        handle = safe_open(str(file), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    with handle as tensors:
+        yield tensors
 
-    Raises ConfigError, before anything is given, that names every tensor that is missing or of another shape.
+
+def _stored_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in safetensors files, from the files' headers alone."""
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, names in by_file.items():
+        with _opened(file) as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def _file_name(name: str, files: Container[str]) -> str:
+    """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in front."""
+    bare = name.partition(".")[2]
+    return bare if name not in files and bare in files else name
+
+
+def weight_problems(
+    directory: Path, table: Sequence[TensorSpec], *, optional: Collection[str] = (), partial: bool = False
+) -> list[str]:
+    """What keeps a directory's files from being the table's weights: missing, misshapen and unknown tensors, by name.
+
+    Only headers are read. `optional` tensors may be absent; `partial` lets the files hold more than the table. A head that
+    the model does not use, and the buffers that older releases saved, may always be there.
     """
-    files, specs = tensor_files(directory), [spec for spec in table if spec.name in slices]
+    files = tensor_files(directory)
+    shapes = _stored_shapes(files)
+    wanted = {spec.stored.name: spec.stored.shape for spec in table}
+    named = {_file_name(name, files): shape for name, shape in wanted.items()}
+    missing = [
+        f"{name} {wanted[name]} is missing" for name in wanted if _file_name(name, files) not in files and name not in optional
+    ]
+    misshapen = [
+        f"{name} is {shapes[name]}, must be {shape}" for name, shape in named.items() if shapes.get(name, shape) != shape
+    ]
+    unknown = [f"{name} {shapes[name]} is unknown" for name in files if name not in named and not name.endswith(_UNUSED)]
+    return missing + misshapen + ([] if partial else unknown)
+
+
+def read_slices(
+    directory: Path,
+    table: Sequence[TensorSpec],
+    slices: Mapping[str, Slice],
+    *,
+    optional: Collection[str] = (),
+    partial: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Each named slice of the table's tensors; nothing else is read from the disk, one tensor at a time.
+
+    `optional` tensors that the files lack are left out. Raises ConfigError, before anything is given, for what
+    `weight_problems` finds.
+    """
+    if problems := weight_problems(directory, table, optional=optional, partial=partial):
+        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    files = tensor_files(directory)
     by_file: dict[Path, list[TensorSpec]] = {}
-    for spec in specs:
-        if spec.name in files:
-            by_file.setdefault(files[spec.name], []).append(spec)
-    missing = [spec.name for spec in specs if spec.name not in files]
-    problems = [f"the model lacks {', '.join(missing)}"] if missing else []
+    for spec in table:
+        if spec.name in slices and (file := files.get(_file_name(spec.stored.name, files))):
+            by_file.setdefault(file, []).append(spec)
     for file, held in by_file.items():
-        with safe_open(str(file), framework="pt") as tensors:
-            shapes = {spec: tuple(tensors.get_slice(spec.name).get_shape()) for spec in held}
-        problems += [
-            f"{spec.name} is {shape}, the model's configuration says {spec.shape}"
-            for spec, shape in shapes.items()
-            if shape != spec.shape
-        ]
-    if problems:
-        raise ConfigError(f"{directory}: {'; '.join(problems)}")
-    for file, held in by_file.items():
-        with safe_open(str(file), framework="pt") as tensors:
+        with _opened(file) as tensors:
             for spec in held:
-                piece = slices[spec.name]
-                cut = slice(None) if piece.axis is None else slice(piece.start, piece.stop)
-                stored = tensors.get_slice(spec.name)
-                yield spec.name, stored[:, cut] if piece.axis == 1 else stored[cut]
+                whole = tensors.get_slice(_file_name(spec.stored.name, files))
+                yield spec.name, whole[_ranges(spec, slices[spec.name])]
 
 
-def read_tensor(directory: Path, name: str) -> Tensor | None:
-    """One whole tensor, or None where there is none of that name."""
-    file = tensor_files(directory).get(name)
-    if file is None:
-        return None
-    with safe_open(str(file), framework="pt") as tensors:
-        return tensors.get_tensor(name)
+def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
+    """Where a slice of a tensor lies in the file's tensor."""
+    ranges = [slice(0, size) for size in spec.shape]
+    if piece.axis is not None:
+        ranges[piece.axis] = slice(piece.start, piece.stop)
+    axis, offset = spec.stored.axis, spec.stored.start
+    if axis is not None:
+        ranges[axis] = slice(ranges[axis].start + offset, ranges[axis].stop + offset)
+    return tuple(ranges)
+
+
+def assemble(table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, by name and one at a time, out of the table's, which `read` gives whole."""
+    by_name: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        by_name.setdefault(spec.stored.name, []).append(spec)
+    for name, specs in by_name.items():
+        parts = [read(spec) for spec in specs]  # in the order in which they lie in the file
+        axis = specs[0].stored.axis
+        yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.config.endpoints import load_endpoints
-from aligner.config.model_shape import ModelShape
+from aligner.config.families import read_config
 from aligner.config.paths import run_paths
 from aligner.config.schema import Config, Ports
 from aligner.errors import AlignerError
@@ -124,7 +124,7 @@ def _on_stop_signals(action: Callable[[], None]) -> None:
 def model_limits(config: Config, directory: Path, vocab_size: int) -> Limits:
     """The limits of a model in a Hugging Face directory."""
     path = directory / "config.json"
-    shape = ModelShape.from_hf(json.loads(path.read_text()), str(path))
+    shape = read_config(json.loads(path.read_text()), str(path))
     return Limits(vocab_size, shape.max_positions, config.server.max_batch_size)
 
 
@@ -168,7 +168,7 @@ def _control_request(text: str, allowed: Collection[str]) -> dict[str, Any]:
     op = request.get("op") if isinstance(request, dict) else None
     if op not in allowed:
         raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
-    expected = {"op", "step"} if op in ("checkpoint", "restore") else {"op"}
+    expected = {"op", "step"} if op in ("checkpoint", "begin_checkpoint", "restore") else {"op"}
     if set(request) != expected:
         raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
     step = request.get("step", 0)

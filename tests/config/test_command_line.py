@@ -55,8 +55,25 @@ def test_a_config_error_exits_2_at_once_and_leaves_nothing(tmp_path: Path, overr
     assert message in refused(tmp_path, "experiment=tiny_ppo", *overrides)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent", "model"], "absent: no such directory"),
+        ([".", "model"], "neither a run directory (with checkpoints/), a checkpoint"),
+        ([".", "model", "--max-shard-size", "much"], "--max-shard-size much: expected a number and one of KB, MB"),
+        ([".", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([".", "model", "more"], "unexpected argument more"),
+    ],
+)
+def test_what_cannot_be_converted_exits_2_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done, _ = aligner(tmp_path, "convert", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_together(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     (tmp_path / "prompts.txt").touch()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -70,7 +87,7 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
             "data.path=prompts.txt",
             f"reward.ports.http={port}",
         )
-    assert "architecture GPT2LMHeadModel is not supported" in error
+    assert "architecture BertForMaskedLM is not supported" in error
     assert "the prompt file is empty" in error
     assert f"reward.ports.http={port}: the port is in use" in error
 

@@ -177,17 +177,19 @@ def test_a_missing_directory_and_missing_files_are_named(tmp_path, copy):
         prepare_model(from_directory(copy))
 
 
-def test_all_missing_and_misshapen_weights_are_named_at_once(copy):
+def test_all_missing_misshapen_and_unknown_weights_are_named_at_once(copy):
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"], weights["model.layers.2.mlp.up_proj.weight"]
     weights["model.norm.weight"] = torch.ones(32)
+    weights["model.layers.4.input_layernorm.weight"] = torch.ones(64)
     save_file(weights, copy / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
         prepare_model(from_directory(copy))
     for problem in (
-        "lm_head.weight is missing",
-        "layers.2.mlp.up_proj.weight is missing",
+        "lm_head.weight (64, 64) is missing",
+        "layers.2.mlp.up_proj.weight (128, 64) is missing",
         "norm.weight is (32,), must be (64,)",
+        "layers.4.input_layernorm.weight (64,) is unknown",
     ):
         assert problem in str(caught.value)
 
@@ -195,16 +197,22 @@ def test_all_missing_and_misshapen_weights_are_named_at_once(copy):
 def test_weights_may_lie_in_several_files(copy):
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
-    names = sorted(weights)
-    for part, chosen in enumerate((names[::2], names[1::2])):
-        save_file({name: weights[name] for name in chosen}, copy / f"model-{part}.safetensors")
+    index = {name: f"model-{part % 2}.safetensors" for part, name in enumerate(sorted(weights))}
+    for file in ("model-0.safetensors", "model-1.safetensors"):
+        save_file({name: weights[name] for name in weights if index[name] == file}, copy / file)
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        prepare_model(from_directory(copy))
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert prepare_model(from_directory(copy)) == copy
+    (copy / "model-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-1\.safetensors cannot be read"):
+        prepare_model(from_directory(copy))
 
 
 def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_are_refused(copy):
     original = (copy / "config.json").read_text()
     for change, message in [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; supported: LlamaForCausalLM"),
         ({"vocab_size": 60}, "tokenizer.json has 64 tokens, the model's vocabulary 60"),
     ]:
         (copy / "config.json").write_text(json.dumps(json.loads(original) | change))

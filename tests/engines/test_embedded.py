@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.config.families import read_config
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import EngineParallel
 from aligner.config.weights import weight_table
@@ -25,40 +26,59 @@ def directory(request, tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), tied=request.param)
 
 
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "mistral": {"sliding_window": 4},  # shorter than prompts and responses
+    "qwen2": {},
+    "qwen3": {"head_dim": 12},
+}
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", *FAMILIES])
+def any_directory(request, tmp_path_factory) -> Path:
+    """Models of every family that the engine runs."""
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param not in FAMILIES:
+        return save_llama(path, tied=request.param == "tied")
+    return save_model(path, request.param, **FAMILIES[request.param])
+
+
 @pytest.fixture(scope="module")
 def tied_directory(tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 def save_llama(path: Path, tied: bool, **save_options) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return save_model(path, "llama", save_options, tie_word_embeddings=tied)
+
+
+def save_model(path: Path, family: str, save_options: dict | None = None, **settings) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | settings))
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # ones would hide a norm that is left out or exchanged
+        if "norm" in name or "bias" in name:  # ones and zeros would hide what is left out or exchanged
             parameter.data.uniform_(0.5, 1.5)
-    model.save_pretrained(path, **save_options)
+    model.save_pretrained(path, **save_options or {})
     return path
 
 
 def shape_of(directory: Path) -> ModelShape:
-    return ModelShape.from_hf(json.loads((directory / "config.json").read_text()), str(directory))
+    return read_config(json.loads((directory / "config.json").read_text()), str(directory))
 
 
 def make_engine(
@@ -89,9 +109,9 @@ def load_transformers(directory: Path):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(directory):
-    model = load_transformers(directory)
-    samples = make_engine(directory).generate(make_requests(), SamplingOptions(12, greedy=True))
+def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_directory):
+    model = load_transformers(any_directory)
+    samples = make_engine(any_directory).generate(make_requests(), SamplingOptions(12, greedy=True))
     for prompt, sample in zip(make_prompts(), samples, strict=True):
         wanted = model.generate(prompt.tokens[None], max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         assert sample.tokens.tolist() == wanted.tolist()
@@ -100,9 +120,9 @@ def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(direct
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_those_of_a_full_forward_pass(directory, temperature):
-    model = load_transformers(directory)
-    for sample in make_engine(directory).generate(make_requests(3), SamplingOptions(10, temperature)):
+def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature):
+    model = load_transformers(any_directory)
+    for sample in make_engine(any_directory).generate(make_requests(3), SamplingOptions(10, temperature)):
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
         wanted = (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
@@ -178,13 +198,13 @@ def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tie
     assert [response(sample) for sample in before] != [response(sample) for sample in after]
 
 
-def test_the_views_are_the_whole_weight_table(directory):
+def test_the_views_are_the_whole_weight_table(any_directory):
     from safetensors.torch import load_file
 
-    engine = make_engine(directory)
-    stored = load_file(directory / "model.safetensors")
+    engine = make_engine(any_directory)
+    stored = load_file(any_directory / "model.safetensors")
     assert {name: tuple(view.shape) for name, view in engine.weight_views().items()} == {
-        spec.name: spec.shape for spec in weight_table(shape_of(directory))
+        spec.name: spec.shape for spec in weight_table(shape_of(any_directory))
     }
     for name, view in engine.weight_views().items():
         assert torch.equal(view, stored[name]), name
@@ -233,10 +253,10 @@ def test_a_model_that_does_not_divide_is_refused(tied_directory):
 
 def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
     untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
-    with pytest.raises(AlignerError, match=r"lacks lm_head.weight"):
+    with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
         EmbeddedEngine(untied, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
     wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
-    with pytest.raises(AlignerError, match=r"gate_proj.weight is \(48, 32\), the model's configuration says \(64, 32\)"):
+    with pytest.raises(AlignerError, match=r"gate_proj\.weight is \(48, 32\), must be \(64, 32\)"):
         EmbeddedEngine(wider, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
     with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
         make_engine(tied_directory).load_directory(tmp_path)

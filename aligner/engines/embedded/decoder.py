@@ -1,4 +1,4 @@
-"""A Llama-family decoder with a static key-value cache, one tensor-parallel rank of it."""
+"""A decoder of the Llama kind with a static key-value cache, one tensor-parallel rank of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.config.model_shape import ModelShape
+from aligner.config.rope import inverse_frequencies
 from aligner.engines.embedded.weights import EngineWeights
 
 
@@ -46,8 +47,7 @@ class Decoder:
         self._tensor, self._place, self._group = tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
         device = weights.embedding.device
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device=device).float() / shape.head_dim
-        self._frequencies = 1.0 / shape.rope_theta**exponents
+        self._frequencies = torch.tensor(inverse_frequencies(shape), device=device)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, copies: Tensor, columns: int) -> tuple[Tensor, Cache]:
         """Run right-padded prompts and keep their keys and values for further decoding.
@@ -59,6 +59,9 @@ class Decoder:
         rows, width = tokens.shape
         x = self._embed(tokens)
         rotation = self._rotation(torch.arange(width, device=tokens.device))
+        # A causal mask alone keeps a token from seeing padding; a sliding window must be told.
+        window = self._window(torch.arange(width, device=tokens.device), torch.arange(width, device=tokens.device))
+        visible = None if window is None else window & torch.ones_like(window).tril()
         keys, values = [], []
         for layer in range(self._shape.num_layers):
             q, k, v = self._project(layer, x.flatten(0, 1), rotation, rows)
@@ -67,7 +70,7 @@ class Decoder:
             values.append(v.new_empty(size))
             keys[-1][:, :, :width] = k[copies]
             values[-1][:, :, :width] = v[copies]
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
             x = self._finish_layer(layer, x, attended.transpose(1, 2).reshape(rows, width, -1))
         last = x[torch.arange(rows, device=x.device), lengths - 1]
         at = torch.arange(columns, device=x.device)
@@ -82,6 +85,11 @@ class Decoder:
         x = self._embed(tokens)
         rotation = self._rotation(cache.prompt_lengths[:, None] + (column - cache.prompt_width))
         mask = cache.mask[..., : cache.filled]
+        at = torch.arange(cache.filled, device=tokens.device)
+        columns = torch.where(at < cache.prompt_width, at, cache.prompt_lengths[:, None] + at - cache.prompt_width)
+        window = self._window(cache.prompt_lengths + (column - cache.prompt_width), columns)
+        if window is not None:
+            mask = mask.masked_fill(~window[:, None, None], float("-inf"))
         scale = shape.head_dim**-0.5
         for layer in range(shape.num_layers):
             q, k, v = self._project(layer, x, rotation, len(tokens))
@@ -93,6 +101,16 @@ class Decoder:
             attended = scores.add_(mask).softmax(-1) @ cache.values[layer][:, :, : cache.filled]
             x = self._finish_layer(layer, x, attended.reshape(len(tokens), -1))
         return self._head(x)
+
+    def _window(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Whether a query at a position [Q] sees a key at a position [K] or [Q, K], past the window; bool [Q, K].
+
+        None where the model has no window, or one that nothing leaves.
+        """
+        window = self._shape.sliding_window
+        if window is None or keys.shape[-1] <= window:
+            return None
+        return keys > queries[:, None] - window
 
     def gather_logits(self, share: Tensor) -> Tensor | None:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
@@ -131,8 +149,15 @@ class Decoder:
         """Rotated queries, rotated keys, and values, [rows, heads, T, head dim], of x [rows * T, hidden]."""
         weights, shape = self._weights.layers[layer], self._shape
         normed = F.rms_norm(x, (shape.hidden_size,), weights.attention_norm, shape.norm_epsilon)
-        fused = F.linear(normed, weights.qkv).view(rows, -1, self._heads + 2 * self._kv_heads, shape.head_dim)
+        fused = F.linear(normed, weights.qkv, weights.qkv_bias).view(
+            rows, -1, self._heads + 2 * self._kv_heads, shape.head_dim
+        )
         rotated, v = fused.transpose(1, 2).split((self._heads + self._kv_heads, self._kv_heads), 1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            q, k = rotated.split((self._heads, self._kv_heads), 1)
+            q = F.rms_norm(q, q.shape[-1:], weights.query_norm, shape.norm_epsilon)
+            k = F.rms_norm(k, k.shape[-1:], weights.key_norm, shape.norm_epsilon)
+            rotated = torch.cat((q, k), 1)
         cosine, sine = rotation
         first, second = rotated.chunk(2, -1)
         turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

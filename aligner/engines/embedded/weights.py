@@ -32,6 +32,12 @@ class LayerWeights:
     """[2 * ffn, hidden]"""
     mlp_out: Tensor
     """[hidden, ffn]"""
+    qkv_bias: Tensor | None = None
+    """[(heads + 2 * KV heads) * head dim], where the model has one"""
+    query_norm: Tensor | None = None
+    """[head dim], where the model normalizes queries and keys"""
+    key_norm: Tensor | None = None
+    """[head dim]"""
 
 
 @dataclass(frozen=True)
@@ -80,22 +86,30 @@ def allocate(shape: ModelShape, tensor: int, device: torch.device, dtype: torch.
             mlp_norm=empty(hidden),
             gate_up=empty(2 * ffn, hidden),
             mlp_out=empty(hidden, ffn),
+            qkv_bias=empty(q_rows + 2 * kv_rows) if shape.qkv_bias else None,
+            query_norm=empty(shape.head_dim) if shape.qk_norm else None,
+            key_norm=empty(shape.head_dim) if shape.qk_norm else None,
         )
         layers.append(layer)
         q, k, v = layer.qkv.split((q_rows, kv_rows, kv_rows))
         gate, up = layer.gate_up.split(ffn)
         parts = {
-            "input_layernorm": layer.attention_norm,
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": k,
-            "self_attn.v_proj": v,
-            "self_attn.o_proj": layer.attention_out,
-            "post_attention_layernorm": layer.mlp_norm,
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": layer.mlp_out,
+            "input_layernorm.weight": layer.attention_norm,
+            "self_attn.q_proj.weight": q,
+            "self_attn.k_proj.weight": k,
+            "self_attn.v_proj.weight": v,
+            "self_attn.o_proj.weight": layer.attention_out,
+            "post_attention_layernorm.weight": layer.mlp_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer.mlp_out,
         }
-        views |= {f"model.layers.{index}.{name}.weight": view for name, view in parts.items()}
+        if layer.qkv_bias is not None:
+            biases = layer.qkv_bias.split((q_rows, kv_rows, kv_rows))
+            parts |= {f"self_attn.{at}_proj.bias": view for at, view in zip("qkv", biases, strict=True)}
+        if layer.query_norm is not None and layer.key_norm is not None:
+            parts |= {"self_attn.q_norm.weight": layer.query_norm, "self_attn.k_norm.weight": layer.key_norm}
+        views |= {f"model.layers.{index}.{name}": view for name, view in parts.items()}
     embedding, final_norm = empty(vocab, hidden), empty(hidden)
     head = embedding if shape.tied_embeddings else empty(vocab, hidden)
     views |= {"model.embed_tokens.weight": embedding, "model.norm.weight": final_norm}

@@ -1,0 +1,107 @@
+"""The tables against what transformers itself calls and shapes the weights, and how it turns positions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from aligner.config.families import ARCHITECTURES, read_config
+from aligner.config.rope import inverse_frequencies
+from aligner.config.weights import weight_table
+from aligner.errors import ConfigError
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "LlamaForCausalLM": SIZES,
+    "MistralForCausalLM": SIZES,
+    "Qwen2ForCausalLM": SIZES,
+    "Qwen3ForCausalLM": SIZES | {"head_dim": 8},
+    "MixtralForCausalLM": SIZES | EXPERTS,
+    "Qwen3MoeForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
+    "GPTNeoXForCausalLM": SIZES,
+    "GPT2LMHeadModel": {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 64},
+}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_table_is_what_transformers_saves(architecture, tmp_path):
+    import transformers
+    from safetensors import safe_open
+
+    model_class = getattr(transformers, architecture)
+    model_class(model_class.config_class(**CONFIGS[architecture])).save_pretrained(tmp_path)
+    shape = read_config(json.loads((tmp_path / "config.json").read_text()), "test")
+    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert {spec.stored.name: spec.stored.shape for spec in weight_table(shape)} == saved
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        LLAMA3,
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_frequencies_are_those_of_transformers(rope):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(**(SIZES | {"hidden_size": 256}), rope_parameters=rope)
+    shape = read_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "test")
+    torch.testing.assert_close(torch.tensor(inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq)
+
+
+def test_an_older_configuration_reads_like_a_new_one():
+    old = SIZES | {"architectures": ["LlamaForCausalLM"], "rope_theta": 500.0, "rope_scaling": LLAMA3 | {"rope_theta": 500.0}}
+    new = SIZES | {"architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3}
+    assert read_config(old, "test") == read_config(new, "test")
+    pythia = SIZES | {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"}
+    assert read_config(pythia | {"rotary_pct": 0.5}, "test").rotary_fraction == 0.5
+    assert read_config(pythia, "test").rotary_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; supported: LlamaForCausalLM, Mistral"),
+        ({"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope scaling 'yarn' is not supported; supported: default, linear, llama3",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope scaling llama3 lacks factor, low_freq_factor"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+        ({"hidden_size": None}, "the model's configuration lacks hidden_size"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, message):
+    config = SIZES | {"architectures": ["LlamaForCausalLM"]} | change
+    with pytest.raises(ConfigError, match="origin: ") as caught:
+        read_config(config, "origin")
+    assert message in str(caught.value)
+
+
+def test_every_architecture_has_a_language_model_and_a_scalar_head():
+    assert len(ARCHITECTURES) == 2 * len(CONFIGS)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+
+from aligner.config.families import read_config
+from aligner.config.layouts import layout_problems
+from aligner.config.placement import describe_layout
+from aligner.config.schema import Parallel
+from aligner.config.weights import coordinates, stage_layers, trainer_slices, weight_table
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "hidden_act": "silu"}
+DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "message"),
+    [
+        (DENSE, {"tensor": 3}, "actor.parallel.tensor=3: the model's 4 attention heads"),
+        (DENSE, {"sequence": True}, "sequence=true: it cuts tokens over the tensor ranks"),
+        (DENSE, {"virtual_pipeline": 2}, "virtual_pipeline=2: it interleaves pipeline stages"),
+        (DENSE, {"pipeline": 2, "virtual_pipeline": 3}, "8 layers do not divide by 2 stages x 3 chunks"),
+        (DENSE, {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2}, "an interleaved pipeline has equal chunks"),
+        (DENSE, {"expert": 2, "data": 2}, "expert=2: the model has no experts"),
+        (EXPERTS, {"expert": 3, "data": 3}, "expert=3: the model's 4 experts do not divide by 3"),
+        (EXPERTS, {"expert": 2}, "do not divide the 1 ranks of a pipeline stage"),
+        (EXPERTS, {"tensor": 2, "sequence": True, "expert_tensor": 5}, "expert_tensor=5: the model's 24 feed-forward rows"),
+        (EXPERTS, {"tensor": 2}, "a mixture of experts needs actor.parallel.sequence=true"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
+    assert message in "\n".join(layout_problems("actor.parallel", Parallel(**layout), shape))
+
+
+@pytest.mark.parametrize("layout", [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 4}, {"tensor": 2, "sequence": True}])
+def test_a_layout_that_fits_has_no_problems(layout):
+    assert not list(layout_problems("actor.parallel", Parallel(**layout), DENSE))
+
+
+def layouts():
+    for tensor, pipeline, chunks, data, context in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
+        for expert, expert_tensor in product((1, 2, 4), (None, 1)):
+            layout = Parallel(
+                tensor=tensor,
+                sequence=tensor > 1,
+                pipeline=pipeline,
+                virtual_pipeline=chunks,
+                data=data,
+                context=context,
+                expert=expert,
+                expert_tensor=expert_tensor,
+            )
+            if not list(layout_problems("layout", layout, EXPERTS)):
+                yield layout
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=describe_layout)
+def test_the_ranks_together_hold_every_weight_equally_often(layout):
+    table = weight_table(EXPERTS)
+    held = {spec.name: 0 for spec in table}
+    for rank in range(layout.ranks):
+        for name, piece in trainer_slices(table, EXPERTS.num_layers, layout, rank).items():
+            spec = next(spec for spec in table if spec.name == name)
+            held[name] += (
+                spec.numel if piece.axis is None else spec.numel // spec.shape[piece.axis] * (piece.stop - piece.start)
+            )
+    for spec in table:
+        of_expert = spec.expert is not None
+        inside = layout.expert_tensor_size if of_expert else layout.tensor
+        ranks = layout.ranks // layout.pipeline // (layout.expert if of_expert else 1)
+        assert held[spec.name] == spec.numel * (ranks if spec.axis is None else ranks // inside), spec.name
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"pipeline": 2}, [[range(4)], [range(4, 8)]]),
+        ({"pipeline": 2, "last_stage_layers": 2}, [[range(6)], [range(6, 8)]]),
+        ({"pipeline": 2, "virtual_pipeline": 2}, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+    ],
+)
+def test_stages_hold_the_layers_that_megatron_core_gives_them(layout, expected):
+    assert [stage_layers(8, Parallel(**layout), stage) for stage in range(2)] == expected
+
+
+def test_a_rank_stands_where_the_default_order_puts_it():
+    layout = Parallel(tensor=2, context=2, data=2, pipeline=2)
+    places = [coordinates(rank, layout) for rank in range(layout.ranks)]
+    assert [(at.tensor, at.context, at.data, at.pipeline) for at in places[:5]] == [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (1, 1, 0, 0),
+        (0, 0, 1, 0),
+    ]
+    assert places[8].pipeline == 1
+
+
+def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
+    tied = dataclasses.replace(DENSE, tied_embeddings=True)
+    table = weight_table(tied)
+    assert all(spec.name != "lm_head.weight" for spec in table)
+    for rank in range(2):
+        assert "model.embed_tokens.weight" in trainer_slices(table, 8, Parallel(pipeline=2), rank)
