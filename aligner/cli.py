@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # argparse gives up on positionals that follow an option.
     if flags := [text for text in rest if text.startswith("-")]:
         parser.error(f"unknown option {flags[0]}")
-    parsed.overrides += rest
+    if rest and not hasattr(parsed, "overrides"):
+        parser.error(f"unexpected argument {rest[0]}")
+    if rest:
+        parsed.overrides += rest
     code = 0
     try:
         code = parsed.run(parsed) or 0
@@ -66,7 +69,24 @@ def _parser() -> argparse.ArgumentParser:
         "make the model's directory; check it, the prompts and the scorer; the launcher calls it",
         rank=True,
     )
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    what = "write a checkpoint's model, or a Hugging Face directory's, as a Hugging Face directory"
+    command = commands.add_parser("convert", help=what, description=what, allow_abbrev=False)
+    command.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy or critic, or a Hugging"
+        " Face directory",
+    )
+    command.add_argument("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB")
+    command.set_defaults(run=_convert)
 
 
 def _config(parsed: argparse.Namespace) -> Config:
@@ -142,6 +162,29 @@ def _prepare(parsed: argparse.Namespace) -> None:
     )
     if config.reward.kind == "function":
         resolve_scorer(config.reward.function)
+
+
+def _convert(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from aligner.data.export import export, find_source, parse_size
+
+    max_shard_bytes, source = parse_size(parsed.max_shard_size), find_source(parsed.source)
+    console = Console(stderr=True)
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("writing", total=None)
+        notices = export(
+            source,
+            parsed.output,
+            dtype=parsed.dtype,
+            max_shard_bytes=max_shard_bytes,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for notice in notices:
+        print(f"aligner: note: {notice}", file=sys.stderr)
+    print(parsed.output)
 
 
 def _print_error(message: str) -> None:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-from aligner.config.paths import RunPaths
+import aligner
+from aligner.config.paths import run_paths
+from aligner.config.schema import Config
+from aligner.data.checkpoint_files import FORMAT, MANIFEST, complete_steps
+from aligner.errors import AlignerError
+
+_HOLDS = {
+    "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
+    "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic_updates.json",
+    "rng": "nothing: every random stream follows from the seed and the step",
+    "data": "the cursor is the step",
+}
 
 
 @dataclass(frozen=True)
@@ -24,29 +37,69 @@ class RunState:
 class RunCheckpoints:
     """The checkpoints of a run directory. One counts once its manifest is written, which is done last."""
 
-    def __init__(self, paths: RunPaths, keep: int) -> None:
-        self._paths, self._keep = paths, keep
-
-    def _manifest(self, step: int) -> Path:
-        return self._paths.checkpoints / f"step_{step}" / "manifest.json"
+    def __init__(self, config: Config) -> None:
+        self._config, self._settings = config, config.checkpoint
+        self._directory = run_paths(config).checkpoints
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, in order."""
-        manifests = self._paths.checkpoints.glob("step_*/manifest.json")
-        return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in manifests)
+        return complete_steps(self._directory)
 
     def latest(self) -> RunState | None:
-        """State of the last complete checkpoint, or None."""
+        """State of the last complete checkpoint, or None. Raises AlignerError where its manifest is of another format."""
         steps = self.steps()
-        return RunState(**json.loads(self._manifest(steps[-1]).read_text())) if steps else None
+        return RunState(**self._read(steps[-1])["state"]) if steps else None
 
-    def commit(self, state: RunState) -> None:
-        """Declare a checkpoint complete, and delete those that are no longer kept."""
-        manifest = self._manifest(state.step)
+    def metric(self, stats: Mapping[str, float]) -> float | None:
+        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set.
+
+        Raises AlignerError for a metric that the step does not have.
+        """
+        name = self._settings.best_metric
+        if name is not None and name not in stats:
+            raise AlignerError(f"checkpoint.best_metric={name}: no such metric; this step's: {', '.join(sorted(stats))}")
+        return None if name is None else stats[name]
+
+    def commit(self, state: RunState, metric: float | None = None) -> None:
+        """Declare a checkpoint, whose parts are complete, complete; delete those that are no longer kept."""
+        content = {
+            "format": FORMAT,
+            "aligner": aligner.__version__,
+            "state": asdict(state),
+            "metric": None if metric is None else {"name": self._settings.best_metric, "value": metric},
+            "holds": _HOLDS,
+            "config": asdict(self._config),
+        }
+        manifest = self._directory / f"step_{state.step}" / MANIFEST
         temporary = manifest.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(state), indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(manifest)
-        for step in self.steps()[: -self._keep]:
+        for step in sorted(set(self.steps()) - self._kept()):
             # Without its manifest it no longer counts, also when the deletion is cut short.
-            self._manifest(step).unlink()
-            shutil.rmtree(self._manifest(step).parent)
+            (self._directory / f"step_{step}" / MANIFEST).unlink()
+            shutil.rmtree(self._directory / f"step_{step}")
+
+    def best(self) -> int | None:
+        """The step whose checkpoint has the highest value of `checkpoint.best_metric`, the newest of equals."""
+        values = {}
+        for step in self.steps():
+            metric = self._read(step)["metric"]
+            if metric is not None and metric["name"] == self._settings.best_metric and not math.isnan(metric["value"]):
+                values[step] = metric["value"]
+        return max(values, key=lambda step: (values[step], step), default=None)
+
+    def _kept(self) -> set[int]:
+        best = self.best()
+        return {*self.steps()[-self._settings.keep :], *(() if best is None else (best,))}
+
+    def _read(self, step: int) -> dict[str, Any]:
+        file = self._directory / f"step_{step}" / MANIFEST
+        try:
+            content = json.loads(file.read_text())
+        except ValueError as error:
+            raise AlignerError(f"{file}: not valid JSON ({error})") from error
+        if content.get("format") != FORMAT:
+            raise AlignerError(
+                f"{file}: a checkpoint of format {content.get('format')}; this release of aligner reads format {FORMAT}"
+            )
+        return content

@@ -45,9 +45,12 @@ def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A step's updates as one: maxima of the names that end in _max, means of the others."""
+    """A step's updates as one: maxima of the names that end in _max or _total, means of the others.
+
+    What an update lacks, because it was skipped, is left to the others.
+    """
     combined = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        combined[f"{prefix}/{name}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        combined[f"{prefix}/{name}"] = max(values) if name.endswith(("_max", "_total")) else sum(values) / len(values)
     return combined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -69,6 +69,8 @@ class OnlineTrainer:
     start: RunState | None
     """What to resume from; None starts at the beginning."""
     recorder: Recorder | None
+    _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
+    """A checkpoint that is being written, and its metric."""
 
     def run(self) -> None:
         """Train from where the run stands to its last step."""
@@ -84,8 +86,10 @@ class OnlineTrainer:
                 self.publisher.publish(version=done)
             self.services.assert_settled()
             self._record(done, outcome, timer.take())
+            self._finish_save()  # one that was begun a step ago
             if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
-                self._save(done)
+                self._begin_save(done, outcome.stats)
+        self._finish_save()
 
     def step(self, step: int, timer: PhaseTimer) -> Outcome:
         """One training step."""
@@ -142,11 +146,23 @@ class OnlineTrainer:
             self.recorder.truncate_after(first)
         return first
 
-    def _save(self, step: int) -> None:
-        self.policy.save(self.paths.checkpoint(step, "policy"))
-        critic = self.services.control_critic("checkpoint", step=step)
+    def _begin_save(self, step: int, stats: dict[str, float]) -> None:
+        metric = self.checkpoints.metric(stats)
+        self.policy.begin_save(self.paths.checkpoint(step, "policy"))
+        critic = self.services.control_critic("begin_checkpoint", step=step)
+        self._saving = RunState(step, self.kl_controller.coefficient, critic["version"]), metric
+        if not self.config.checkpoint.asynchronous:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if any; it counts once both models are complete."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        self.policy.finish_save()
+        self.services.control_critic("finish_checkpoint")
         if self.recorder is not None:
-            self.checkpoints.commit(RunState(step, self.kl_controller.coefficient, critic["version"]))
+            self.checkpoints.commit(*saving)
 
     def _record(self, step: int, outcome: Outcome, times: dict[str, float]) -> None:
         if self.recorder is None:

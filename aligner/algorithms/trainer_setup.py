@@ -43,7 +43,7 @@ def train(config: Config) -> None:
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
-    checkpoints = RunCheckpoints(run_paths(config), config.checkpoint.keep)
+    checkpoints = RunCheckpoints(config)
     start = checkpoints.latest() if config.run.resume else None
     services = connect(config, world, start)
     try:

@@ -32,6 +32,19 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     return json.loads(buffer.numpy().tobytes())
 
 
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON value, in rank order, on every rank. Collective."""
+    if not is_distributed():
+        return [value]
+    data = json.dumps(value).encode()
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    width = int(max(lengths))
+    buffers = [torch.empty(width, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8))
+    return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
+
+
 def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sample]:
     """The samples of the ranks in `sources`, in that order, on every rank of the world.
 

@@ -1,91 +1,286 @@
-"""A model's state on disk: weights, Adam's moments and the schedule, one safetensors file a rank.
+"""A model's checkpoint: saved at one layout, read at any other; the format is `aligner/data/checkpoint_files.py`'s.
 
-A directory appears under its final name only when every rank's file is in it.
+Each slice of each weight is written once, by one of the ranks that hold it. A directory appears under its final name only
+when every rank's file is in it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import aligner
+from aligner.config.schema import Actor, TrainedModel
+from aligner.data.checkpoint_files import (
+    MANIFEST,
+    MOMENTS,
+    WEIGHT,
+    CheckpointReader,
+    Entry,
+    Manifest,
+    Piece,
+    Trained,
+    model_differences,
+    piece_shape,
+    portable_source,
+    rank_file,
+    tensor_key,
+)
+from aligner.data.collectives import broadcast_json, gather_json
+from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
-from aligner.megatron.optimizer import adam_state
+from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.runner import ModelRunner
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank}.safetensors"
+from aligner.megatron.weights import NamedWeights
+from aligner.megatron.world import World
 
 
-def _layout(runner: ModelRunner) -> dict[str, int]:
-    layout = runner.world.layout
-    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+@dataclass(frozen=True)
+class _Unit:
+    """A megatron-core parameter, the named weights in it, and the rank that writes them."""
+
+    parameter: nn.Parameter
+    weights: NamedWeights
+    names: tuple[str, ...]
+    writer: int = 0
 
 
-def save_runner(runner: ModelRunner, directory: Path) -> None:
-    """Every rank writes its state; the directory is complete or absent. Collective over the role's world."""
-    world = runner.world
-    temporary = directory.with_name(directory.name + ".tmp")
+class CheckpointWriter:
+    """Saves a runner's checkpoints, one at a time, in the background. Every rank calls every method."""
+
+    def __init__(self, runner: ModelRunner, trained: Trained) -> None:
+        self._runner, self._trained = runner, trained
+        self._pending: _Pending | None = None
+
+    def begin(self, directory: Path) -> None:
+        """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
+        self.finish()
+        runner, world = self._runner, self._runner.world
+        temporary = directory.with_name(directory.name + ".tmp")
+
+        def make() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        _on_first_rank(world, directory, make)
+        adam = _adam(runner)
+        adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
+        units, index = _share_out(runner, adam if adam_steps else None)
+        manifest = Manifest(
+            aligner=aligner.__version__,
+            model=self._trained.config,
+            head=self._trained.head,
+            source=portable_source(self._trained.source, directory),
+            holds={
+                "weights": "fp32 main weights where there are such, else as the model has them",
+                "optimizer": "Adam's moments and step count",
+                "schedule": "steps of the learning-rate schedule",
+                "rng": "nothing: every random stream follows from the seed and the step",
+            },
+            layout=asdict(world.layout),
+            optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModel) else {},
+            lora=_lora(runner),
+            updates=runner.updates,
+            adam_steps=adam_steps,
+            schedule_steps=runner.scheduler.num_steps,
+            files={},
+            index=index,
+        )
+        self._pending = _Pending(temporary, directory, manifest, world.rank, _snapshot(adam, units, world.rank))
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun, if any, is complete under its final name. Collective.
+
+        Raises AlignerError on every rank when one could not write its file.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        results = gather_json(pending.wait())
+        if errors := [result for result in results if isinstance(result, str)]:
+            raise AlignerError(f"the checkpoint {pending.directory} could not be written: {'; '.join(errors)}")
+        files = {rank_file(rank): size for rank, size in enumerate(results) if size}
+        manifest, temporary, directory = replace(pending.manifest, files=files), pending.temporary, pending.directory
+
+        def complete() -> None:
+            (temporary / MANIFEST).write_text(manifest.to_json())
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.replace(directory)
+
+        _on_first_rank(self._runner.world, directory, complete)
+
+
+def _on_first_rank(world: World, directory: Path, action: Callable[[], None]) -> None:
+    """Rank 0 acts and the others wait; what it could not do is raised on all of them."""
+    error = None
     if world.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    world.barrier()
-    state = adam_state(runner.optimizer)
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in runner.model.named_parameters():
-        tensors[name] = parameter.detach()
-        for key in _MOMENTS:
-            if key in state.get(parameter, {}):
-                tensors[f"{name}/{key}"] = torch.as_tensor(state[parameter][key])
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, _file(temporary, world.rank))
-    if world.rank == 0:
-        manifest = {"layout": _layout(runner), "updates": runner.updates, "scheduler_steps": runner.scheduler.num_steps}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    world.barrier()
-    if world.rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.replace(directory)
-    world.barrier()
+        try:
+            action()
+        except OSError as problem:
+            error = str(problem)
+    if error := broadcast_json(error):
+        raise AlignerError(f"the checkpoint {directory} could not be written: {error}")
 
 
-def load_runner(runner: ModelRunner, directory: Path) -> None:
-    """Read what `save_runner` wrote.
+class _Pending:
+    """A checkpoint that a thread is writing."""
 
-    Raises AlignerError when the checkpoint is absent, of another layout, or lacks a tensor (all named).
+    def __init__(self, temporary: Path, directory: Path, manifest: Manifest, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        self.temporary, self.directory, self.manifest = temporary, directory, manifest
+        self._file, self._tensors = temporary / rank_file(rank), tensors
+        self._result: int | str = 0
+        # Not a daemon: a rank that ends by itself finishes its file first.
+        self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
+        self._thread.start()
+
+    def wait(self) -> int | str:
+        """Size of this rank's file, 0 where it writes none, or what went wrong."""
+        self._thread.join()
+        return self._result
+
+    def _write(self) -> None:
+        entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()]
+        try:
+            if entries:
+                self._result = write_safetensors(self._file, entries, self._tensors.__getitem__)
+        except OSError as error:
+            self._result = f"{self._file}: {error}"
+        finally:
+            self._tensors = {}
+
+
+def load_checkpoint(runner: ModelRunner, directory: Path, trained: Trained) -> None:
+    """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
+
+    Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, of another format, or of another model.
     """
-    manifest_file = directory / "manifest.json"
-    if not manifest_file.exists():
-        raise AlignerError(f"{directory}: no checkpoint here (manifest.json is missing)")
-    manifest = json.loads(manifest_file.read_text())
-    if manifest["layout"] != _layout(runner):
-        raise AlignerError(f"{directory}: saved at layout {manifest['layout']}, cannot be read at {_layout(runner)}")
-    state = adam_state(runner.optimizer)
-    with safe_open(str(_file(directory, runner.world.rank)), framework="pt") as handle:
-        stored = set(handle.keys())
-        missing = [name for name, _ in runner.model.named_parameters() if name not in stored]
-        if missing:
-            raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
-        for name, parameter in runner.model.named_parameters():
-            parameter.data.copy_(handle.get_tensor(name))
-            moments = {key: handle.get_tensor(f"{name}/{key}") for key in _MOMENTS if f"{name}/{key}" in stored}
-            state.setdefault(parameter, {}).update(moments)
-    _set_adam_state(runner, state)
-    runner.updates = manifest["updates"]
+    reader = CheckpointReader(directory)
+    manifest, adam = reader.manifest, _adam(runner)
+    problems = gather_json(_problems(runner, manifest, trained, adam))
+    if everyone := sorted({problem for found in problems for problem in found}):
+        raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
+    for unit in _units(runner):
+        moments = MOMENTS if unit.parameter in adam and manifest.adam_steps else ()
+        tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *moments)}
+        unit.parameter.data.copy_(tensors[WEIGHT])
+        if unit.parameter in adam:
+            adam.load(unit.parameter, tensors, manifest.adam_steps)
+    adam.set_steps(manifest.adam_steps)
+    runner.updates = manifest.updates
     runner.scheduler.num_steps = 0
-    runner.scheduler.step(increment=manifest["scheduler_steps"])
+    runner.scheduler.step(increment=manifest.schedule_steps)
 
 
-def _set_adam_state(runner: ModelRunner, state: dict[torch.nn.Parameter, dict[str, Tensor]]) -> None:
-    for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if state.get(parameter):
-                    part.optimizer.state[parameter] = state[parameter]
+def _adam(runner: ModelRunner) -> AdamState:
+    return AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
+
+
+def _problems(runner: ModelRunner, manifest: Manifest, trained: Trained, adam: AdamState) -> list[str]:
+    if manifest.head != trained.head:
+        return [f"its head is {manifest.head}, the model's {trained.head}"]
+    if differences := model_differences(manifest.shape, runner.shape):
+        return differences
+    if manifest.lora != _lora(runner):
+        return [f"its adapters are {manifest.lora}, the model's {_lora(runner)}"]
+    specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
+    index = manifest.index
+    missing = [f"{name} {spec.shape} is missing" for name, spec in specs.items() if name not in index]
+    unknown = [f"{name} {entry.shape} is unknown" for name, entry in index.items() if name not in specs]
+    misshapen = [
+        f"{name} is {entry.shape}, must be {specs[name].shape}"
+        for name, entry in index.items()
+        if name in specs and entry.shape != specs[name].shape
+    ]
+    untrained = [
+        f"{name} was frozen and has no optimizer state"
+        for unit in _units(runner)
+        for name in unit.names
+        if manifest.adam_steps and unit.parameter in adam and name in index and not index[name].trained
+    ]
+    return missing + unknown + misshapen + untrained
+
+
+def _lora(runner: ModelRunner) -> dict[str, Any] | None:
+    settings = runner.settings
+    return asdict(settings.lora) if isinstance(settings, Actor) and settings.lora.rank else None
+
+
+def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
+    """A parameter's weight or moment out of its named parts, on the host."""
+    whole = torch.zeros(unit.parameter.shape, dtype=torch.float32)
+    for name in unit.names:
+        unit.weights.scatter(name, whole, reader.read(kind, unit.weights.slices[name]))
+    return whole
+
+
+def _named_weights(runner: ModelRunner) -> list[NamedWeights]:
+    """The model's own weights, and its adapters."""
+    return [runner.weights] if runner.trained is runner.weights else [runner.weights, runner.trained]
+
+
+def _units(runner: ModelRunner) -> list[_Unit]:
+    """This rank's parameters with the named weights in them, in the table's order, writers not yet chosen."""
+    found: dict[nn.Parameter, _Unit] = {}
+    for weights in _named_weights(runner):
+        for name in weights:
+            parameter = weights.parameter(name)
+            unit = found.get(parameter, _Unit(parameter, weights, ()))
+            found[parameter] = replace(unit, names=(*unit.names, name))
+    return list(found.values())
+
+
+def _share_out(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit], dict[str, Entry]]:
+    """Who writes what: this rank's units with their writers, and every rank's as the manifest's index. Collective.
+
+    Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `adam`
+    is None where there are no moments yet.
+    """
+    units = _units(runner)
+    told = [
+        [adam is not None and unit.parameter in adam, [_described(unit.weights, name) for name in unit.names]]
+        for unit in units
+    ]
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(gather_json(told)):
+        for description in held:
+            holders.setdefault(json.dumps(description), []).append(rank)
+    written, writers = [0] * runner.world.size, {}
+    index: dict[str, Entry] = {}
+    for key, ranks in holders.items():
+        writer = writers[key] = min(ranks, key=written.__getitem__)
+        trained, slices = json.loads(key)
+        for name, shape, axis, start, stop in slices:
+            piece, before = Piece(writer, axis, start, stop), index.get(name)
+            index[name] = Entry(tuple(shape), trained, (*(before.pieces if before else ()), piece))
+            written[writer] += math.prod(piece_shape(tuple(shape), piece)) * (1 + len(MOMENTS) * trained)
+    chosen = [replace(unit, writer=writers[json.dumps(held)]) for unit, held in zip(units, told, strict=True)]
+    return chosen, index
+
+
+def _described(weights: NamedWeights, name: str) -> list[Any]:
+    cut = weights.slices[name]
+    return [name, list(weights.specs[name].shape), cut.axis, cut.start, cut.stop]
+
+
+def _snapshot(adam: AdamState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
+    """What this rank writes, copied to host memory, by key. Collective: one parameter at a time comes together."""
+    tensors = {}
+    for unit in units:
+        if unit.parameter in adam:
+            whole = adam.gather(unit.parameter, unit.writer)
+        else:
+            whole = {WEIGHT: unit.parameter.detach()} if unit.writer == rank else None
+        for kind, tensor in (whole or {}).items():
+            for name in unit.names:
+                piece = unit.weights.gather(name, tensor)
+                tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
+    return tensors

@@ -33,10 +33,14 @@ class ValueModel(Protocol):
         """One optimizer step on tokens int64 [B, S] and float32 and bool [B, S-1]; the result has at least `loss`."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer."""
+    def begin_save(self, directory: Path) -> None:
+        """Begin to write weights and optimizer as they are now; what comes later does not change them."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until what was begun, if anything, is complete."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what was saved."""
         ...

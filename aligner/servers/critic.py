@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run_critic(config: Config, model: ValueModel, limits: Limits) -> None:
         config,
         handlers=ranks.handlers,
         endpoints=_endpoints,
-        operations=("version", "checkpoint", "restore"),
+        operations=("version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore"),
         limits=limits,
     )
 
@@ -64,6 +65,7 @@ class CriticRank:
         self._config = config
         self._model = model
         self._ledger = UpdateLedger()
+        self._saving: tuple[Path, UpdateLedger] | None = None
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -73,6 +75,8 @@ class CriticRank:
             "train": self.train,
             "version": self.version,
             "checkpoint": self.checkpoint,
+            "begin_checkpoint": self.begin_checkpoint,
+            "finish_checkpoint": self.finish_checkpoint,
             "restore": self.restore,
         }
 
@@ -106,19 +110,34 @@ class CriticRank:
             "run_id": self._ledger.run_id,
         }
 
-    def checkpoint(self, step: int | None = None) -> dict[str, Any]:
-        """Save as the critic's part of the run's checkpoint `step`, the optimizer steps taken when None."""
-        step = self._model.version if step is None else step
+    def begin_checkpoint(self, step: int) -> dict[str, Any]:
+        """Begin to save as the critic's part of the run's checkpoint `step`; requests go on being served."""
+        self.finish_checkpoint()
         directory = self._directory(step)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        self._model.save(directory)
-        # After the weights: a checkpoint with a ledger is complete.
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._ledger.save(_ledger_path(directory))
+        self._model.begin_save(directory)
+        self._saving = (directory, replace(self._ledger))
         return {"step": step, **self.version()}
+
+    def finish_checkpoint(self) -> dict[str, Any]:
+        """Wait until the checkpoint that was begun, if any, is complete."""
+        saving, self._saving = self._saving, None
+        self._model.finish_save()
+        # After the weights: a checkpoint with a ledger is complete.
+        if saving is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            directory, ledger = saving
+            ledger.save(_ledger_path(directory))
+        return self.version()
+
+    def checkpoint(self, step: int | None = None) -> dict[str, Any]:
+        """Save as the critic's part of the run's checkpoint `step`, the optimizer steps taken when None."""
+        begun = self.begin_checkpoint(self._model.version if step is None else step)
+        self.finish_checkpoint()
+        return begun
 
     def restore(self, step: int) -> dict[str, Any]:
         """Go back to the run's checkpoint `step`. Raises AlignerError when it is missing or incomplete."""
+        self.finish_checkpoint()
         directory = self._directory(step)
         if not directory.is_dir():
             raise AlignerError(f"restore: there is no critic checkpoint {directory}")

@@ -85,7 +85,7 @@ CONTROL = EndpointSpec(
     batching=False,
 )
 
-CONTROL_OPERATIONS = ("health", "version", "checkpoint", "restore", "shutdown")
+CONTROL_OPERATIONS = ("health", "version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore", "shutdown")
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,16 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
     assert client.train(*TARGETS).result() == lost
 
 
+def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(client):
+    begun = client.control("begin_checkpoint", step=8)
+    weights = client.values(TOKENS, LENGTHS).result()
+    client.train(*TARGETS).result()
+    assert client.control("finish_checkpoint")["sequence_number"] == begun["sequence_number"] + 1
+    assert client.control("restore", step=8) == begun
+    assert torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
+    client._next_number = begun["sequence_number"] + 1
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "told"),
     [
@@ -182,7 +192,8 @@ def test_a_bad_control_request_is_refused(client, op, arguments, told):
     with pytest.raises(RemoteError, match=told):
         client.control(op, **arguments)
     assert client.control("health")["status"] == "ok"
-    assert set(CONTROL_OPERATIONS) == {"health", "version", "checkpoint", "restore", "shutdown"}
+    checkpoints = {"checkpoint", "begin_checkpoint", "finish_checkpoint", "restore"}
+    assert set(CONTROL_OPERATIONS) == {"health", "version", "shutdown", *checkpoints}
 
 
 def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic):

@@ -49,11 +49,13 @@ class TinyValueModel:
         self.version += 1
         return {"loss": float(self._sum(loss.detach()))}
 
-    def save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path) -> None:
         if self.rank == 0:
             directory.mkdir(exist_ok=True)
             state = {"embedding": self.embedding, "head": self.head, "version": torch.tensor(self.version)}
             save_file({name: tensor.detach() for name, tensor in state.items()}, directory / "model.safetensors")
+
+    def finish_save(self) -> None: ...
 
     def load(self, directory: Path) -> None:
         state = load_file(directory / "model.safetensors")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from aligner.data.model_directory import check_model_directory
 from aligner.observability.metrics import read_records
-from tests.system.runs import Finished, run_to_end
+from tests.system.runs import REPOSITORY, Finished, run_to_end
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -80,8 +85,43 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     expected, got = (run.paths.checkpoints / "step_6" for run in (undisturbed, resumed))
     files = sorted(file.relative_to(expected) for file in expected.rglob("*.*"))
     assert {Path("policy/rank_0.safetensors"), Path("critic/rank_0.safetensors"), Path("manifest.json")} <= set(files)
+    files.remove(Path("manifest.json"))
     for file in files:
         assert (got / file).read_bytes() == (expected / file).read_bytes(), f"{file} differs"
+    manifests = [json.loads((directory / "manifest.json").read_text()) for directory in (expected, got)]
+    # The two were not asked for the same: how far to go, what to keep.
+    assert [manifest.pop("config")["run"]["stop_after"] for manifest in manifests] == [None, 6]
+    assert manifests[0] == manifests[1]
+
+
+def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    skipped = shutil.ignore_patterns("step_*", "tensorboard", "logs")
+    shutil.copytree(undisturbed.paths.root, directory, ignore=skipped)
+    shutil.copytree(undisturbed.paths.checkpoints / "step_6", directory / "checkpoints" / "step_6")
+    resumed = run_to_end(
+        directory,
+        *("run.resume=true", "run.stop_after=8", "logging.tensorboard=false", "checkpoint.best_metric=reward/mean"),
+        *("actor.parallel.data=2", "actor.optimizer.distributed=true", "critic.parallel.tensor=2"),
+    )
+    assert [step["step"] for step in resumed.metrics] == list(range(1, 9))
+    for got, expected in zip(resumed.metrics[6:], undisturbed.metrics[6:8], strict=True):
+        assert got["reward/mean"] == expected["reward/mean"]
+        for key in ("policy/lr", "policy/grad_norm", "policy/entropy", "kl/reference", "value/loss", "value/grad_norm"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-3), key
+    manifest = json.loads((directory / "checkpoints" / "step_8" / "manifest.json").read_text())
+    assert manifest["metric"] == {"name": "reward/mean", "value": resumed.metrics[-1]["reward/mean"]}
+    assert manifest["config"]["actor"]["parallel"]["data"] == 2
+
+
+def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(undisturbed: Finished, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    command = [sys.executable, "-m", "aligner", "convert", str(undisturbed.paths.root), str(tmp_path / "model")]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{tmp_path / 'model'}\n", "")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    check_model_directory(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,246 @@
+"""A model's checkpoint on disk, whatever the layout that wrote it and the one that reads it.
+
+A directory holds `rank_<k>.safetensors`, each with the slices that rank k wrote, and `manifest.json`, which says what was
+trained, what the checkpoint holds, and which slice of which tensor lies where. Tensors go by their Hugging Face names and
+in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and `NAME/exp_avg_sq`
+are Adam's moments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aligner.config.families import ARCHITECTURES, read_config
+from aligner.config.model_shape import ModelShape
+from aligner.config.weights import Head, Slice
+from aligner.data.safetensors_writer import DTYPES
+from aligner.errors import AlignerError
+
+FORMAT = 1
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model that a checkpoint is of."""
+
+    config: dict[str, Any]
+    """Content of its Hugging Face config.json."""
+    head: Head
+    source: Path
+    """Directory of the model that training started from, with the tokenizer."""
+
+
+def trained_model(directory: Path, head: Head, num_layers: int) -> Trained:
+    """What is trained when a Hugging Face directory's model is built with a head and so many of its first layers."""
+    config = json.loads((directory / "config.json").read_text())
+    if head == "scalar":
+        name = ARCHITECTURES[config["architectures"][0]]
+        config |= {"architectures": [f"{name}ForSequenceClassification"], "num_labels": 1}
+        config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    return Trained(config, head, directory)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a slice of a tensor lies: the rank whose file has it, and the range `[start, stop)` of `axis` that it is."""
+
+    rank: int
+    axis: int | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint, cut into pieces; several that hold the same never occur."""
+
+    shape: tuple[int, ...]
+    trained: bool
+    """Whether Adam's moments of it are there."""
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's `manifest.json` says."""
+
+    aligner: str
+    model: dict[str, Any]
+    head: Head
+    source: str
+    """Directory of the initial model: absolute, or relative to the checkpoint where it lies in the same run directory."""
+    holds: dict[str, str]
+    """What the checkpoint holds, and as what."""
+    layout: dict[str, Any]
+    optimizer: dict[str, Any]
+    lora: dict[str, Any] | None
+    """The settings of the adapters, where there are any: NAME.lora_A.weight and NAME.lora_B.weight, beside the weights."""
+    updates: int
+    """Updates asked for; one whose gradients were not finite counts too."""
+    adam_steps: int
+    """Updates made."""
+    schedule_steps: int
+    files: dict[str, int]
+    """Size of every file, in bytes."""
+    index: dict[str, Entry]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """As the file's text, one tensor a line."""
+        content = asdict(self)
+        index = content.pop("index")
+        lines = [f"  {json.dumps(name)}: {json.dumps(_packed(entry))}" for name, entry in index.items()]
+        head = json.dumps({"format": content.pop("format"), **content}, indent=1)
+        return head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return read_config(self.model, "the checkpoint's model")
+
+
+def _packed(entry: Mapping[str, Any]) -> list[Any]:
+    pieces = [[piece["rank"], piece["axis"], piece["start"], piece["stop"]] for piece in entry["pieces"]]
+    return [entry["shape"], entry["trained"], pieces]
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
+    return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank_{rank}.safetensors"
+
+
+def tensor_key(name: str, kind: str) -> str:
+    """A tensor's key in a rank's file; `kind` is WEIGHT or one of MOMENTS."""
+    return name if kind == WEIGHT else f"{name}/{kind}"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises AlignerError for a directory that is none, of another format, or that lacks a file or a part of one, by name.
+    """
+    file = directory / MANIFEST
+    if not file.is_file():
+        found = "the directory does not exist" if not directory.is_dir() else f"{MANIFEST} is missing, which is written last"
+        raise AlignerError(f"{directory}: no complete checkpoint here: {found}")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise AlignerError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        got = content.get("format") if isinstance(content, dict) else None
+        raise AlignerError(f"{file}: a checkpoint of format {got}; this release of aligner reads format {FORMAT}")
+    fields = {field.name for field in dataclasses.fields(Manifest)}
+    if content.keys() != fields:
+        difference = ", ".join(sorted(content.keys() ^ fields))
+        raise AlignerError(f"{file}: not a model's checkpoint; missing or unknown entries: {difference}")
+    content["index"] = {
+        name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
+        for name, (shape, trained, pieces) in content["index"].items()
+    }
+    manifest = Manifest(**content)
+    _check_files(directory, manifest)
+    return manifest
+
+
+def _check_files(directory: Path, manifest: Manifest) -> None:
+    problems = []
+    for name, size in manifest.files.items():
+        file = directory / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif (got := file.stat().st_size) != size:
+            problems.append(f"{name} has {got} bytes of {size}")
+    if problems:
+        raise AlignerError(f"{directory}: the checkpoint is incomplete: {'; '.join(problems)}")
+
+
+def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
+    """How a checkpoint's model differs from another."""
+    pairs = ((field.name, getattr(saved, field.name), getattr(model, field.name)) for field in dataclasses.fields(saved))
+    return [f"{name} is {theirs}, the model's {ours}" for name, theirs, ours in pairs if theirs != ours]
+
+
+def portable_source(source: Path, directory: Path) -> str:
+    """The initial model's directory as a checkpoint at `directory` records it: run directories may be moved."""
+    run = directory.absolute().parents[:3][-1]  # <run>/checkpoints/step_<N>/<part>
+    absolute = source.absolute()
+    return os.path.relpath(absolute, directory.absolute()) if absolute.is_relative_to(run) else str(absolute)
+
+
+class CheckpointReader:
+    """Reads slices of a checkpoint's tensors; each file is mapped, and only what is asked for is read."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises AlignerError for what `read_manifest` refuses."""
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self._open: dict[int, Any] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In what type a weight is stored."""
+        return DTYPES[self._file(self.manifest.index[name].pieces[0].rank).get_slice(name).get_dtype()]
+
+    def whole(self, name: str) -> Tensor:
+        """All of a weight."""
+        return self.read(WEIGHT, Slice(name, None, 0, 0))
+
+    def read(self, kind: str, wanted: Slice) -> Tensor:
+        """A slice of a weight or one of its moments; a tensor is cut along one axis at most, always the same one."""
+        entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
+        first = entry.pieces[0]
+        if first.axis is None:
+            return self._read(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
+        axis = first.axis
+        start, stop = (0, entry.shape[axis]) if wanted.axis is None else (wanted.start, wanted.stop)
+        parts = []
+        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                ranges = _ranges(piece_shape(entry.shape, piece), axis, low - piece.start, high - piece.start)
+                parts.append(self._read(piece.rank, key, ranges))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._open:
+            file = self.directory / rank_file(rank)
+            try:
+                self._open[rank] = safe_open(str(file), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise AlignerError(f"{file} cannot be read: {error}") from error
+        return self._open[rank]
+
+    def _read(self, rank: int, key: str, ranges: tuple[slice, ...]) -> Tensor:
+        try:
+            return self._file(rank).get_slice(key)[ranges]
+        except SafetensorError as error:
+            raise AlignerError(f"{self.directory / rank_file(rank)}: {key} cannot be read: {error}") from error
+
+
+def piece_shape(shape: tuple[int, ...], piece: Piece | Slice) -> tuple[int, ...]:
+    """Shape of a piece of a tensor."""
+    return tuple(piece.stop - piece.start if at == piece.axis else size for at, size in enumerate(shape))
+
+
+def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) if at == axis else slice(0, size) for at, size in enumerate(shape))

@@ -1,0 +1,247 @@
+"""Hugging Face directories out of checkpoints, or out of other Hugging Face directories: other shards, another dtype.
+
+One tensor at a time is in memory. A directory appears under its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aligner.config.lora import adapter_map
+from aligner.config.model_source import directory_shape
+from aligner.config.paths import RunPaths
+from aligner.config.schema import Lora
+from aligner.config.weights import Head, TensorSpec, weight_table
+from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, complete_steps
+from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
+from aligner.data.weight_files import assemble, tensor_files, weight_problems
+from aligner.errors import AlignerError, ConfigError
+
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# What belongs to a model beside its weights and config.json, where there is such a file.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be written as a Hugging Face directory."""
+
+    config: dict[str, Any]
+    entries: tuple[TensorEntry, ...]
+    """Its tensors, as the files are to hold them."""
+    read: Callable[[str], Tensor]
+    """A tensor, by name."""
+    companions: Path
+    """The directory with the tokenizer's files."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB or 500MiB. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or (match[2] and match[2].upper() not in _UNITS) or float(match[1]) <= 0:
+        raise ConfigError(f"--max-shard-size {text}: expected a number and one of {', '.join(_UNITS)}, such as 5GB")
+    return int(float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1))
+
+
+def find_source(path: Path) -> Source:
+    """The model at a path: a run directory (the policy of its last checkpoint), a `checkpoints/step_<N>` directory, its
+    `policy` or `critic`, or a Hugging Face directory.
+
+    Raises ConfigError for anything else, and for what is incomplete, naming what is wrong.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    checkpoints = RunPaths(path).checkpoints
+    try:
+        if checkpoints.is_dir():
+            steps = complete_steps(checkpoints)
+            if not steps:
+                raise ConfigError(f"{path}: the run has no complete checkpoint yet")
+            return _checkpoint_source(RunPaths(path).checkpoint(steps[-1], "policy"))
+        if (path / "policy").is_dir():
+            if not (path / MANIFEST).is_file():
+                raise ConfigError(f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written last")
+            return _checkpoint_source(path / "policy")
+        if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
+            return _checkpoint_source(path)
+    except ConfigError:
+        raise
+    except AlignerError as error:
+        raise ConfigError(str(error)) from error
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path}: neither a run directory (with checkpoints/), a checkpoint (with {MANIFEST}), nor a Hugging Face model"
+            " directory (with config.json)"
+        )
+    return _directory_source(path)
+
+
+def _checkpoint_source(directory: Path) -> Source:
+    reader = CheckpointReader(directory)
+    manifest = reader.manifest
+    table = weight_table(manifest.shape, manifest.head)
+    by_name: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        by_name.setdefault(spec.stored.name, []).append(spec)
+    if missing := [spec.name for spec in table if spec.name not in manifest.index]:
+        raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
+    lora = Lora(**manifest.lora) if manifest.lora else Lora()
+    adapters = adapter_map(table, lora)
+
+    def merged(spec: TensorSpec) -> Tensor:
+        weight = reader.whole(spec.name)
+        if spec.name not in adapters:
+            return weight
+        down, up = (reader.whole(factor.name).float() for factor in (adapters[spec.name].down, adapters[spec.name].up))
+        product = lora.alpha / lora.rank * (up @ down)
+        return (weight.float() + (product.T if spec.transposed else product)).to(weight.dtype)
+
+    def read(name: str) -> Tensor:
+        ((_, tensor),) = assemble(by_name[name], merged)
+        return tensor
+
+    return Source(
+        manifest.model,
+        tuple(TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored.shape) for name, specs in by_name.items()),
+        read,
+        Path(os.path.normpath(directory / manifest.source)),
+    )
+
+
+def _directory_source(directory: Path) -> Source:
+    """A Hugging Face directory, whose tensors are taken as they are."""
+    config = json.loads((directory / "config.json").read_text())
+    shape = directory_shape(directory, "SOURCE")
+    head: Head = "scalar" if config["architectures"][0].endswith("ForSequenceClassification") else "vocabulary"
+    if problems := weight_problems(directory, weight_table(shape, head)):
+        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    files = tensor_files(directory)
+
+    def entry(name: str) -> TensorEntry:
+        with safe_open(str(files[name]), framework="pt") as tensors:
+            piece = tensors.get_slice(name)
+            return TensorEntry(name, DTYPES[piece.get_dtype()], tuple(piece.get_shape()))
+
+    def read(name: str) -> Tensor:
+        with safe_open(str(files[name]), framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+    try:
+        return Source(config, tuple(entry(name) for name in files), read, directory)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
+
+
+def export(
+    source: Source,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Write a Hugging Face directory; returns what the user should know of it, such as a tokenizer that was not found.
+
+    `dtype` is one of EXPORT_DTYPES, as stored where None; integers stay what they are. `progress` is told the bytes
+    written, and those to write. Raises ConfigError where `output` exists.
+    """
+    if output.exists():
+        raise ConfigError(f"{output}: exists already; give a directory that does not")
+    wanted = None if dtype is None else EXPORT_DTYPES[dtype]
+    entries = [_converted(entry, wanted) for entry in source.entries]
+    temporary = output.absolute().parent / f".{output.name}.{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        _write_weights(entries, source.read, temporary, max_shard_bytes, progress)
+        config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+        names = {value: key for key, value in EXPORT_DTYPES.items()}
+        config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        notices = _copy_companions(source.companions, temporary)
+        try:
+            temporary.rename(output)
+        except OSError as error:
+            raise ConfigError(f"{output}: {error.strerror}; it was made by someone else in the meantime") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return notices
+
+
+def _converted(entry: TensorEntry, wanted: torch.dtype | None) -> TensorEntry:
+    if wanted is None or not entry.dtype.is_floating_point:
+        return entry
+    return TensorEntry(entry.name, wanted, entry.shape)
+
+
+def _shards(entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[list[TensorEntry]]:
+    """The tensors in order, cut where a file would become too large; a tensor is never cut."""
+    shard: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if shard and size + entry.size > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += entry.size
+    yield shard
+
+
+def _write_weights(
+    entries: Sequence[TensorEntry],
+    read: Callable[[str], Tensor],
+    directory: Path,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    types, total, done = {entry.name: entry.dtype for entry in entries}, sum(entry.size for entry in entries), 0
+
+    def convert(name: str) -> Tensor:
+        nonlocal done
+        tensor = read(name).to(types[name])
+        done += tensor.nbytes
+        progress(done, total)
+        return tensor
+
+    shards = list(_shards(entries, max_shard_bytes))
+    if len(shards) == 1:
+        write_safetensors(directory / "model.safetensors", entries, convert)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / file, shard, convert)
+        places |= {entry.name: file for entry in shard}
+    index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_companions(source: Path, directory: Path) -> list[str]:
+    if not source.is_dir():
+        return [f"no tokenizer was copied: the directory that training started from is gone: {source}"]
+    found = [name for name in _COMPANIONS if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, directory / name)
+    return [] if any(name.startswith("tokenizer") for name in found) else [f"no tokenizer was copied: {source} has none"]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.config.schema import Checkpoint, Config, Run
+from aligner.errors import AlignerError
+
+
+def checkpoints(directory, **settings):
+    return RunCheckpoints(Config(run=Run(dir=str(directory)), checkpoint=Checkpoint(**settings)))
+
+
+def commit(kept, step, metric=None):
+    (kept._directory / f"step_{step}" / "policy").mkdir(parents=True)
+    kept.commit(RunState(step, kl_coefficient=0.05, critic_updates=step), metric)
+
+
+def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
+    kept = checkpoints(tmp_path, keep=2)
+    assert kept.latest() is None
+    for step in (2, 4, 10):
+        commit(kept, step)
+    assert kept.steps() == [4, 10]
+    assert not (tmp_path / "checkpoints" / "step_2").exists()
+    assert kept.latest() == RunState(10, 0.05, 10)
+
+
+def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
+    kept = checkpoints(tmp_path, keep=1, best_metric="reward/mean")
+    for step, metric in ((1, 0.5), (2, float("nan")), (3, 0.5), (4, 0.4), (5, 0.3)):
+        commit(kept, step, metric)
+    assert kept.best() == 3
+    assert kept.steps() == [3, 5]
+    commit(kept, 6, 0.6)
+    assert kept.steps() == [6]
+
+
+def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tmp_path):
+    kept = checkpoints(tmp_path, best_metric="reward/max")
+    with pytest.raises(AlignerError, match=r"best_metric=reward/max: no such metric; this step's: kl/coef, reward/mean"):
+        kept.metric({"reward/mean": 1.0, "kl/coef": 0.0})
+    assert checkpoints(tmp_path).metric({}) is None
+
+
+def test_a_half_written_one_does_not_count(tmp_path):
+    kept = checkpoints(tmp_path)
+    commit(kept, 3)
+    (tmp_path / "checkpoints" / "step_4" / "policy").mkdir(parents=True)
+    assert kept.latest() == RunState(3, 0.05, 3)
+
+
+def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_refused(tmp_path):
+    kept = checkpoints(tmp_path)
+    commit(kept, 3)
+    file = tmp_path / "checkpoints" / "step_3" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["holds"].keys() == {"policy", "critic", "rng", "data"}
+    assert manifest["config"] == dataclasses.asdict(kept._config)
+    file.write_text(json.dumps(manifest | {"format": 0}))
+    with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 1"):
+        kept.latest()
