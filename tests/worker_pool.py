@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ def _serve(pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    imported: set[str] = set()
     while True:
         message = pipe.recv()
         if message is None:
@@ -36,12 +38,17 @@ def _serve(pipe: Any) -> None:
         )
         try:
             function = getattr(importlib.import_module(module), name)
+            if module not in imported:
+                imported.add(module)
+                gc.freeze()  # what an import leaves stays: collecting need not look at it
             dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
             try:
                 pipe.send((True, function(*args, **kwargs)))
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                # Models refer to process groups in cycles, and a group keeps its threads for as long as it is there.
+                gc.collect()
         except BaseException:
             pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
 

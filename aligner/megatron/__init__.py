@@ -5,3 +5,7 @@ import warnings
 # megatron-core tells, at import and in every model it builds, of each optional GPU library that is absent. It falls back
 # to torch, which is what a CPU run wants, and the lines would drown what a log is read for.
 warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|apex|transformer_engine).*not installed")
+
+# Of torch's newer names for two collectives, and of an environment variable that is about CUDA streams.
+warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
+warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")

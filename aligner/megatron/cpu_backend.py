@@ -8,10 +8,11 @@ its reason, so that a new megatron-core release is one file to check.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -20,8 +21,9 @@ class _Inert:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, _: str) -> Callable[..., _Inert]:
+        # Recording an event on a stream gives the event, which is waited for later.
+        return lambda *args, **kwargs: _Inert()
 
 
 @contextlib.contextmanager
@@ -45,17 +47,48 @@ class _TorchWithoutCudaLiterals:
         return factory
 
 
-def _clip_by_total_norm(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
-) -> None:
-    """megatron-core's clip_grad_by_total_norm_fp32 without its assertion on the CUDA tensor type name."""
-    if use_decoupled_grad:
-        raise NotImplementedError("decoupled gradients belong to precision-aware optimizers, which need a GPU")
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-    coefficient = max_norm / (total_norm + 1.0e-6)
-    if coefficient < 1.0 and gradients:
-        torch._foreach_mul_(gradients, coefficient)
+def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, whose answer (not its conversion) names CPU tensors as megatron-core expects them: CUDA's."""
+    names = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or self.dtype not in names:
+            return tensor_type(self, *args, **kwargs)
+        return f"torch.cuda.{names[self.dtype]}"
+
+    return type_
+
+
+def _split_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core's maybe_move_tensor_to_cpu, for what is there already."""
+    return value.numpy() if as_numpy and isinstance(value, Tensor) else value
+
+
+def _gather_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """megatron-core's all-gather along the first dimension, of unequal parts too: padded to the longest."""
+
+    def gather(part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any) -> Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return equal(part, group, sizes, *more)
+        padded = torch.cat([part, part.new_zeros(max(sizes) - len(part), *part.shape[1:])])
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=group)
+        return torch.cat([whole[:size] for whole, size in zip(gathered, sizes, strict=True)])
+
+    return gather
+
+
+def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """megatron-core's reduce-scatter along the first dimension, into unequal parts too: all are reduced, one is kept."""
+
+    def reduce_scatter(whole: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any) -> Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return equal(whole, group, sizes, *more)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()]
+
+    return reduce_scatter
 
 
 def install() -> None:
@@ -95,5 +128,25 @@ def install() -> None:
     for module in (schedules, clip_grads, optimizer, utils):
         module.torch = _TorchWithoutCudaLiterals()
 
-    # The clipping function compares type names with 'torch.cuda.FloatTensor'.
-    optimizer.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
+    # The token dispatcher makes arrays of split sizes only as it copies them from a GPU; the collective takes no tensors.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+
+    # gloo gathers and scatters equal parts only, but each tensor rank of an expert receives its own number of tokens.
+    from megatron.core.tensor_parallel import mappings
+
+    mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
+
+    # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA tensors.
+    tensor_class.type = _cuda_type_name(Tensor.type)
+
+    # These are compiled for GPUs, or make a temporary a tensor.
+    from megatron.core.fusions import fused_bias_swiglu
+
+    from aligner.megatron import cpu_kernels
+
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
+        setattr(fused_bias_swiglu, name, getattr(cpu_kernels, name))
+    clip_grads.multi_tensor_scale_impl = cpu_kernels.scale_tensors

@@ -1,65 +1,175 @@
-"""Log-probabilities of tokens from logits whose vocabulary is cut over tensor ranks."""
+"""Log-probabilities of tokens from final hidden states, over a vocabulary that is cut over tensor ranks.
+
+Logits exist for one chunk of tokens at a time. With s a token's logits over the temperature, Z the sum of exp(s) and
+p = exp(s) / Z, a target's log-probability is s[target] - log Z and the entropy is H = log Z - sum(p s), so that
+
+    d logprob / d s = onehot(target) - p          d H / d s = -p (log p + H)
+
+What is kept between the passes is relative to each token's largest score on this rank: exponentials e = exp(s - peak), and
+`log_scale` with p = e exp(-log_scale).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+# On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
+_BLOCK_ELEMENTS = 1 << 21
 
 
 class _VocabParallelLogprobs(Function):
-    """Saves one probability matrix, in place of the logits, for the backward pass."""
+    """Keeps the exponentials of the last chunk alone; the backward pass computes those of the others again."""
 
     @staticmethod
     def forward(
-        context: Any, logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
-        size = 1 if group is None else group.size()
-        scaled = logits.float() / temperature
-        peak = scaled.amax(-1, keepdim=True)
-        if size > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        scaled -= peak
-        first = 0 if size == 1 or group is None else group.rank() * logits.shape[-1]
-        local = targets - first
-        here = (local >= 0) & (local < logits.shape[-1])
-        local = torch.where(here, local, 0)
-        chosen = torch.where(here, scaled.gather(-1, local[:, None])[:, 0], 0.0)
-        probabilities = scaled.exp()
-        # Sum of exponentials, and of exponential times score, for the entropy: log Z - E[score].
-        sums = torch.stack([probabilities.sum(-1), torch.einsum("tv,tv->t", probabilities, scaled), chosen])
-        del scaled
-        if size > 1:
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        local, here = _local_targets(targets, len(weight), group)
+        # By token: the largest score, and relative to it the sum of exponentials, that sum weighted with the scores, and
+        # the target's score.
+        peak, normalizer, weighted, chosen = hidden.new_zeros(4, len(targets), dtype=torch.float32)
+        buffer = hidden.new_empty(min(chunk_tokens, len(targets)), len(weight), dtype=torch.float32)
+        spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy else None
+        for tokens in _chunks(len(targets), chunk_tokens):
+            scores = _scores(hidden[tokens], weight, temperature, buffer)
+            for part, block in _blocks(scores, tokens.start):
+                peak[part] = block.amax(-1)
+                block.sub_(peak[part, None])
+                chosen[part] = block.gather(-1, local[part, None])[:, 0]
+                relative = None if spare is None else spare[: len(block)].copy_(block)
+                normalizer[part] = block.exp_().sum(-1)
+                if relative is not None:
+                    weighted[part] = relative.mul_(block).sum(-1)
+        shift = _shift_to_common_peak(peak, group)
+        scale = shift.exp()
+        sums = torch.stack(
+            [normalizer * scale, (weighted + normalizer * shift) * scale, torch.where(here, chosen + shift, 0.0)]
+        )
+        if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
         normalizer, weighted, chosen = sums
         log_normalizer = normalizer.log()
-        probabilities /= normalizer[:, None]
-        context.save_for_backward(probabilities, local, here)
-        context.temperature = temperature
         entropy = log_normalizer - weighted / normalizer
-        context.mark_non_differentiable(entropy)
-        return chosen - log_normalizer, entropy
+        context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
+        context.temperature, context.chunk_tokens = temperature, chunk_tokens
+        context.set_materialize_grads(False)
+        return chosen - log_normalizer, entropy if with_entropy else None
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, here = context.saved_tensors
-        gradient = gradients[0] / context.temperature
-        # d logprob / d logit = onehot - probability; the saved matrix is used up by it.
-        result = probabilities.mul_(-gradient[:, None])
-        result.scatter_add_(-1, local[:, None], torch.where(here, gradient, 0.0)[:, None])
-        return result, None, None, None
+    @once_differentiable
+    def backward(context: Any, for_logprobs: Tensor | None, for_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, here, peak, log_scale, entropy, buffer = context.saved_tensors
+        temperature = context.temperature
+        upstream = torch.zeros_like(peak) if for_logprobs is None else for_logprobs / temperature
+        scale = (-log_scale).exp()
+        # The gradient of a score is factor e + entropy_factor e log(e), and `upstream` more at the target.
+        factor, entropy_factor = -upstream * scale, torch.zeros_like(scale)
+        if for_entropy is not None:
+            entropy_factor = -for_entropy / temperature * scale
+            factor += entropy_factor * (entropy - log_scale)
+        upstream = torch.where(here, upstream, 0.0)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight: Tensor | None = None
+        chunks = _chunks(len(local), context.chunk_tokens)
+        for tokens in reversed(chunks):
+            if tokens is chunks[-1]:
+                gradient = buffer[: tokens.stop - tokens.start]
+            else:
+                gradient = _scores(hidden[tokens], weight, temperature, buffer)
+            for part, block in _blocks(gradient, tokens.start):
+                if tokens is not chunks[-1]:
+                    block.sub_(peak[part, None]).exp_()
+                spread = None if for_entropy is None else torch.xlogy(block, block)
+                block.mul_(factor[part, None])
+                if spread is not None:
+                    block.addcmul_(spread, entropy_factor[part, None])
+                block.scatter_add_(-1, local[part, None], upstream[part, None])
+            gradient = gradient.to(hidden.dtype)
+            grad_hidden[tokens] = gradient @ weight
+            if context.needs_input_grad[1]:
+                grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
+        if context.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _block_rows(matrix: Tensor) -> int:
+    rows = max(1, len(matrix))
+    return rows if matrix.is_cuda else min(rows, max(1, _BLOCK_ELEMENTS // matrix.shape[1]))
+
+
+def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut [m, V] by rows; with each block, which tokens it speaks of when the matrix begins at token `first`."""
+    for piece in _chunks(len(matrix), _block_rows(matrix)):
+        yield slice(first + piece.start, first + piece.stop), matrix[piece]
+
+
+def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+    """Logits over the temperature in the first rows of a float32 buffer; the product runs in the weight's precision."""
+    scores, unused = buffer[: len(hidden)], hidden.new_empty(())
+    if hidden.dtype == torch.float32:
+        return torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature, out=scores)
+    return scores.copy_(torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature))
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Add left @ right to a float32 total, in place."""
+    if total is None:
+        return (left @ right).float()
+    return total.addmm_(left, right) if left.dtype == torch.float32 else total.add_(left @ right)
+
+
+def _local_targets(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Targets as indices into this rank's part of the vocabulary (0 when elsewhere), and whether they lie in it."""
+    local = targets - (0 if group is None else group.rank() * size)
+    here = (local >= 0) & (local < size)
+    return torch.where(here, local, 0), here
+
+
+def _shift_to_common_peak(peak: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """What to add to scores relative to this rank's peaks [M] to make them relative to the largest over the ranks."""
+    if group is None or group.size() == 1:
+        return torch.zeros_like(peak)
+    common = peak.clone()
+    dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group)
+    return peak - common
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, at a sampling temperature.
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target and, if asked for, entropy of each distribution, at a sampling temperature.
 
-    `logits` [M, V/TP] is this tensor rank's part of the vocabulary, `targets` int64 [M] are global token ids; both results
-    are float32 [M], equal on every rank of `group`. Gradients flow through the log-probabilities, once; the entropy is for
-    reading only.
+    `hidden` [M, H] are final hidden states, `weight` [V/TP, H] is this tensor rank's part of the vocabulary projection,
+    `targets` int64 [M] are global token ids; both results are float32 [M], equal on every rank of `group`, and both can be
+    differentiated, once. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
+
+    Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist; when that is fewer than M, the backward pass
+    computes the logits of all chunks but the last again.
     """
-    return _VocabParallelLogprobs.apply(logits, targets, temperature, group)
+    return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy)

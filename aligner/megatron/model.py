@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -19,11 +19,18 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Parallel
-from aligner.megatron.modules import ScalarHead, decoder_submodules
+from aligner.config.schema import MegatronModel, Parallel, TrainedModel
+from aligner.config.weights import Head
+from aligner.megatron.architecture import architecture_settings, gpt_arguments, set_rotary_frequencies
+from aligner.megatron.heads import install_head
+from aligner.megatron.layers import decoder_submodules
 from aligner.megatron.world import World
 
-Head = Literal["vocabulary", "scalar"]
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def _finalize_gradients(model: list[MegatronModule], num_tokens: torch.Tensor | None = None, **_: object) -> None:
@@ -31,27 +38,29 @@ def _finalize_gradients(model: list[MegatronModule], num_tokens: torch.Tensor | 
     finalize_model_grads(model, None)
 
 
-def transformer_config(shape: ModelShape, layout: Parallel, dtype: torch.dtype) -> TransformerConfig:
+def _layout_arguments(layout: Parallel) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers if layout.pipeline > 1 and not interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor_size,
+        # Batched, the two messages that two interleaved stages exchange at once are told apart by nothing.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def transformer_config(shape: ModelShape, layout: Parallel, dtype: torch.dtype, recompute: str = "none") -> TransformerConfig:
     """megatron-core's description of the model at a layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_heads,
-            num_query_groups=shape.num_kv_heads,
-            kv_channels=shape.head_dim,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=shape.norm_epsilon,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=layout.tensor,
-            pipeline_model_parallel_size=layout.pipeline,
-            num_layers_in_last_pipeline_stage=layout.last_stage_layers if layout.pipeline > 1 else None,
+            **architecture_settings(shape),
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
@@ -66,33 +75,56 @@ def transformer_config(shape: ModelShape, layout: Parallel, dtype: torch.dtype) 
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
-            bias_activation_fusion=False,
+            # On a GPU transformer-engine has its own; cpu_kernels has these.
+            bias_activation_fusion=_is_plain_swiglu(shape) and not torch.cuda.is_available(),
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
+            **_layout_arguments(layout),
+            **_RECOMPUTE[recompute],
         )
 
 
-def build_model(shape: ModelShape, world: World, head: Head, dtype: torch.dtype) -> GPTModel:
-    """This rank's stage and tensor slice of the model, weights not yet read."""
-    config = transformer_config(shape, world.layout, dtype)
+def _is_plain_swiglu(shape: ModelShape) -> bool:
+    return shape.gated and shape.activation == "silu" and not shape.linear_bias
+
+
+def computing_dtype(settings: MegatronModel, device: torch.device) -> torch.dtype:
+    """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16 product."""
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[auto if settings.precision == "auto" else settings.precision]
+
+
+def build_model(shape: ModelShape, world: World, head: Head, settings: MegatronModel) -> list[GPTModel]:
+    """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves."""
+    dtype = computing_dtype(settings, world.device)
+    recompute = settings.recompute if isinstance(settings, TrainedModel) else "none"
+    config = transformer_config(shape, world.layout, dtype, recompute)
+    return [_build_chunk(shape, world, head, config, chunk) for chunk in range(world.layout.virtual_pipeline)]
+
+
+def _build_chunk(shape: ModelShape, world: World, head: Head, config: TransformerConfig, chunk: int) -> GPTModel:
+    chunks = world.layout.virtual_pipeline
+    holds_head = world.is_last_stage and chunk == chunks - 1
+    stage = chunk if chunks > 1 else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
-            transformer_layer_spec=decoder_submodules(config),
-            vocab_size=shape.vocab_size,
-            max_sequence_length=shape.max_positions,
-            pre_process=world.is_first_stage,
-            post_process=world.is_last_stage,
+            transformer_layer_spec=decoder_submodules(shape, config, stage),
+            **gpt_arguments(shape),
+            pre_process=world.is_first_stage and chunk == 0,
+            post_process=holds_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
             parallel_output=True,
+            vp_stage=stage,
         )
+    set_rotary_frequencies(model, shape)
     _mark_tensor_parallel(model)
-    if head == "scalar" and world.is_last_stage:
-        model.output_layer = ScalarHead(shape.hidden_size).to(dtype)
-    return model.to(world.device)
+    _mark_experts(model)
+    if holds_head:
+        install_head(model, head)
+    # Layers are made in the config's type, but norms and heads of our own are not.
+    return model.to(device=world.device, dtype=config.params_dtype)
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
@@ -109,9 +141,33 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)
 
 
-def wrap_for_training(model: GPTModel) -> DistributedDataParallel:
-    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data ranks."""
+def _mark_experts(model: GPTModel) -> None:
+    # megatron-core adds experts' gradients up over the experts' own data ranks only where it is marked, and marks it only
+    # where expert parallelism is above 1; experts may be cut otherwise than the dense layers without it.
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context ranks."""
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False, average_in_collective=False
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        average_in_collective=False,
     )
-    return DistributedDataParallel(model.config, settings, model)
+    for chunk in chunks:
+        _let_gradients_through(chunk)
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+
+
+def _let_gradients_through(chunk: GPTModel) -> None:
+    # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
+    # let the hidden states ask for one.
+    if chunk.pre_process and chunk.config.recompute_granularity == "full":
+        chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
+
+
+def _asking_for_gradients(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()

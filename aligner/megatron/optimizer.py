@@ -1,27 +1,56 @@
-"""megatron-core's optimizer and learning-rate schedule from our configuration."""
+"""megatron-core's optimizer and learning-rate schedule from our configuration, and the guard around its steps."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from aligner.config.frozen import frozen_names
 from aligner.config.schema import Optimizer
+from aligner.data.collectives import gather_json
+from aligner.errors import AlignerError
+from aligner.megatron.weights import NamedWeights
+from aligner.megatron.world import World
+
+_NAMED_AT_MOST = 8
+
+
+def freeze(weights: NamedWeights, patterns: Sequence[str]) -> None:
+    """Take the weights that match the patterns out of training; call before the model is wrapped for it.
+
+    Raises ConfigError, on every rank alike; see `frozen_names`.
+    """
+    frozen = frozen_names(weights.table, patterns)
+    for name in weights:
+        if name in frozen:
+            weights.parameter(name).requires_grad_(False)
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: Optimizer, total_steps: int
+    chunks: list[DistributedDataParallel], settings: Optimizer, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam with gradient clipping, and its schedule over `total_steps` optimizer steps."""
-    dtype = model.config.params_dtype
+    """AdamW with gradient clipping, and its schedule over `total_steps` optimizer steps.
+
+    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak at
+    k = warmup_steps to min_learning_rate at k = total_steps. Weight decay leaves out biases and norms, as megatron-core does.
+    On a CPU `offload_fraction` has nothing to do: the optimizer state is in host memory.
+    """
+    dtype = chunks[0].config.params_dtype
+    offload = settings.offload_fraction > 0 and torch.cuda.is_available()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
-            min_lr=0.0,
+            min_lr=settings.min_learning_rate,
             weight_decay=settings.weight_decay,
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,
@@ -29,16 +58,22 @@ def build_optimizer(
             clip_grad=settings.clip_grad_norm,
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=settings.distributed,
+            optimizer_cpu_offload=offload,
+            optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
+            overlap_cpu_optimizer_d2h_h2d=offload,
+            # The optimizer that spans both devices reads its gradients the way of this flag.
+            use_precision_aware_optimizer=offload,
             log_num_zeros_in_grad=False,
         ),
-        [model],
+        chunks,
     )
+    _use_fused_kernels(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.learning_rate,
-        min_lr=0.0,
+        min_lr=settings.min_learning_rate,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
@@ -50,7 +85,104 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def adam_state(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, dict[str, Any]]:
-    """The state of Adam by parameter, of all the torch optimizers that megatron-core chained together."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return {parameter: state for part in chained for parameter, state in part.optimizer.state.items()}
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that megatron-core chained: one for the dense parameters, and one for experts where there are any."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
+    """Let torch's AdamW on a CPU go over each parameter once instead of a dozen times; it differs in the last digit."""
+    if torch.cuda.is_available():
+        return  # transformer-engine's or apex's are fused, and torch's default there goes over all parameters at once
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: Optimizer) -> None:
+    """Make the next step that of TensorFlow's Adam (Huang et al. 2023, detail 14).
+
+    TensorFlow adds epsilon to the root of the second moment before its bias is corrected. With torch's formula that is an
+    epsilon of epsilon / sqrt(1 - beta2^t) at step t, from 1.
+    """
+    for part in _parts(optimizer):
+        for group in part.param_groups:
+            step = 1 + _steps_taken(part.optimizer, group)
+            group["eps"] = settings.epsilon / math.sqrt(1 - settings.beta2**step)
+
+
+def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    if "step" in group:  # transformer-engine's and apex's Adam count a group's steps, torch's each parameter's
+        return int(group["step"])
+    states = (optimizer.state.get(parameter) for parameter in group["params"])
+    return next((int(state["step"]) for state in states if state), 0)
+
+
+@dataclass
+class GuardedStep:
+    """Takes optimizer steps, and leaves out those whose gradients are not finite.
+
+    A step is left out on every rank: weights, moments, Adam's step count and the learning-rate schedule stay as they are.
+    """
+
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    settings: Optimizer
+    weights: NamedWeights
+    """What is trained, to name what has gone wrong."""
+    world: World
+    skipped_in_a_row: int = 0
+
+    def __call__(self) -> dict[str, float]:
+        """One step from the gradients in the buffers; returns `lr`, `skipped` (1 or 0) and, if it is finite, `grad_norm`.
+
+        The norm is that before clipping; the gradients are gone over once for it, whatever comes out. Collective. Raises
+        AlignerError on every rank at the `max_skipped_steps`-th step in a row that is left out.
+        """
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        # Every rank has the same norm of the whole model's gradients, so every rank decides alike.
+        if not math.isfinite(norm):
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= self.settings.max_skipped_steps:
+                raise AlignerError(self._describe_failure(norm))
+            return {"lr": learning_rate, "skipped": 1.0}
+        self.skipped_in_a_row = 0
+        self._clip(norm)
+        if self.settings.epsilon_placement == "tensorflow":
+            _place_epsilon_as_tensorflow(self.optimizer, self.settings)
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return {"lr": learning_rate, "skipped": 0.0, "grad_norm": norm}
+
+    def _clip(self, norm: float) -> None:
+        if not self.settings.clip_grad_norm:
+            return
+        for part in _parts(self.optimizer):
+            if parameters := part.get_parameters():
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad_norm, norm, decoupled)
+
+    def _describe_failure(self, norm: float) -> str:
+        found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))
+        named = ", ".join(found[:_NAMED_AT_MOST]) or "none of a single parameter, their sum overflows"
+        more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+        return (
+            f"the gradients' norm was {norm} at {self.skipped_in_a_row} updates in a row, none of which was applied"
+            f" (optimizer.max_skipped_steps={self.settings.max_skipped_steps}). Gradients that are not finite: {named}{more}."
+            " Look at the last samples and rewards, lower optimizer.learning_rate, or resume from an earlier checkpoint"
+        )
+
+    def _not_finite(self) -> list[str]:
+        """What of this rank's gradients is not finite, a line for each weight."""
+        found = []
+        for name in self.weights:
+            gradient = getattr(self.weights.parameter(name), "main_grad", None)
+            if gradient is None:
+                continue
+            piece = self.weights.gather(name, gradient)
+            if count := piece.numel() - int(piece.isfinite().sum()):
+                found.append(f"{name} ({count} of {piece.numel()} values on rank {self.world.rank})")
+        return found

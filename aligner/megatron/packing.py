@@ -1,109 +1,218 @@
-"""Right-padded rows to packed micro-batches and back. No other room sees the packing."""
+"""Right-padded rows to packed micro-batches and back. No other room sees the packing.
+
+Sequences are laid end to end. Where a layout cuts the tokens of a micro-batch, every sequence is padded until the cut is
+even: context rank r of C holds the chunks r and 2C-1-r of each sequence's 2C (which balances causal attention; it is what
+transformer-engine's attention and megatron-core's rotary embedding expect), and sequence parallelism then cuts these tokens
+evenly over the tensor ranks. Without either nothing is padded. Padding follows the tokens that it pads, so causal attention
+never reads it, and it belongs to no data row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from aligner.data.batching import data_parallel_share, token_budget_batches
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layout cuts the tokens of a packed micro-batch, and which part is this rank's."""
+
+    sequence: int = 1
+    """tensor ranks that hold a part each between attention and MLP (sequence parallelism)"""
+    context: int = 1
+    context_rank: int = 0
+    context_group: dist.ProcessGroup | None = None
+
+    @property
+    def sequence_unit(self) -> int:
+        """A padded sequence's length is a multiple of it."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def total_unit(self) -> int:
+        """A micro-batch's padded length is a multiple of it."""
+        return math.lcm(self.sequence_unit, self.context * self.sequence)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """megatron-core's description of a packed micro-batch, with the rows that our attention computes on.
 
-    One row holds one sequence, N rows of L tokens.
+    One row holds one padded sequence: N rows of L keys, and of L/C queries where context parallelism cuts them.
     """
 
-    row_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [T]: each packed token's place in the flattened rows [N·L]"""
-    rows: tuple[int, int] = (0, 0)
+    key_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context ranks"""
+    key_rows: tuple[int, int] = (0, 0)
     """(N, L)"""
+    query_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [T/C]: each of this rank's tokens' place in the flattened rows [N·L/C]"""
+    query_rows: tuple[int, int] = (0, 0)
+    """(N, L/C)"""
+    query_positions: Tensor | None = None
+    """int64 [N, L/C]: position of each query in its sequence; None where row and position are the same (C = 1)"""
+    context_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch: N sequences of T tokens in all, laid end to end."""
+    """A micro-batch: N sequences, cut and padded to T tokens on this rank; N is 0 where it only fills the schedule."""
 
     tokens: Tensor
     """int64 [1, T]"""
     positions: Tensor
-    """int64 [1, T]: restarts at every sequence"""
+    """int64 [1, T]: restarts at every sequence; 0 at padding"""
     sequences: PackedSequences
+    token_index: Tensor
+    """int64 [K]: packed places of this rank's tokens that are not padding"""
+    token_rows: Tensor
+    """int64 [K]: their places in a flattened [N, L]"""
     target_index: Tensor
-    """int64 [M]: packed places of the tokens that have a successor, in row order"""
+    """int64 [M]: packed places of this rank's tokens that have a successor"""
     targets: Tensor
     """int64 [M]: those successors"""
     target_rows: Tensor
     """int64 [M]: their places in a flattened [N, L-1]"""
     batch_rows: Tensor
     """int64 [N]: which rows of the whole batch these sequences are"""
+    width: int
+    """Length L of the longest sequence"""
 
     @property
-    def width(self) -> int:
-        """Length L of the longest sequence."""
-        return self.sequences.rows[1]
+    def is_filler(self) -> bool:
+        """Whether it holds no sequence."""
+        return len(self.batch_rows) == 0
 
     def unpack_targets(self, values: Tensor) -> Tensor:
-        """[M] values about next tokens to [N, L-1], zeros elsewhere; differentiable."""
-        rows, width = self.sequences.rows
-        return values.new_zeros(rows * (width - 1)).index_copy(0, self.target_rows, values).view(rows, width - 1)
+        """[M, …] values about next tokens to [N, L-1, …], zeros elsewhere; differentiable, whole on every context rank."""
+        return self._unpack(values, self.target_rows, self.width - 1)
 
     def unpack_tokens(self, values: Tensor) -> Tensor:
-        """[T] values about tokens to [N, L], zeros elsewhere; differentiable."""
-        rows, width = self.sequences.rows
-        return values.new_zeros(rows * width).index_copy(0, self.sequences.row_index, values).view(rows, width)
+        """[T, …] values about tokens to [N, L, …], zeros elsewhere; differentiable, whole on every context rank."""
+        return self._unpack(values.index_select(0, self.token_index), self.token_rows, self.width)
+
+    def _unpack(self, values: Tensor, places: Tensor, width: int) -> Tensor:
+        rows = len(self.batch_rows)
+        mine = values.new_zeros(rows * width, *values.shape[1:]).index_copy(0, places, values).unflatten(0, (rows, width))
+        if self.sequences.context_group is None:
+            return mine
+        # Every context rank computes the same loss of the sum; the backward pass hands each its own tokens' gradients.
+        return reduce_from_tensor_model_parallel_region(mine, self.sequences.context_group)
 
 
-def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device) -> PackedBatch:
-    """Pack the given rows (int64 [N]) of right-padded tokens [B, S] with lengths [B]."""
+def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device, cut: Cut | None = None) -> PackedBatch:
+    """Pack the given rows (int64 [N]; none gives a filler) of right-padded tokens [B, S] with lengths [B]."""
+    cut = cut or Cut()
     counts = lengths[rows]
-    width = int(counts.max())
-    inside = torch.arange(width) < counts[:, None]
-    has_successor = torch.arange(width) < counts[:, None] - 1
-    chosen = tokens[rows, :width]
-    positions = torch.arange(width).expand(len(rows), -1)[inside]
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    cumulative = starts.to(torch.int32).to(device)
-    sequences = PackedSequences(
+    width = int(counts.max()) if len(rows) else 1
+    padded = _padded_lengths(counts, cut)
+    longest = int(padded.max())
+    inside = torch.arange(longest) < padded[:, None]
+    # For each packed token: its sequence, its position there, and whether a data row has it.
+    sequence, position = inside.nonzero(as_tuple=True)
+    limit = torch.zeros(len(padded), dtype=torch.int64)
+    limit[: len(rows)] = counts
+    real = position < limit[sequence]
+    places = [_context_places(padded, cut.context, rank) for rank in range(cut.context)]
+    mine = places[cut.context_rank]
+    sequence, position, real = sequence[mine], position[mine], real[mine]
+    asked = real & (position + 1 < limit[sequence])
+    chosen = torch.zeros_like(position)
+    chosen[real] = tokens[rows[sequence[real]], position[real]]
+    return PackedBatch(
+        tokens=chosen[None].to(device),
+        positions=torch.where(real, position, 0)[None].to(device),
+        sequences=_describe(padded, inside, places, cut, device),
+        token_index=real.nonzero()[:, 0].to(device),
+        token_rows=(sequence[real] * width + position[real]).to(device),
+        target_index=asked.nonzero()[:, 0].to(device),
+        targets=tokens[rows[sequence[asked]], position[asked] + 1].to(device),
+        target_rows=(sequence[asked] * (width - 1) + position[asked]).to(device),
+        batch_rows=rows,
+        width=width,
+    )
+
+
+def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
+    """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to the shorter sequences.
+
+    Rows of attention are as wide as the longest sequence, so these tokens cost it nothing; what does not fit there becomes a
+    last sequence of padding alone.
+    """
+    unit = cut.sequence_unit
+    padded = -(-counts // unit) * unit
+    total = max(-(-int(padded.sum()) // cut.total_unit), 1) * cut.total_unit
+    spare = total - int(padded.sum())
+    if len(padded):
+        taken = (padded.max() - padded).cumsum(0).clamp(max=spare)
+        padded = padded + taken.diff(prepend=taken.new_zeros(1))
+        spare = total - int(padded.sum())
+    return torch.cat([padded, padded.new_tensor([spare])]) if spare else padded
+
+
+def _context_places(padded: Tensor, context: int, rank: int) -> Tensor:
+    """Packed places [T/C] of the tokens that a context rank holds: chunks `rank` and 2C-1-rank of each sequence."""
+    if context == 1:
+        return torch.arange(int(padded.sum()))
+    chunk = torch.cat([torch.arange(2 * context).repeat_interleave(int(length) // (2 * context)) for length in padded])
+    return ((chunk == rank) | (chunk == 2 * context - 1 - rank)).nonzero()[:, 0]
+
+
+def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device) -> PackedSequences:
+    cumulative = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32).to(device)
+    rows, longest = inside.shape
+    in_rows = inside.flatten().nonzero()[:, 0]
+    key_index = in_rows[torch.cat(places)].to(device)
+    query_width = longest // cut.context
+    query_index, positions = key_index, None
+    if cut.context > 1:
+        in_query_rows = (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
+        filled = torch.zeros(rows * query_width, dtype=torch.int64)
+        filled[in_query_rows] = in_rows[places[cut.context_rank]] % longest
+        query_index, positions = in_query_rows.to(device), filled.view(rows, query_width).to(device)
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
-        max_seqlen_q=width,
-        max_seqlen_kv=width,
-        row_index=inside.flatten().nonzero()[:, 0].to(device),
-        rows=(len(rows), width),
-    )
-    successors = torch.zeros_like(chosen)
-    successors[:, :-1] = chosen[:, 1:]
-    return PackedBatch(
-        tokens=chosen[inside][None].to(device),
-        positions=positions[None].to(device),
-        sequences=sequences,
-        target_index=has_successor[inside].nonzero()[:, 0].to(device),
-        targets=successors[has_successor].to(device),
-        target_rows=has_successor[:, :-1].flatten().nonzero()[:, 0].to(device),
-        batch_rows=rows,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        key_index=key_index,
+        key_rows=(rows, longest),
+        query_index=query_index,
+        query_rows=(rows, query_width),
+        query_positions=positions,
+        context_group=cut.context_group if cut.context > 1 else None,
     )
 
 
 def pack_share(
-    tokens: Tensor, lengths: Tensor, *, data_rank: int, data_size: int, budget: int, device: torch.device
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    data_rank: int,
+    data_size: int,
+    budget: int,
+    device: torch.device,
+    cut: Cut | None = None,
+    multiple: int = 1,
 ) -> list[PackedBatch]:
-    """The micro-batches of one data rank: its share of the rows, packed within a token budget.
+    """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
 
-    Every data rank gets as many micro-batches as every other, since pipeline schedules and gradient reductions go in step.
+    Every data rank gets as many micro-batches as every other, a multiple of `multiple`, since pipeline schedules and
+    gradient reductions go in step; where sequences are too few, fillers make up the number.
     """
     shares = data_parallel_share(lengths.tolist(), data_size)
-    counts = [len(token_budget_batches(_take(lengths, share), budget)) for share in shares]
-    mine = shares[data_rank]
-    batches = token_budget_batches(_take(lengths, mine), budget, count=max(counts))
-    return [pack(tokens, lengths, torch.tensor([mine[index] for index in batch]), device) for batch in batches]
-
-
-def _take(lengths: Tensor, rows: Sequence[int]) -> list[int]:
-    return [int(lengths[row]) for row in rows]
+    fewest = max(len(token_budget_batches(lengths[share].tolist(), budget)) for share in shares)
+    count = -(-fewest // multiple) * multiple
+    mine = torch.tensor(shares[data_rank], dtype=torch.int64)
+    batches = token_budget_batches(lengths[mine].tolist(), budget, count=min(count, len(mine)))
+    batches += [[] for _ in range(count - len(batches))]
+    return [pack(tokens, lengths, mine[batch], device, cut) for batch in batches]

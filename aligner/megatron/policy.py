@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Actor
+from aligner.data.checkpoint_files import trained_model
 from aligner.data.types import Experience
-from aligner.megatron.checkpoint import load_runner, save_runner
-from aligner.megatron.logprobs import vocab_parallel_logprobs
+from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
+from aligner.megatron.heads import VocabularyHead
+from aligner.megatron.lora import LoraWeights
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
@@ -23,7 +24,10 @@ class PolicyLoss(Protocol):
     """A policy loss on right-padded rows."""
 
     def __call__(self, logprobs: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, the whole minibatch's response tokens."""
+        """Loss and statistics of some rows, as sums over `denominator`, the whole minibatch's response tokens.
+
+        `logprobs` are zero outside the experience's mask.
+        """
         ...
 
 
@@ -38,11 +42,14 @@ class Policy:
         self, shape: ModelShape, world: World, settings: Actor, directory: Path, temperature: float, total_updates: int
     ) -> None:
         self.world = world
-        self.temperature = temperature
-        self.runner = ModelRunner(shape, world, "vocabulary", settings.micro_batch_tokens, settings.optimizer, total_updates)
+        self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
+        self.runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
         self.runner.weights.load_directory(directory)
-        self._reference = self.runner.host_copy()
+        # With adapters the initial weights are the model without them.
+        self._reference = {} if isinstance(self.runner.weights, LoraWeights) else self.runner.host_copy()
         self.runner.start_training()
+        self._trained = trained_model(directory, "vocabulary", shape.num_layers)
+        self._checkpoints = CheckpointWriter(self.runner, self._trained)
 
     def logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1]."""
@@ -51,8 +58,10 @@ class Policy:
         )
 
     def reference_logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The same under the initial weights, which wait in host memory and are swapped in."""
-        with self.runner.swapped(self._reference):
+        """The same under the initial weights: swapped in from host memory, or with the adapters off."""
+        weights = self.runner.weights
+        initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
+        with initial:
             return self.logprobs(tokens, lengths)
 
     def train(self, experience: Experience, loss: PolicyLoss) -> dict[str, float]:
@@ -60,23 +69,47 @@ class Policy:
         denominator = float(experience.mask.sum())
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
-            logprobs, entropy = self._score(output, batch)
             rows = experience.select(batch.batch_rows, batch.width)
+            batch = _only_targets(batch, rows.mask)
+            logprobs, entropy = self._score(output, batch, with_entropy=True)
+            assert entropy is not None
             value, stats = loss(batch.unpack_targets(logprobs), rows, denominator)
-            masked_entropy = torch.where(rows.mask, batch.unpack_targets(entropy), 0.0)
-            return value, stats | {"entropy": masked_entropy.sum() / denominator}
+            return value, stats | {"entropy": batch.unpack_targets(entropy.detach()).sum() / denominator}
 
         return self.runner.update(self.runner.share(experience.tokens, experience.lengths), packed_loss)
 
+    def begin_save(self, directory: Path) -> None:
+        """Copy weights, optimizer and schedule to host memory, and write them in the background."""
+        self._checkpoints.begin(directory)
+
+    def finish_save(self) -> None:
+        """Wait until what `begin_save` began is complete."""
+        self._checkpoints.finish()
+
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state, one file a rank."""
-        save_runner(self.runner, directory)
+        """Write weights, optimizer and schedule."""
+        self.begin_save(directory)
+        self.finish_save()
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote at the same layout."""
-        load_runner(self.runner, directory)
+        """Read what `save` wrote, at whatever layout."""
+        self.finish_save()
+        load_checkpoint(self.runner, directory, self._trained)
 
-    def _score(self, output: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        logits = output[0].index_select(0, batch.target_index)
-        group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_parallel_logprobs(logits, batch.targets, self.temperature, group)
+    def _score(self, output: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        head: VocabularyHead = self.runner.chunks[-1].output_layer
+        return head.logprobs(
+            output[0],
+            batch.target_index,
+            batch.targets,
+            temperature=self.temperature,
+            chunk_tokens=self._chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+
+def _only_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:
+    """The batch without the targets outside `mask` bool [N, L-1]: nothing is projected for prompts."""
+    chosen = mask.flatten().to(batch.target_rows.device)[batch.target_rows]
+    names = ("target_index", "targets", "target_rows")
+    return dataclasses.replace(batch, **{name: getattr(batch, name)[chosen] for name in names})

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
+from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Optimizer
+from aligner.config.schema import Actor, MegatronModel, TrainedModel
+from aligner.config.weights import Head
 from aligner.data.collectives import broadcast_json
-from aligner.megatron.model import Head, build_model, wrap_for_training
-from aligner.megatron.optimizer import build_optimizer
-from aligner.megatron.packing import PackedBatch, pack_share
+from aligner.errors import AlignerError, ConfigError
+from aligner.megatron.lora import LoraWeights
+from aligner.megatron.model import build_model, wrap_for_training
+from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
+from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
 
@@ -34,36 +40,65 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        world: World,
-        head: Head,
-        micro_batch_tokens: int,
-        optimizer: Optimizer | None = None,
-        total_steps: int = 1,
+        self, shape: ModelShape, world: World, head: Head, settings: MegatronModel | TrainedModel, total_steps: int = 1
     ) -> None:
-        self.world = world
-        self._budget = micro_batch_tokens
-        # A GPU computes in bf16 around fp32 main weights; a CPU has no fast bf16 product.
-        self.dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self.model: GPTModel = build_model(shape, world, head, self.dtype)
-        self.weights = NamedWeights(self.model, shape, world, with_head=head == "vocabulary")
-        self._settings, self._total_steps = optimizer, total_steps
+        self.world, self.shape, self.settings = world, shape, settings
+        self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
+        self.weights = self.trained = NamedWeights(self.chunks, shape, world, head)
+        if isinstance(settings, Actor) and settings.lora.rank:
+            if problems := list(lora_problems("actor", settings, shape)):
+                raise ConfigError("\n".join(problems))
+            self.weights = LoraWeights(self.chunks, shape, world, head, settings.lora, world.seed)
+            self.trained = self.weights.adapters
+        self._total_steps = total_steps
+        layout = world.layout
+        self._cut = Cut(
+            sequence=layout.tensor if layout.sequence else 1,
+            context=layout.context,
+            context_rank=world.place.context,
+            context_group=parallel_state.get_context_parallel_group(),
+        )
         self.updates = 0
 
     def start_training(self) -> None:
         """Make gradient buffers and the optimizer, from the weights as they are now."""
-        if self._settings is None:
+        if not isinstance(self.settings, TrainedModel):
             raise ValueError("this model was built without optimizer settings")
-        self.ddp = wrap_for_training(self.model)
-        self.optimizer, self.scheduler = build_optimizer(self.ddp, self._settings, self._total_steps)
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        optimizer = self.settings.optimizer
+        freeze(self.weights, self.settings.frozen)
+        self.ddp = wrap_for_training(self.chunks, distributed_optimizer=optimizer.distributed)
+        self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
+        self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
+        self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of every chunk, by a name of this rank's own."""
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{index}.{name}", parameter
 
     def share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
-        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B]."""
+        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B].
+
+        Raises AlignerError for a sequence that is longer than the model's positions.
+        """
         place, layout = self.world.place, self.world.layout
+        longest = int(lengths.max())
+        if longest > self.shape.max_positions:
+            raise AlignerError(
+                f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model has"
+                f" {self.shape.max_positions} positions; shorten the prompts or the responses"
+            )
         return pack_share(
-            tokens, lengths, data_rank=place.data, data_size=layout.data, budget=self._budget, device=self.world.device
+            tokens,
+            lengths,
+            data_rank=place.data,
+            data_size=layout.data,
+            budget=self.settings.micro_batch_tokens,
+            device=self.world.device,
+            cut=self._cut,
+            # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many as there are stages.
+            multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
         )
 
     def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput) -> Tensor:
@@ -86,44 +121,54 @@ class ModelRunner:
             batch = next(iterator)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), read(output, batch)
+                result = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
+                return output.new_zeros(()), _no_tokens(output), result
 
             return _apply(model, batch), loss
 
         with torch.no_grad():
-            return self._run_schedule(self.model, step, batches, forward_only=True)
+            return self._run_schedule(self.chunks, step, batches, forward_only=True)
 
     def update(self, batches: Sequence[PackedBatch], loss: OutputLoss) -> dict[str, float]:
         """One optimizer step on the micro-batches' summed losses.
 
         Returns on every rank the statistics over all data ranks (a name that ends in _max by maximum, others by sum),
-        and `grad_norm` (before clipping) and `lr` (that of this step).
+        `grad_norm` (before clipping), `lr` (that of this step), `skipped` (1 when the gradients were not finite and nothing
+        was changed, else 0) and `skipped_total`. What is not finite in a skipped update is absent. Raises AlignerError when
+        too many in a row are skipped.
         """
 
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
             def scored(output: Tensor) -> tuple[Tensor, Tensor, Stats]:
-                value, stats = loss(output, batch)
-                return value, torch.zeros((), dtype=torch.int, device=output.device), stats
+                # A filler goes through the backward pass too: ranks meet in its collectives.
+                value, stats = (output.sum() * 0, {}) if batch.is_filler else loss(output, batch)
+                return value, _no_tokens(output), stats
 
             return _apply(model, batch), scored
 
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = self._run_schedule(self.ddp, step, batches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(increment=1)
+        taken = self._take_step()
         self.updates += 1
         stats = self._reduce_stats(parts)
-        return stats | {"grad_norm": float(grad_norm or 0.0), "lr": float(learning_rate)}
+        if taken["skipped"]:
+            stats = {name: value for name, value in stats.items() if math.isfinite(value)}
+        # The schedule counts the updates that were applied.
+        return stats | taken | {"skipped_total": float(self.updates - self.scheduler.num_steps)}
 
-    def _run_schedule(self, model: Any, step: Any, batches: Sequence[PackedBatch], *, forward_only: bool) -> list[Any]:
+    def _run_schedule(
+        self, chunks: Sequence[nn.Module], step: Any, batches: Sequence[PackedBatch], *, forward_only: bool
+    ) -> list[Any]:
+        iterators = [iter(batches) for _ in chunks]
+        interleaved = len(chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(batches),
-            model=[model],
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(chunks),
             num_microbatches=len(batches),
             seq_length=1,  # the true length travels with each micro-batch
             micro_batch_size=1,
@@ -131,11 +176,12 @@ class ModelRunner:
         )
 
     def _reduce_stats(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        parts = [part for part in parts if part]
         names = broadcast_json(sorted(parts[0]) if parts else None, self.world.output_rank)
         is_max = torch.tensor([name.endswith("_max") for name in names])
         sums = torch.zeros(len(names), dtype=torch.float64)
         peaks = torch.full((len(names),), -torch.inf, dtype=torch.float64)
-        if self.world.speaks_for_outputs:
+        if self.world.speaks_for_outputs and parts:
             table = torch.stack([torch.stack([part[name].double().cpu() for name in names]) for part in parts])
             sums, peaks = table.sum(0), table.amax(0)
         self.world.sum_(sums)
@@ -144,20 +190,24 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run with other weights, given by parameter name on the host; the own ones come back at the end."""
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        """Run with other weights, given by the names of `parameters` on the host; the own ones come back at the end."""
+        own = {name: parameter.data for name, parameter in self.parameters()}
         try:
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.parameters():
                 parameter.data = other[name].to(parameter.device)
             yield
         finally:
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.parameters():
                 parameter.data = own[name]
 
     def host_copy(self) -> dict[str, Tensor]:
-        """A copy of this rank's weights in host memory, by parameter name."""
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.model.named_parameters()}
+        """A copy of this rank's weights in host memory, by the names of `parameters`."""
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters()}
 
 
 def _apply(model: Any, batch: PackedBatch) -> Tensor:
     return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences)
+
+
+def _no_tokens(output: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int, device=output.device)

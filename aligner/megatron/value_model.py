@@ -11,11 +11,11 @@ from torch import Tensor
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.paths import model_directory
-from aligner.config.schema import Config, Optimizer
+from aligner.config.schema import Config, MegatronModel, TrainedModel
+from aligner.data.checkpoint_files import trained_model
 from aligner.data.model_directory import read_shape
-from aligner.data.weight_files import read_tensor
 from aligner.errors import ConfigError
-from aligner.megatron.checkpoint import load_runner, save_runner
+from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
@@ -42,24 +42,22 @@ class ValueModel:
         shape: ModelShape,
         world: World,
         directory: Path,
-        micro_batch_tokens: int,
+        settings: MegatronModel | TrainedModel,
         *,
-        optimizer: Optimizer | None = None,
         total_updates: int = 1,
         loss: ValueLoss | None = None,
     ) -> None:
         self.world, self.shape = world, shape
         self._loss = loss
-        self.runner = ModelRunner(shape, world, "scalar", micro_batch_tokens, optimizer, total_updates)
-        self.runner.weights.load_directory(directory)
-        head = read_tensor(directory, "score.weight")
-        if head is None and optimizer is None:
-            raise ConfigError(f"{directory}: a reward model needs a trained head, and there is no tensor score.weight")
-        # A critic that starts from a language model starts with a head of zeros ([N] detail 5).
-        if head is not None and world.is_last_stage:
-            self.runner.model.output_layer.weight.data.copy_(head)
-        if optimizer is not None:
+        self.runner = ModelRunner(shape, world, "scalar", settings, total_updates)
+        # A critic may start from a language model's first layers, and then with a head of zeros (Huang et al. 2023,
+        # detail 5); a reward model needs a trained head.
+        is_critic = isinstance(settings, TrainedModel)
+        self.runner.weights.load_directory(directory, optional=("score.weight",) if is_critic else (), partial=is_critic)
+        if is_critic:
             self.runner.start_training()
+        self._trained = trained_model(directory, "scalar", shape.num_layers)
+        self._checkpoints = CheckpointWriter(self.runner, self._trained)
 
     @property
     def vocab_size(self) -> int:
@@ -97,13 +95,23 @@ class ValueModel:
 
         return self.runner.update(self.runner.share(tokens, lengths), packed_loss)
 
+    def begin_save(self, directory: Path) -> None:
+        """Copy weights, optimizer and schedule to host memory, and write them in the background."""
+        self._checkpoints.begin(directory)
+
+    def finish_save(self) -> None:
+        """Wait until what `begin_save` began is complete."""
+        self._checkpoints.finish()
+
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state, one file a rank."""
-        save_runner(self.runner, directory)
+        """Write weights, optimizer and schedule."""
+        self.begin_save(directory)
+        self.finish_save()
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote at the same layout."""
-        load_runner(self.runner, directory)
+        """Read what `save` wrote, at whatever layout."""
+        self.finish_save()
+        load_checkpoint(self.runner, directory, self._trained)
 
 
 def build_value_model(
@@ -114,14 +122,13 @@ def build_value_model(
         if config.reward.path is None:
             raise ConfigError("reward.path must name a reward model directory (reward.kind=model)")
         directory = Path(config.reward.path)
-        return ValueModel(read_shape(directory), world, directory, config.reward.micro_batch_tokens)
+        return ValueModel(read_shape(directory), world, directory, config.reward)
     directory = model_directory(config)
     return ValueModel(
         critic_shape(config, read_shape(directory)),
         world,
         directory,
-        config.critic.micro_batch_tokens,
-        optimizer=config.critic.optimizer,
+        config.critic,
         total_updates=config.run.steps * config.algorithm.epochs * config.algorithm.minibatches,
         loss=loss,
     )

@@ -1,111 +1,115 @@
 """Weights by their Hugging Face names: this rank's slices of a megatron-core model, read and written in place.
 
-megatron-core fuses query, key and value of a key/value group, and gate and up; the table below says where each named
-tensor lies inside the fused one. File import, resharding and checks all go through it.
+megatron-core fuses query, key and value of a key/value group, and gate and up; the family's table says which part of which
+parameter a named tensor is. File import, resharding, checkpoints and checks all go through here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from aligner.config.families import Part
 from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Slice, TensorSpec, first_layers, trainer_slices, weight_table
+from aligner.config.weights import Head, Slice, TensorSpec, stage_layers, trainer_slices, weight_table
 from aligner.data.weight_files import read_slices
 from aligner.megatron.world import World
 
-# How a named tensor is cut out of the megatron-core parameter: a view of the parameter, given the model's shape.
-View = Callable[[Tensor, ModelShape], Tensor]
+# transformer-engine's linear layers hold the norm before them.
+_TRANSFORMER_ENGINE = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
 
 
-def _whole(parameter: Tensor, shape: ModelShape) -> Tensor:
-    return parameter
+def _count_up(name: str, what: str, first: int) -> str:
+    """A parameter's name with the index behind `what` counted from `first`."""
+    return re.sub(rf"(?<=\b{what}\.)\d+", lambda match: str(int(match[0]) + first), name)
 
 
-def _of_group(part: str) -> View:
-    def view(parameter: Tensor, shape: ModelShape) -> Tensor:
-        queries = shape.num_heads // shape.num_kv_heads
-        groups = parameter.view(-1, queries + 2, shape.head_dim, *parameter.shape[1:])
-        return {"query": groups[:, :queries], "key": groups[:, queries], "value": groups[:, queries + 1]}[part]
-
-    return view
-
-
-def _half(index: int) -> View:
-    def view(parameter: Tensor, shape: ModelShape) -> Tensor:
-        return parameter.chunk(2)[index]
-
-    return view
+def global_parameters(chunks: Sequence[GPTModel], shape: ModelShape, world: World) -> dict[str, nn.Parameter]:
+    """The model's parameters by megatron-core name, layers and experts counted over the whole model."""
+    layers = stage_layers(shape.num_layers, world.layout, world.place.pipeline)
+    first_expert = world.place.expert * (shape.num_experts // world.layout.expert)
+    found = {}
+    for chunk, held in zip(chunks, layers, strict=True):
+        for local_name, parameter in chunk.named_parameters():
+            name = _count_up(_count_up(local_name, "layers", held.start), "local_experts", first_expert)
+            for fused, plain in _TRANSFORMER_ENGINE:
+                name = name.replace(fused, plain)
+            found[name] = parameter
+    return found
 
 
-# Hugging Face suffix -> (megatron-core suffix, view).
-_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight", _whole),
-    "self_attn.q_proj.weight": ("self_attention.linear_qkv.weight", _of_group("query")),
-    "self_attn.k_proj.weight": ("self_attention.linear_qkv.weight", _of_group("key")),
-    "self_attn.v_proj.weight": ("self_attention.linear_qkv.weight", _of_group("value")),
-    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", _whole),
-    "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight", _whole),
-    "mlp.gate_proj.weight": ("mlp.linear_fc1.weight", _half(0)),
-    "mlp.up_proj.weight": ("mlp.linear_fc1.weight", _half(1)),
-    "mlp.down_proj.weight": ("mlp.linear_fc2.weight", _whole),
-}
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+def _part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
+    """The view of a fused parameter-shaped tensor that a named weight is."""
+    if part == "whole":
+        return tensor
+    if part in ("gate", "up"):
+        return tensor.chunk(2)[part == "up"]
+    queries = shape.num_heads // shape.num_kv_heads
+    groups = tensor.view(-1, queries + 2, shape.head_dim, *tensor.shape[1:])
+    return {"query": groups[:, :queries], "key": groups[:, queries], "value": groups[:, queries + 1]}[part]
 
 
 class NamedWeights:
-    """This rank's slices of the model's weights, by Hugging Face name."""
+    """This rank's slices of the model's weights, by Hugging Face name, in Hugging Face orientation."""
 
-    def __init__(self, model: GPTModel, shape: ModelShape, world: World, *, with_head: bool = True) -> None:
-        self.table: tuple[TensorSpec, ...] = weight_table(shape, with_head=with_head)
+    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, head: Head) -> None:
+        self.table: tuple[TensorSpec, ...] = weight_table(shape, head)
         self.slices: dict[str, Slice] = trainer_slices(self.table, shape.num_layers, world.layout, world.rank)
+        self.specs = {spec.name: spec for spec in self.table}
         self._shape = shape
-        self._specs = {spec.name: spec for spec in self.table}
-        self._parameters = dict(model.named_parameters())
-        self._first_layer = first_layers(shape.num_layers, world.layout)[world.place.pipeline]
-        self._tied_copy = shape.tied_embeddings and not world.is_first_stage
+        self._parameters = global_parameters(chunks, shape, world)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slices)
 
-    def _view(self, name: str) -> Tensor:
-        if match := _LAYER_NAME.fullmatch(name):
-            suffix, view = _LAYER[match[2]]
-            parameter = self._parameters[f"decoder.layers.{int(match[1]) - self._first_layer}.{suffix}"]
-            return view(parameter.data, self._shape)
-        return self._parameters[self._outside_layers(name)].data
+    def parameter(self, name: str) -> nn.Parameter:
+        """The megatron-core parameter that holds a named weight, and maybe others."""
+        wanted = self.specs[name].parameter
+        # Without the embedding, a tied model's last stage holds a copy of it as the head.
+        if wanted not in self._parameters and self._shape.tied_embeddings:
+            wanted = "output_layer.weight"
+        return self._parameters[wanted]
 
-    def _outside_layers(self, name: str) -> str:
-        if name == "model.norm.weight":
-            return "decoder.final_layernorm.weight"
-        # The last stage of a tied model holds its copy of the embedding as the head.
-        if name == "lm_head.weight" or self._tied_copy:
-            return "output_layer.weight"
-        return "embedding.word_embeddings.weight"
-
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        cut, sizes = self.slices[name], list(self._specs[name].shape)
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's slice of a tensor."""
+        cut, sizes = self.slices[name], list(self.specs[name].shape)
         if cut.axis is not None:
             sizes[cut.axis] = cut.stop - cut.start
         return tuple(sizes)
 
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's slice of a named weight, out of a tensor shaped as its parameter: a gradient, a moment.
+
+        A copy only where megatron-core's fused layout interleaves it.
+        """
+        view, local = _part(tensor, self.specs[name].part, self._shape), self.local_shape(name)
+        return view.reshape(local[::-1]).T if self.specs[name].transposed else view.reshape(local)
+
+    def scatter(self, name: str, tensor: Tensor, piece: Tensor) -> None:
+        """Write this rank's slice of a named weight into a tensor shaped as its parameter."""
+        view = _part(tensor, self.specs[name].part, self._shape)
+        view.copy_((piece.T if self.specs[name].transposed else piece).reshape(view.shape))
+
     def read(self, name: str) -> Tensor:
-        """This rank's slice of a tensor; a copy only where megatron-core's fused layout interleaves it."""
-        return self._view(name).reshape(self._local_shape(name))
+        """This rank's slice of a weight."""
+        return self.gather(name, self.parameter(name).data)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Set this rank's slice of a tensor."""
-        view = self._view(name)
-        view.copy_(tensor.reshape(view.shape))
+        """Set this rank's slice of a weight."""
+        self.scatter(name, self.parameter(name).data, tensor)
 
-    def load_directory(self, directory: Path) -> None:
+    def load_directory(self, directory: Path, *, optional: Sequence[str] = (), partial: bool = False) -> None:
         """Read this rank's slices, and no others, from a Hugging Face directory's safetensors.
 
-        Raises ConfigError that names every tensor that is missing or of another shape.
+        `optional` weights keep their values where the files have none; `partial` lets the files hold more than the model.
+        Raises ConfigError that names every tensor that is missing, unknown, or of another shape.
         """
-        for name, tensor in read_slices(directory, self.table, self.slices):
+        for name, tensor in read_slices(directory, self.table, self.slices, optional=optional, partial=partial):
             self.write(name, tensor)

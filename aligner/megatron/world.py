@@ -24,6 +24,7 @@ class World:
     layout: Parallel
     place: Coordinates
     device: torch.device
+    seed: int
 
     @property
     def is_first_stage(self) -> bool:
@@ -37,13 +38,16 @@ class World:
 
     @property
     def speaks_for_outputs(self) -> bool:
-        """Whether this rank is the one that contributes its data rank's model outputs: last stage, first tensor rank."""
-        return self.is_last_stage and self.place.tensor == 0
+        """Whether this rank is the one that contributes its data rank's model outputs.
+
+        It is of the last stage, and the first of its tensor and context ranks, which all hold the same.
+        """
+        return self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
 
     @property
     def output_rank(self) -> int:
         """The lowest global rank that speaks for outputs."""
-        return self.layout.tensor * self.layout.data * (self.layout.pipeline - 1)
+        return self.layout.ranks // self.layout.pipeline * (self.layout.pipeline - 1)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor up over all ranks, in place; adding zeros is exact, so this also assembles disjoint parts."""
@@ -89,16 +93,25 @@ def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return World(rank, size, layout, coordinates(rank, layout), device)
+    return World(rank, size, layout, coordinates(rank, layout), device, seed)
 
 
 def shutdown() -> None:
-    """Leave the world."""
+    """Leave the world, and the threads of its process groups with it once no model is left that refers to them."""
     if dist.is_initialized():
         from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         parallel_state.destroy_model_parallel()
+        # megatron-core forgets these two, and its cache of rotary embeddings remembers the models' groups.
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+        RotaryEmbedding.forward.cache_clear()
         dist.destroy_process_group()

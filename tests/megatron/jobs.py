@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.losses import policy_loss, value_loss
-from aligner.config.schema import Actor, Optimizer, Parallel
+from aligner.config.schema import Actor, Critic, Optimizer, Parallel, Reward
+from aligner.config.weights import Coordinates, Slice
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, response_mask
 from aligner.megatron import world as worlds
-from aligner.megatron.packing import pack
+from aligner.megatron.packing import Cut, PackedBatch, pack
 from aligner.megatron.policy import Policy
+from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel
+from aligner.megatron.weights import NamedWeights
+
+# A rank's part of named tensors: which slice, and its numbers.
+Slices = dict[str, tuple[Slice, Tensor]]
 
 TEMPERATURE = 0.7
-OPTIMIZER = Optimizer(learning_rate=1e-3, beta2=0.95, epsilon=1e-8, clip_grad_norm=0.5)
+# An epsilon at the size of the smallest gradients: below it, Adam would turn their rounding errors into whole steps.
+OPTIMIZER = Optimizer(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
 
 
 def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experience:
@@ -40,28 +49,67 @@ def loss(logprobs: Tensor, experience: Experience, denominator: float) -> tuple[
     return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
 
 
-def policy(directory: str, layout: dict[str, int]) -> Policy:
+def policy(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Policy:
+    """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a dictionary."""
     world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
-    settings = Actor(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
+    section = Actor(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
     path = Path(directory)
-    return Policy(read_shape(path), world, settings, path, TEMPERATURE, total_updates=4)
+    return Policy(read_shape(path), world, section, path, TEMPERATURE, total_updates=4)
 
 
-def slices(weights: Any) -> dict[str, tuple[Any, Tensor]]:
+def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:
+    chosen = {"micro_batch_tokens": 24} | (settings or {})
+    return chosen | {"optimizer": dataclasses.replace(OPTIMIZER, **chosen.get("optimizer", {}))}
+
+
+def slices(weights: NamedWeights) -> Slices:
+    """This rank's slices of the weights."""
     return {name: (weights.slices[name], weights.read(name).clone()) for name in weights}
 
 
-def policy_step(directory: str, layout: dict[str, int]) -> dict[str, Any]:
-    """Log-probs, two updates, log-probs again; plus this rank's slices before and after."""
-    actor = policy(directory, layout)
+def gradients(runner: ModelRunner) -> Slices:
+    """This rank's slices of the gradients, summed over all ranks, between the backward pass and the optimizer step."""
+    for chunk in runner.ddp:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets if chunk.ddp_config.use_distributed_optimizer else ():
+                group = buffer.data_parallel_group  # each rank has summed its own shard alone
+                dist.all_gather_into_tensor(
+                    bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()].clone(), group=group
+                )
+    weights = runner.trained
+    return {name: (weights.slices[name], weights.gather(name, weights.parameter(name).main_grad).clone()) for name in weights}
+
+
+def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:
+    """An update's statistics, and the gradients that its optimizer step was given."""
+    seen: Slices = {}
+    optimizer, prepare = actor.runner.optimizer, actor.runner.optimizer.prepare_grads
+
+    def observed_prepare() -> Any:
+        seen.update(gradients(actor.runner))
+        return prepare()
+
+    optimizer.prepare_grads = observed_prepare
+    try:
+        return actor.train(experience, loss), seen
+    finally:
+        del optimizer.prepare_grads
+
+
+def policy_step(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None, steps: int = 2
+) -> dict[str, Any]:
+    """Log-probs, updates, log-probs again; plus this rank's slices of weights before and after and of first gradients."""
+    actor = policy(directory, layout, settings)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     before = slices(actor.runner.weights)
     first = actor.logprobs(experience.tokens, experience.lengths)
-    stats = [actor.train(experience, loss) for _ in range(2)]
+    stats, seen = observed_train(actor, experience)
     result = {
         "before": before,
         "logprobs": first,
-        "stats": stats,
+        "gradients": seen,
+        "stats": [stats, *(actor.train(experience, loss) for _ in range(steps - 1))],
         "after_logprobs": actor.logprobs(experience.tokens, experience.lengths),
         "reference": actor.reference_logprobs(experience.tokens, experience.lengths),
         "after": slices(actor.runner.weights),
@@ -70,18 +118,33 @@ def policy_step(directory: str, layout: dict[str, int]) -> dict[str, Any]:
     return result
 
 
-def logits(directory: str, layout: dict[str, int]) -> Tensor | None:
-    """This rank's part of the vocabulary's logits of every token, [T, V/TP], on the last stage."""
-    actor = policy(directory, layout)
-    experience = make_experience(read_shape(Path(directory)).vocab_size)
-    rows = torch.arange(len(experience.lengths))
-    batch = pack(experience.tokens, experience.lengths, rows, actor.world.device)
-    parts = actor.runner.forward([batch], lambda output, _: output[0].clone())
+def logits(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Tensor:
+    """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
+    actor = policy(directory, layout, settings)
+    whole = policy_logits(actor, make_experience(read_shape(Path(directory)).vocab_size))
     worlds.shutdown()
-    return parts[0] if parts else None
+    return whole
 
 
-def resume_step(directory: str, layout: dict[str, int], checkpoint: str) -> dict[str, Any]:
+def policy_logits(actor: Policy, experience: Experience) -> Tensor:
+    """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
+    runner, world = actor.runner, actor.world
+
+    def read(output: Tensor, batch: PackedBatch) -> Tensor:
+        return batch.unpack_tokens(runner.chunks[-1].output_layer.logits(output[0]).float())
+
+    batches = runner.share(experience.tokens, experience.lengths)
+    whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)
+    mine = whole.chunk(world.layout.tensor, -1)[world.place.tensor]
+    parts = runner.forward(batches, read)
+    if world.is_last_stage and world.place.context == 0:
+        for batch, part in zip(batches, parts, strict=True):
+            if not batch.is_filler:
+                mine[batch.batch_rows, : batch.width] = part
+    return world.sum_(whole)
+
+
+def resume_step(directory: str, layout: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     """Three updates in one go, against one, a checkpoint, a fresh policy, and two more."""
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     actor = policy(directory, layout)
@@ -98,7 +161,7 @@ def resume_step(directory: str, layout: dict[str, int], checkpoint: str) -> dict
     return {"straight": straight, "stopped": stopped, "final": final, "resumed": resumed}
 
 
-def load_checkpoint(directory: str, layout: dict[str, int], checkpoint: str) -> str:
+def load_checkpoint(directory: str, layout: dict[str, Any], checkpoint: str) -> str:
     """The error that a checkpoint gives."""
     actor = policy(directory, layout)
     try:
@@ -110,16 +173,15 @@ def load_checkpoint(directory: str, layout: dict[str, int], checkpoint: str) -> 
     return "no error"
 
 
-def critic_step(directory: str, layout: dict[str, int], num_layers: int) -> dict[str, Any]:
+def critic_step(
+    directory: str, layout: dict[str, Any], num_layers: int, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Values, two updates, values again."""
-    import dataclasses
-
     world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
-    critic = ValueModel(
-        shape, world, path, 24, optimizer=OPTIMIZER, total_updates=4, loss=functools.partial(value_loss, clip=0.2)
-    )
+    section = Critic(parallel=world.layout, **_chosen(settings))
+    critic = ValueModel(shape, world, path, section, total_updates=4, loss=functools.partial(value_loss, clip=0.2))
     experience = make_experience(shape.vocab_size)
     before = critic.values(experience.tokens, experience.lengths)
     batch = (experience.tokens, experience.returns, experience.values, experience.mask.float())
@@ -134,38 +196,113 @@ def critic_step(directory: str, layout: dict[str, int], num_layers: int) -> dict
     return result
 
 
-def reward_values(directory: str, layout: dict[str, int]) -> Tensor:
+def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:
     """A reward model's numbers."""
     world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
-    model = ValueModel(read_shape(Path(directory)), world, Path(directory), 24)
+    model = ValueModel(
+        read_shape(Path(directory)), world, Path(directory), Reward(parallel=world.layout, micro_batch_tokens=24)
+    )
     experience = make_experience(model.vocab_size)
     values = model.values(experience.tokens, experience.lengths)
     worlds.shutdown()
     return values
 
 
-def places(layout: dict[str, int]) -> tuple[int, int, int]:
-    """megatron-core's own idea of where this rank stands: tensor, data, pipeline."""
+def places(layout: dict[str, Any]) -> Coordinates:
+    """megatron-core's own idea of where this rank stands."""
     from megatron.core import parallel_state
 
     worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
-    place = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
+    place = Coordinates(
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        data=parallel_state.get_data_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
     )
     worlds.shutdown()
     return place
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Vocab-parallel log-probs, entropy and gradient of this rank's part of the vocabulary."""
-    import torch.distributed as dist
+def attention_weights(attended: Tensor) -> Tensor:
+    """What the test's loss weighs each number of the attention's result with."""
+    return torch.linspace(-1, 1, attended.numel()).view(attended.shape)
 
-    from aligner.megatron.logprobs import vocab_parallel_logprobs
 
-    local = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(local, targets, temperature, dist.group.WORLD)
-    weights = torch.linspace(-1, 2, len(targets))
-    (logprobs * weights).sum().backward()
-    return logprobs.detach(), entropy, local.grad
+def attend(
+    layout: dict[str, Any], whole: dict[str, Tensor], lengths: list[int], window: int | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Packed attention of rows of queries, keys and values [N, L, heads, dim]: its result and their gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from aligner.megatron.attention import PackedAttention
+
+    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())
+    rows, width = len(lengths), max(lengths)
+    # Tokens that tell where each packed token comes from.
+    batch = pack(torch.arange(rows * width).view(rows, width), torch.tensor(lengths), torch.arange(rows), world.device, cut)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
+    packed = [leaf.flatten(0, 1)[batch.tokens[0]] for leaf in leaves.values()]
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, window_size=None if window is None else (window, 0)
+    )
+    attended = batch.unpack_tokens(PackedAttention(config)(*packed, None, packed_seq_params=batch.sequences))
+    (attended * attention_weights(attended)).sum().backward()
+    gradients = {name: world.sum_(leaf.grad) for name, leaf in leaves.items()}
+    worlds.shutdown()
+    return attended.detach(), gradients
+
+
+def refused_sequence(directory: str, length: int) -> str:
+    """The error that a sequence of this length gives."""
+    actor = policy(directory, {})
+    try:
+        actor.logprobs(torch.ones(2, length, dtype=torch.int64), torch.tensor([3, length]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        worlds.shutdown()
+    return "no error"
+
+
+def short_step(directory: str, layout: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """Log-probs and an update of a single sequence."""
+    actor = policy(directory, layout)
+    experience = make_experience(read_shape(Path(directory)).vocab_size, batch=1)
+    logprobs = actor.logprobs(experience.tokens, experience.lengths)
+    stats = actor.train(experience, loss)
+    worlds.shutdown()
+    return logprobs, stats
+
+
+def attention_calls(directory: str, settings: dict[str, Any]) -> tuple[int, int]:
+    """How often the attention core runs in a pass over a batch, and in an update on it."""
+    actor = policy(directory, {}, settings)
+    experience = make_experience(read_shape(Path(directory)).vocab_size)
+    calls: list[int] = []
+    for layer in actor.runner.chunks[0].decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(lambda *_: calls.append(1))
+    actor.logprobs(experience.tokens, experience.lengths)
+    forward = len(calls)
+    actor.train(experience, loss)
+    worlds.shutdown()
+    return forward, len(calls) - forward
+
+
+def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs in bf16, and weights and fp32 main weights around one update."""
+    actor = policy(directory, layout, {"precision": "bf16"} | settings)
+    experience = make_experience(read_shape(Path(directory)).vocab_size)
+    logprobs = actor.logprobs(experience.tokens, experience.lengths)
+    # With the distributed optimizer a rank holds its own shard of the main weights, or none.
+    held = [parameter for _, parameter in actor.runner.parameters() if parameter.main_param is not None]
+    weights = [[parameter.detach().clone() for _, parameter in actor.runner.parameters()]]
+    mains = [torch.cat([parameter.main_param.detach().flatten().clone() for parameter in held])]
+    stats = actor.train(experience, loss)
+    weights.append([parameter.detach().clone() for _, parameter in actor.runner.parameters()])
+    mains.append(torch.cat([parameter.main_param.detach().flatten().clone() for parameter in held]))
+    worlds.shutdown()
+    return {"logprobs": logprobs, "stats": stats, "weights": weights, "mains": mains}

@@ -53,8 +53,8 @@ def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def policy_steps(directory: Path) -> dict[str, Any]:
-    """What two optimizer steps by torch's own AdamW, clipping and schedule give."""
+def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:
+    """What optimizer steps by torch's own AdamW, clipping and schedule give."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -68,15 +68,17 @@ def policy_steps(directory: Path) -> dict[str, Any]:
     )
     first = logprobs(model, experience.tokens, experience.lengths).detach()
     stats = []
-    for step in range(2):
+    for step in range(steps):
         optimizer.zero_grad()
         value, _ = loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
         value.backward()
+        if step == 0:
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * (1 - step / 4)
         optimizer.step()
-        stats.append({"loss": float(value), "grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]})
+        stats.append({"loss": value.item(), "grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]})
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     after = logprobs(model, experience.tokens, experience.lengths).detach()
-    return {"logprobs": first, "stats": stats, "weights": weights, "after_logprobs": after}
+    return {"logprobs": first, "stats": stats, "gradients": gradients, "weights": weights, "after_logprobs": after}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +14,45 @@ from aligner.config.schema import Parallel
 from aligner.config.weights import coordinates
 from tests.megatron import jobs, reference
 
-LAYOUTS = [
-    {},
-    {"tensor": 2},
-    {"pipeline": 2},
-    {"data": 2},
-    {"tensor": 2, "pipeline": 2},
-    {"tensor": 2, "data": 2},
-    {"pipeline": 2, "data": 2},
-    {"pipeline": 2, "last_stage_layers": 1},
-]
-IDS = ["x".join(f"{key}{value}" for key, value in layout.items()) or "single" for layout in LAYOUTS]
+DISTRIBUTED = {"optimizer": {"distributed": True}}
+# Layout, and keys of the actor's section that change how the model runs but not what it computes.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "single": ({}, {}),
+    "tp2": ({"tensor": 2}, {}),
+    "pp2": ({"pipeline": 2}, {}),
+    "dp2": ({"data": 2}, {}),
+    "tp2-pp2": ({"tensor": 2, "pipeline": 2}, {}),
+    "tp2-dp2": ({"tensor": 2, "data": 2}, {}),
+    "pp2-dp2": ({"pipeline": 2, "data": 2}, {}),
+    "pp2-uneven": ({"pipeline": 2, "last_stage_layers": 1}, {}),
+    "tp2-sp": ({"tensor": 2, "sequence": True}, {}),
+    "tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {}),
+    "vpp2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "vpp2-dp2": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, {}),
+    "vpp2-tp2-sp": ({"pipeline": 2, "virtual_pipeline": 2, "tensor": 2, "sequence": True}, {}),
+    "vpp2-cp2": ({"pipeline": 2, "virtual_pipeline": 2, "context": 2}, {}),
+    "cp2": ({"context": 2}, {}),
+    "cp4": ({"context": 4}, {}),
+    "cp2-tp2": ({"context": 2, "tensor": 2}, {}),
+    "cp2-tp2-sp": ({"context": 2, "tensor": 2, "sequence": True}, {}),
+    "cp2-dp2": ({"context": 2, "data": 2}, {}),
+    "dp2-distributed": ({"data": 2}, DISTRIBUTED),
+    "pp2-dp2-distributed": ({"pipeline": 2, "data": 2}, DISTRIBUTED),
+    "vpp2-dp2-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, DISTRIBUTED),
+    "cp2-dp2-distributed": ({"context": 2, "data": 2}, DISTRIBUTED),
+    "full-recompute": ({}, {"recompute": "full"}),
+    "selective-recompute": ({}, {"recompute": "selective"}),
+    "full-recompute-tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {"recompute": "full"}),
+    "selective-recompute-cp2-vpp2": ({"context": 2, "pipeline": 2, "virtual_pipeline": 2}, {"recompute": "selective"}),
+}
 
 
-def ranks(layout: dict[str, int]) -> int:
+def layouts(*names: str) -> Any:
+    """Parametrizes a test by the layouts of these names, or by all."""
+    return pytest.mark.parametrize(("layout", "settings"), [LAYOUTS[name] for name in names or LAYOUTS], ids=names or LAYOUTS)
+
+
+def ranks(layout: dict[str, Any]) -> int:
     return Parallel(**layout).ranks
 
 
@@ -47,10 +73,10 @@ def assert_slices_equal(parts, tensors, **tolerance):
     assert seen == set(tensors) - {"lm_head.weight"} or seen == set(tensors)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
-def test_logprobs_losses_gradient_norms_and_updated_weights_agree_with_transformers(pool, llama, layout):
+@layouts()
+def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(pool, llama, layout, settings):
     expected = expected_steps(llama)
-    results = pool.run(jobs.policy_step, ranks(layout), str(llama), layout)
+    results = pool.run(jobs.policy_step, ranks(layout), str(llama), layout, settings)
     for result in results:
         torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(result["after_logprobs"], expected["after_logprobs"], rtol=1e-3, atol=1e-3)
@@ -62,44 +88,63 @@ def test_logprobs_losses_gradient_norms_and_updated_weights_agree_with_transform
             assert 0 < stats["entropy"] < math.log(72)
     stored = load_file(llama / "model.safetensors")
     assert_slices_equal([result["before"] for result in results], stored, rtol=0, atol=0)
+    assert_slices_equal([result["gradients"] for result in results], expected["gradients"], rtol=1e-4, atol=2e-6)
     weights = {name: expected["weights"][name] for name in stored}
-    # Adam's first steps divide by the root of tiny squared gradients, so a rounding error moves a weight by a visible
-    # fraction of the learning rate (1e-3).
-    assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-4)
+    # A hundredth of the learning rate.
+    assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=IDS[:3])
-def test_logits_equal_those_of_transformers(pool, llama, layout):
+@layouts("single", "tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2-tp2-sp", "cp2-dp2")
+def test_logits_equal_those_of_transformers(pool, llama, layout, settings):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     experience = jobs.make_experience(72)
+    expected = torch.zeros(*experience.tokens.shape, 72)
     with torch.no_grad():
-        rows = [model(row[None, :length]).logits[0] for row, length in zip(experience.tokens, experience.lengths, strict=True)]
-    parts = [part for part in pool.run(jobs.logits, ranks(layout), str(llama), layout) if part is not None]
-    torch.testing.assert_close(torch.cat(parts, -1), torch.cat(rows), rtol=1e-4, atol=1e-4)
+        for row, (tokens, length) in enumerate(zip(experience.tokens, experience.lengths.tolist(), strict=True)):
+            expected[row, :length] = model(tokens[None, :length]).logits[0]
+    for logits in pool.run(jobs.logits, ranks(layout), str(llama), layout, settings):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:6], ids=IDS[:6])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor": 2},
+        {"data": 2},
+        {"tensor": 2, "pipeline": 2},
+        {"pipeline": 2, "data": 2},
+        {"tensor": 2, "context": 2},
+        {"context": 2, "data": 2},
+        {"context": 2, "pipeline": 2},
+        {"tensor": 2, "data": 2, "expert": 2},
+        {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1},
+        {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1},
+        {"context": 2, "data": 2, "expert": 2},
+        {"data": 2, "pipeline": 2, "expert": 2},
+    ],
+    ids=lambda layout: "-".join(f"{key}{value}" for key, value in layout.items()),
+)
 def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
-    for rank, place in enumerate(pool.run(jobs.places, ranks(layout), layout)):
-        ours = coordinates(rank, Parallel(**layout))
-        assert place == (ours.tensor, ours.data, ours.pipeline)
+    places = pool.run(jobs.places, ranks(layout), layout)
+    assert places == [coordinates(rank, Parallel(**layout)) for rank in range(len(places))]
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}], ids=["single", "tp", "pp", "dp"])
-def test_critic_from_the_first_layers_learns_the_same_at_every_layout(pool, untied_llama, layout):
-    single = pool.run(jobs.critic_step, 1, str(untied_llama), {}, 2)[0]
+@layouts("single", "tp2", "pp2", "dp2", "tp2-sp", "tp2-sp-pp2", "vpp2", "cp2", "cp2-tp2-sp", "dp2-distributed")
+def test_critic_from_the_first_layers_learns_the_same_at_every_layout(pool, untied_llama, layout, settings):
+    layers = 4 if layout.get("virtual_pipeline") else 2
+    single = pool.run(jobs.critic_step, 1, str(untied_llama), {}, layers)[0]
     assert single["before"].abs().max() == 0, "a fresh value head says zero"
     assert single["version"] == 2
-    for result in pool.run(jobs.critic_step, ranks(layout), str(untied_llama), layout, 2):
+    for result in pool.run(jobs.critic_step, ranks(layout), str(untied_llama), layout, layers, settings):
         torch.testing.assert_close(result["after"], single["after"], rtol=1e-4, atol=1e-5)
         assert result["stats"] == [pytest.approx(stats, rel=1e-4, abs=1e-7) for stats in single["stats"]]
     assert single["stats"][1]["loss"] < single["stats"][0]["loss"]
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["single", "tp", "pp"])
-def test_reward_model_agrees_with_transformers(pool, reward_llama, layout):
+@layouts("single", "tp2", "pp2", "vpp2", "cp2-tp2-sp")
+def test_reward_model_agrees_with_transformers(pool, reward_llama, layout, settings):
     from transformers import LlamaForSequenceClassification
 
     model = LlamaForSequenceClassification.from_pretrained(reward_llama, dtype=torch.float32).eval()
@@ -112,15 +157,42 @@ def test_reward_model_agrees_with_transformers(pool, reward_llama, layout):
         torch.testing.assert_close(values, torch.where(inside, expected, 0.0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_vocab_parallel_logprobs_and_gradients_equal_the_dense_ones(pool, world):
-    generator = torch.Generator().manual_seed(2)
-    logits, targets = 5 * torch.randn(7, 12, generator=generator), torch.randint(0, 12, (7,), generator=generator)
-    dense = logits.clone().requires_grad_()
-    distribution = torch.distributions.Categorical(logits=dense / 0.6)
-    (distribution.log_prob(targets) * torch.linspace(-1, 2, 7)).sum().backward()
-    parts = pool.run(jobs.token_logprobs, world, logits, targets, 0.6)
-    for logprobs, entropy, _ in parts:
-        torch.testing.assert_close(logprobs, distribution.log_prob(targets).detach())
-        torch.testing.assert_close(entropy, distribution.entropy().detach())
-    torch.testing.assert_close(torch.cat([gradient for _, _, gradient in parts], -1), dense.grad)
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_recomputation_runs_the_attention_core_again_in_the_backward_pass(pool, untied_llama, recompute, runs):
+    forward, update = pool.run(jobs.attention_calls, 1, str(untied_llama), {"recompute": recompute})[0]
+    assert update == runs * forward > 0
+
+
+@layouts("single", "tp2-sp", "vpp2", "cp2", "dp2-distributed")
+def test_bf16_computes_near_fp32_and_keeps_fp32_main_weights(pool, untied_llama, layout, settings):
+    expected = expected_steps(untied_llama)
+    small = {"optimizer": settings.get("optimizer", {}) | {"learning_rate": 1e-6}}
+    for result in pool.run(jobs.bf16_step, ranks(layout), str(untied_llama), layout, small):
+        # bf16 keeps 8 bits: logits of up to 20 are known to about 0.05.
+        torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=0, atol=0.3)
+        assert (result["logprobs"] - expected["logprobs"]).abs().max() > 1e-4
+        assert result["stats"]["grad_norm"] == pytest.approx(expected["stats"][0]["grad_norm"], rel=0.05)
+        before, after = result["weights"]
+        assert all(weight.dtype == torch.bfloat16 for weight in before)
+        same = torch.cat([torch.eq(*pair).flatten() for pair in zip(before, after, strict=True)])
+        assert same.float().mean() > 0.99, "updates of 1e-6 are too small for bf16 weights"
+        before, after = result["mains"]
+        assert before.dtype == torch.float32
+        assert ((after - before).abs() > 5e-7).float().mean() > 0.9, "the main weights take them"
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused_by_name(pool, untied_llama):
+    message = pool.run(jobs.refused_sequence, 1, str(untied_llama), 129)[0]
+    assert message.startswith("AlignerError: sequence 1 of the batch has 129 tokens, but the model has 128 positions")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 4}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2, "data": 2}, {"tensor": 2, "sequence": True}],
+    ids=["dp4", "vpp2", "cp2-dp2", "tp2-sp"],
+)
+def test_fewer_sequences_than_the_layout_wants_change_nothing(pool, untied_llama, layout):
+    expected = pool.run(jobs.short_step, 1, str(untied_llama), {})[0]
+    for logprobs, stats in pool.run(jobs.short_step, ranks(layout), str(untied_llama), layout):
+        torch.testing.assert_close(logprobs, expected[0], rtol=1e-4, atol=1e-5)
+        assert stats == pytest.approx(expected[1], rel=1e-4)

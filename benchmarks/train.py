@@ -1,0 +1,123 @@
+"""Tokens per second of a training step, beside a plain transformers + torch step on the same cores in the same run.
+
+A step is forward, backward, clipping and Adam on a policy-gradient loss over response tokens, fp32, random weights. On mixed
+lengths (uniform between --shortest and --longest) the peer pads and ours packs; tokens are real tokens on both sides. Each
+side first tries its ways of using the cores (the peer one thread and two; ours one process with two threads, and two ranks
+with one each) and goes on with the best; then both take turns, and each one's best step counts.
+
+`gemm_fraction` is the time that our step's matrix products alone take, over the step's. Memory is that of the pass from
+hidden states to log-probs and their gradients, over one micro-batch of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks.train_workers import MODELS, Group, LogprobPass, Ours, Peer, Way, write_model
+
+PEER_WAYS = (Way("1 thread", 1), Way("2 threads", 2))
+OUR_WAYS = (
+    Way("1 process, 2 threads", 2),
+    Way("data parallel, 2 ranks", 1, {"data": 2}),
+)
+
+
+def best_way(
+    kind: Callable[..., Any], ways: Sequence[Way], directory: str, budget: int, lengths: Sequence[int]
+) -> tuple[Way, dict[str, float]]:
+    """The way whose step takes the fewest seconds, and everyone's seconds."""
+    seconds = {}
+    for way in ways:
+        with Group(kind, directory, way, budget) as group:
+            group.call("step", lengths[:2])  # the first step allocates
+            seconds[way.name] = group.call("step", lengths)
+    return min(ways, key=lambda way: seconds[way.name]), seconds
+
+
+def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    draw = random.Random(0)
+    mixed = [draw.randint(args.shortest, args.longest) for _ in range(args.sequences)]
+    equal = [args.longest] * args.sequences
+    budget = args.micro_batch_tokens
+    our_way, our_trials = best_way(Ours, OUR_WAYS, directory, budget, mixed)
+    peer_way, peer_trials = best_way(Peer, PEER_WAYS, directory, budget, mixed)
+    seconds: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(Group(Ours, directory, our_way, budget))
+        peer = stack.enter_context(Group(Peer, directory, peer_way, budget))
+        for side in (ours, peer):
+            side.call("step", mixed[:2])
+        for _ in range(args.steps):
+            for name, lengths in (("mixed", mixed), ("equal", equal)):
+                for side, group in (("ours", ours), ("peer", peer)):
+                    seconds.setdefault(f"{side}_{name}", []).append(group.call("step", lengths))
+            seconds.setdefault("products", []).append(ours.call("products", equal))
+    best = {name: min(values) for name, values in seconds.items()}
+    return {
+        "mixed_tokens": sum(mixed),
+        "equal_tokens": sum(equal),
+        "ours": our_way.name,
+        "ours_trials_s": our_trials,
+        "peer": peer_way.name,
+        "peer_trials_s": peer_trials,
+        "ours_tokens_per_s": sum(mixed) / best["ours_mixed"],
+        "peer_tokens_per_s": sum(mixed) / best["peer_mixed"],
+        "ratio": best["peer_mixed"] / best["ours_mixed"],
+        "ours_equal_length_tokens_per_s": sum(equal) / best["ours_equal"],
+        "peer_equal_length_tokens_per_s": sum(equal) / best["peer_equal"],
+        "equal_length_ratio": best["peer_equal"] / best["ours_equal"],
+        "gemm_fraction": best["products"] / best["ours_equal"],
+    }
+
+
+def memory(directory: str, tokens: int, chunk_tokens: int) -> dict[str, Any]:
+    with Group(LogprobPass, directory, Way("1 process, 2 threads", 2), tokens) as group:
+        group.call("chunked", tokens)  # the matrix library allocates its own buffers once
+        dense = group.call("dense")
+        chunked = group.call("chunked", chunk_tokens)
+    return {
+        "logprob_tokens": tokens,
+        "logprob_chunk_tokens": chunk_tokens,
+        "logprob_mib": chunked,
+        "logprob_dense_mib": dense,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2_135m", help="whose shape to give the model")
+    parser.add_argument("--sequences", type=int, default=12, help="sequences a step")
+    parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest mixed sequence")
+    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest, and of all equal ones")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side and kind")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="of the log-prob pass whose memory is measured")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(directory, MODELS[args.model]))
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise SystemExit(f"the model's weights could not be written (exit code {writer.exitcode})")
+        result = measure(args, directory) | memory(directory, args.micro_batch_tokens, args.chunk_tokens)
+    if args.json:
+        print(json.dumps({"benchmark": "train", "model": args.model, **result}))
+    else:
+        print(
+            "\n".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items())
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Every family on one CUDA device computes what transformers and torch compute on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.megatron import families
+from tests.megatron.test_families import largest_errors
+from tests.worker_pool import free_port
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# bf16 keeps 8 bits of a number, and the error of a sum grows with the model's depth.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment of a world of one."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setitem(os.environ, "MASTER_PORT", str(free_port()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, family, precision):
+    directory = families.save(family, tmp_path)
+    expected = families.reference_steps(directory)
+    results = [families.family_steps(str(directory), {}, precision=precision)]
+    errors = largest_errors(directory, results, expected)
+    if precision == "bf16":  # a single weight's gradient may be all rounding; what the run sees may not
+        errors = {what: errors[what] for what in ("loss", "grad_norm", "logits")}
+    assert {what: error for what, error in errors.items() if not error < TOLERANCE[precision]} == {}

@@ -1,0 +1,182 @@
+"""Tiny random models of every family, and the same training steps by transformers and torch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.model_source import directory_shape
+from aligner.config.weights import Slice, weight_table
+from aligner.megatron import world as worlds
+from tests.megatron import jobs, reference
+
+# Where a gradient is rounding noise (a bias of keys has almost none), Adam at its usual epsilon makes full steps of the
+# noise, so that no two summation orders agree. An epsilon above the noise and below the gradients compares arithmetic.
+OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-5, "clip_grad_norm": 1e9, "schedule": "constant"}
+STEPS = 3
+
+_SIZES: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 72,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_GROUPED: Mapping[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+
+
+def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **more}}
+
+
+def _llama2(t: Any) -> Any:
+    return t.LlamaConfig(**_SIZES, **_rope())
+
+
+def _llama3(t: Any) -> Any:
+    # Of these sequences' lengths, so that every frequency band is there: kept, blended and stretched.
+    stretched = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+    return t.LlamaConfig(**{**_GROUPED, "tie_word_embeddings": True}, **stretched)
+
+
+def _llama_linear(t: Any) -> Any:
+    return t.LlamaConfig(**_GROUPED, **_rope("linear", factor=4.0))
+
+
+def _qwen3_moe(t: Any, *, normalized: bool) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": normalized}
+    return t.Qwen3MoeConfig(**_GROUPED, **_rope(), **experts, head_dim=32)
+
+
+def _gpt2(t: Any) -> Any:
+    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_inner": 96, "vocab_size": 72, "n_positions": 64}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return t.GPT2Config(**sizes, **dropout, initializer_range=0.15, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+
+
+CONFIGS: Mapping[str, Callable[[Any], Any]] = {
+    "llama2": _llama2,
+    "llama3": _llama3,
+    "llama-linear": _llama_linear,
+    "qwen2": lambda t: t.Qwen2Config(**_GROUPED, **_rope()),
+    "qwen3": lambda t: t.Qwen3Config(**_GROUPED, **_rope(), head_dim=32),
+    "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
+    "gpt2": _gpt2,
+    "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
+    "mixtral": lambda t: t.MixtralConfig(**_GROUPED, **_rope(), num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda t: _qwen3_moe(t, normalized=True),
+    "qwen3_moe-raw": lambda t: _qwen3_moe(t, normalized=False),
+}
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-raw")
+
+
+def save(family: str, directory: Path) -> Path:
+    """Write a random model; norms and biases differ from ones and zeros, so that one that is not read shows."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](transformers))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def reference_steps(directory: Path) -> dict[str, Any]:
+    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the weight table."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.epsilon, weight_decay=0.0
+    )
+    experience = jobs.make_experience(model.config.vocab_size)
+    result: dict[str, Any] = {"logits": _logits(model, experience.tokens, experience.lengths)}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        logprobs = reference.logprobs(model, experience.tokens, experience.lengths)
+        loss, _ = jobs.loss(logprobs, experience, float(experience.mask.sum()))
+        loss.backward()
+        if step == 0:
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+            result |= {"loss": loss.item(), "grad_norm": norm.item(), "gradients": revert_weight_conversion(model, gradients)}
+        optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return result | {"weights": revert_weight_conversion(model, weights)}
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[B, S, V], zeros past each sequence, one row at a time."""
+    result = torch.zeros(*tokens.shape, model.config.vocab_size)
+    for row, length in enumerate(lengths.tolist()):
+        result[row, :length] = model(tokens[row, None, :length]).logits[0]
+    return result
+
+
+def family_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """The same on this rank of a layout: whole logits, statistics, and slices of gradients and weights."""
+    settings["optimizer"] = {**OPTIMIZER, **settings.get("optimizer", {})}
+    actor = jobs.policy(directory, layout, settings)
+    experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    result: dict[str, Any] = {"logits": jobs.policy_logits(actor, experience).numpy()}
+    result["stats"], gradients = jobs.observed_train(actor, experience)
+    for _ in range(STEPS - 1):
+        actor.train(experience, jobs.loss)
+    result |= {"gradients": _arrays(gradients), "weights": _arrays(jobs.slices(actor.runner.weights))}
+    worlds.shutdown()
+    return result
+
+
+def read_slices(directory: str, layout: dict[str, Any]) -> dict[str, tuple[Slice, Any]]:
+    """This rank's slices of the weights, as read from the files."""
+    result = _arrays(jobs.slices(jobs.policy(directory, layout).runner.weights))
+    worlds.shutdown()
+    return result
+
+
+def _arrays(slices: jobs.Slices) -> dict[str, tuple[Slice, Any]]:
+    # Arrays travel in one message; tensors would each take a shared file.
+    return {name: (cut, tensor.cpu().float().numpy()) for name, (cut, tensor) in slices.items()}
+
+
+def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """Largest difference, in units of the largest element of `scale`."""
+    return float((found - expected).abs().max() / scale.abs().max())
+
+
+def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative error of each tensor of a file, over all ranks' slices; every tensor must be there."""
+    table = {spec.name: spec for spec in weight_table(directory_shape(directory, "model.path"))}
+    errors: dict[str, float] = {}
+    for part in parts:
+        for name, (cut, found) in part.items():
+            stored = table[name].stored
+            whole = tensors[stored.name]
+            expected = (
+                whole if stored.axis is None else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
+            )
+            if cut.axis is not None:
+                expected = expected.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            assert found.shape == expected.shape, name
+            error = relative_error(torch.from_numpy(found), expected, whole)
+            errors[stored.name] = max(errors.get(stored.name, 0.0), error)
+    assert set(errors) == {spec.stored.name for spec in table.values()}
+    return errors

@@ -1,0 +1,187 @@
+"""What the worker ranks run for the tests of the optimizer and the adapters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import EngineParallel
+from aligner.config.weights import engine_slices, trainer_slices
+from aligner.data.model_directory import read_shape
+from aligner.errors import AlignerError
+from aligner.megatron import world as worlds
+from aligner.megatron.lora import LoraWeights
+from aligner.megatron.policy import Policy
+from aligner.resharding.plan import plan_transfers
+from aligner.resharding.publisher import Publisher
+from tests.megatron import jobs
+
+# A value to put into the gradient of a weight, at an update.
+Poison = Mapping[int, tuple[str, float]]
+
+
+def whole_gradient(name: str, shape: Sequence[int], step: int) -> Tensor:
+    """The gradient of a weight at a step, from nothing but their names."""
+    seed = int.from_bytes(hashlib.sha256(f"{name}:{step}".encode()).digest()[:6], "big")
+    return 0.01 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _give_gradients(actor: Policy, step: int) -> None:
+    weights = actor.runner.trained
+    for name in weights:
+        cut, whole = weights.slices[name], whole_gradient(name, weights.specs[name].shape, step)
+        piece = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        weights.scatter(name, weights.parameter(name).main_grad, piece)
+
+
+def optimizer_state(actor: Policy) -> list[Tensor]:
+    """Adam's moments and step counts, and the weights, of this rank."""
+    parts = actor.runner.optimizer.chained_optimizers
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    tensors = [torch.as_tensor(value) for state in states for value in state.values()]
+    return [tensor.clone() for tensor in (*tensors, *(parameter.detach() for _, parameter in actor.runner.parameters()))]
+
+
+def guided_steps(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], gradients: Sequence[int], poison: Poison | None = None
+) -> dict[str, Any]:
+    """Optimizer steps from the given gradients of `whole_gradient`, some of them spoiled where the weight is held.
+
+    Returns the statistics of every step, the weights at the end, and for each spoiled step whether it left everything as it
+    was, bit for bit.
+    """
+    actor = jobs.policy(directory, layout, settings)
+    stats, untouched = [], []
+    try:
+        for index, step in enumerate(gradients):
+            before = optimizer_state(actor)
+            _give_gradients(actor, step)
+            if index in (poison or {}):
+                name, value = poison[index]
+                if name in actor.runner.trained:
+                    parameter = actor.runner.trained.parameter(name)
+                    parameter.main_grad.view(-1)[:3] = value
+            stats.append(actor.runner._take_step())
+            if index in (poison or {}):
+                same = zip(before, optimizer_state(actor), strict=True)
+                untouched.append(all(torch.equal(left, right) for left, right in same))
+        return {"stats": stats, "after": jobs.slices(actor.runner.weights), "untouched": untouched}
+    except AlignerError as error:
+        return {"stats": stats, "error": str(error), "rank": actor.world.rank}
+    finally:
+        worlds.shutdown()
+
+
+def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """The learning rate of each of four steps, for each of some optimizer settings."""
+    rates = []
+    for optimizer in settings:
+        actor = jobs.policy(directory, {}, {"optimizer": optimizer})
+        rates.append([])
+        for step in range(4):
+            _give_gradients(actor, step)
+            rates[-1].append(actor.runner._take_step()["lr"])
+    worlds.shutdown()
+    return rates
+
+
+def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """An update whose loss is not a number, a good one after it, and that good one alone."""
+
+    def bad_loss(logprobs: Tensor, experience: Any, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, stats = jobs.loss(logprobs, experience, denominator)
+        return value * torch.nan, {name: value * torch.nan if name == "loss" else value for name, value in stats.items()}
+
+    experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
+    actor = jobs.policy(directory, layout)
+    stats = [actor.train(experience, bad_loss), actor.train(experience, jobs.loss)]
+    spoiled = jobs.slices(actor.runner.weights)
+    actor = jobs.policy(directory, layout)
+    alone = actor.train(experience, jobs.loss)
+    result = {"stats": stats, "alone": alone, "after": spoiled, "after_alone": jobs.slices(actor.runner.weights)}
+    worlds.shutdown()
+    return result
+
+
+def adapted_policy(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Updates of a policy with adapters: log-probs, gradients, adapters, merged weights and the reference."""
+    actor = jobs.policy(directory, layout, settings)
+    weights = actor.runner.weights
+    assert isinstance(weights, LoraWeights)
+    experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
+    base = {name: weights.parameter(name).detach().clone() for name in weights}
+    fresh = jobs.slices(weights.adapters)
+    first = actor.logprobs(experience.tokens, experience.lengths)
+    seen, stats = [], []
+    for _ in range(steps):
+        update, gradients = jobs.observed_train(actor, experience)
+        stats.append(update)
+        seen.append(gradients)
+    result = {
+        "logprobs": first,
+        "gradients": seen,
+        "stats": stats,
+        "after_logprobs": actor.logprobs(experience.tokens, experience.lengths),
+        "reference": actor.reference_logprobs(experience.tokens, experience.lengths),
+        "fresh": fresh,
+        "adapters": jobs.slices(weights.adapters),
+        "merged": jobs.slices(weights),
+        "base_untouched": all(torch.equal(base[name], weights.parameter(name)) for name in weights),
+        "buffered": sum(buffer.numel for chunk in actor.runner.ddp for buffer in chunk.buffers),
+    }
+    worlds.shutdown()
+    return result
+
+
+def trained_weights(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Updates; their statistics, the weights after them, and the size of this rank's gradient buffers."""
+    actor = jobs.policy(directory, layout, settings)
+    experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
+    stats = [actor.train(experience, jobs.loss) for _ in range(steps)]
+    buffered = sum(buffer.numel for chunk in actor.runner.ddp for buffer in chunk.buffers)
+    result = {"stats": stats, "after": jobs.slices(actor.runner.weights), "buffered": buffered}
+    worlds.shutdown()
+    return result
+
+
+def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """Updates, then a verified publish to an engine whose every rank holds the whole model: the engine's views."""
+    actor = jobs.policy(directory, layout, settings)
+    experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
+    for _ in range(steps):
+        actor.train(experience, jobs.loss)
+    weights, world = actor.runner.weights, actor.world
+    engine = EngineParallel(tensor=1, data=world.size)
+    plan = plan_transfers(
+        weights.table,
+        {rank: trainer_slices(weights.table, actor.runner.shape.num_layers, world.layout, rank) for rank in range(world.size)},
+        {rank: engine_slices(weights.table, engine, rank) for rank in range(world.size)},
+    )
+    views = {spec.name: torch.zeros(spec.shape) for spec in weights.table}
+    publisher = Publisher(plan, world.rank, weights.read, views, lambda version: None, bucket_bytes=1 << 20, verify_every=1)
+    publisher.publish(version=1)
+    worlds.shutdown()
+    return views
+
+
+def adapted_checkpoint(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], checkpoint: str, resume: bool
+) -> dict[str, Any]:
+    """A third update, after two and a checkpoint, or after reading that."""
+    actor = jobs.policy(directory, layout, settings)
+    experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
+    if resume:
+        actor.load(Path(checkpoint))
+    else:
+        for _ in range(2):
+            actor.train(experience, jobs.loss)
+        actor.save(Path(checkpoint))
+    stats = actor.train(experience, jobs.loss)
+    result = {"stats": stats, "adapters": jobs.slices(actor.runner.trained)}
+    worlds.shutdown()
+    return result

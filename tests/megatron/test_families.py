@@ -1,0 +1,128 @@
+"""Every family at every layout computes what transformers and torch compute in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aligner.config.schema import Parallel
+from tests.megatron import families
+from tests.megatron.families import CONFIGS, MIXTURES
+
+TOLERANCE = 1e-4
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "single": {},
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "DP2": {"data": 2},
+    "TP2+SP": {"tensor": 2, "sequence": True},
+    "CP2": {"context": 2},
+    "TP2xPP2": {"tensor": 2, "pipeline": 2},
+    "distributed": {"data": 2},
+}
+# megatron-core runs experts under tensor parallelism only with sequence parallelism; ETP is tensor parallelism inside them.
+MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    **{name: layout for name, layout in LAYOUTS.items() if name not in ("TP2", "TP2xPP2")},
+    "TP2+SPxPP2": {"tensor": 2, "sequence": True, "pipeline": 2},
+    "EP2": {"data": 2, "expert": 2},
+    "EP2 distributed": {"data": 2, "expert": 2},
+    "TP2+SPxEP2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+    "EP2 over TP2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+    "CP2xEP2": {"context": 2, "expert": 2},
+    "ETP1 over TP2": {"tensor": 2, "sequence": True, "expert_tensor": 1},
+    "ETP2 over DP2": {"data": 2, "expert_tensor": 2},
+}
+# Variants of a family in what no layout cuts: the ones that cut tokens in the most ways are enough.
+VARIANTS = {"llama-linear": ("single", "CP2"), "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2")}
+
+
+def layouts(family: str) -> Iterable[str]:
+    return VARIANTS.get(family, MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS)
+
+
+Errors = dict[tuple[str, str], float]
+CELLS = [(family, name) for family in CONFIGS for name in layouts(family)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A family's directory and what transformers makes of it, computed once."""
+    made: dict[str, Any] = {}
+
+    def make(family):
+        if family not in made:
+            directory = families.save(family, tmp_path_factory.mktemp(family))
+            made[family] = directory, families.reference_steps(directory)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def table(request) -> Iterator[Errors]:
+    """Largest relative error by family and layout, printed when all are there."""
+    errors: Errors = {}
+    yield errors
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        for mixtures in (False, True):
+            print_table({cell: error for cell, error in errors.items() if (cell[0] in MIXTURES) is mixtures})
+
+
+def print_table(errors: Errors) -> None:
+    names = list(dict.fromkeys(name for _, name in errors))
+    rows = [["largest relative error", *names]]
+    for family in dict.fromkeys(family for family, _ in errors):
+        rows.append([family, *(f"{errors[family, name]:.0e}" if (family, name) in errors else "-" for name in names)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def run(pool, directory, name, **settings):
+    layout = dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
+    settings["optimizer"] = {"distributed": "distributed" in name}
+    return pool.run(families.family_steps, Parallel(**layout).ranks, str(directory), layout, **settings)
+
+
+def largest_errors(directory, results, expected) -> dict[str, float]:
+    """Relative error of the loss, the gradient norm, the logits, and every gradient and trained weight."""
+    errors = {}
+    for key in ("loss", "grad_norm"):
+        errors[key] = max(abs(result["stats"][key] / expected[key] - 1) for result in results)
+    logits = expected["logits"]
+    errors["logits"] = max(families.relative_error(torch.from_numpy(result["logits"]), logits, logits) for result in results)
+    for kind in ("gradients", "weights"):
+        parts = families.slice_errors(directory, [result[kind] for result in results], expected[kind])
+        errors |= {f"{kind}: {name}": error for name, error in parts.items()}
+    return errors
+
+
+@pytest.mark.parametrize(("family", "name"), CELLS, ids=[f"{family}-{name}" for family, name in CELLS])
+def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(pool, model, table, family, name):
+    directory, expected = model(family)
+    errors = largest_errors(directory, run(pool, directory, name), expected)
+    table[family, name] = max(errors.values())
+    assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_rank_reads_its_slices_of_the_files_bit_for_bit(pool, model, family):
+    directory, _ = model(family)
+    name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"
+    parts = pool.run(families.read_slices, 4, str(directory), dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name]))
+    errors = families.slice_errors(directory, parts, load_file(directory / "model.safetensors"))
+    assert set(errors.values()) == {0.0}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(("family", "name"), [("pythia", "TP2+SP"), ("pythia", "PP2"), ("mixtral", "EP2")])
+def test_recomputed_activations_change_nothing(pool, model, family, name, recompute):
+    directory, expected = model(family)
+    errors = largest_errors(directory, run(pool, directory, name, recompute=recompute), expected)
+    assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}

@@ -1,0 +1,173 @@
+"""Log-probs and entropies from hidden states, chunk by chunk, against the dense computation in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aligner.megatron.logprobs import vocab_parallel_logprobs
+
+HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
+CHUNKS = (1, 3, 7, 1024)  # tokens at a time, of 7
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [8, H], weight [V, H], places of the 7 tokens to score, and their targets."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (8, VOCABULARY))
+    return hidden, 2 * weight, torch.tensor([0, 1, 2, 4, 5, 6, 7]), torch.randint(0, VOCABULARY, (7,), generator=generator)
+
+
+def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """A different upstream gradient for each token; the entropy takes part when it is there."""
+    total = (logprobs * torch.linspace(-1, 2, 7)).sum()
+    return total if entropy is None else total + (entropy * torch.linspace(3, -1, 7)).sum()
+
+
+def dense(with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropies, and gradients of hidden states and weight."""
+    hidden, weight, index, targets = inputs()
+    hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
+    scores = (hidden[index] @ weight.t() / TEMPERATURE).log_softmax(-1)
+    logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+    objective(logprobs, entropy if with_entropy else None).backward()
+    return tuple(tensor.detach().float() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
+
+
+def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+    """What a head of this rank's part of the vocabulary gives at every chunk size."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from aligner.config.schema import Parallel
+    from aligner.megatron import world as worlds
+    from aligner.megatron.heads import VocabularyHead
+
+    size = dist.get_world_size()
+    world = worlds.initialize(Parallel(tensor=size, sequence=sequence), seed=1, timeout_s=120)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=size,
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+    )
+    hidden, weight, index, targets = inputs()
+    if sequence:
+        hidden = hidden.chunk(size)[world.rank].clone()
+    replaced = ColumnParallelLinear(HIDDEN, VOCABULARY, config=config, init_method=config.init_method, bias=False)
+    replaced.weight.data.copy_(weight.chunk(size)[world.rank])
+    head = VocabularyHead(replaced)
+    results = []
+    for chunk in CHUNKS:
+        head.weight.grad, states = None, hidden.clone().requires_grad_()
+        options = {"temperature": TEMPERATURE, "chunk_tokens": chunk, "with_entropy": with_entropy}
+        logprobs, entropy = head.logprobs(head(states)[0], index, targets, **options)
+        objective(logprobs, entropy).backward()
+        results.append((logprobs.detach(), None if entropy is None else entropy.detach(), states.grad, head.weight.grad))
+    worlds.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+@pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (4, False), (2, True)], ids=["1", "tp2", "tp4", "sp2"])
+def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, size, sequence, with_entropy):
+    logprobs, entropy, grad_hidden, grad_weight = dense(with_entropy)
+    ranks = pool.run(head_results, size, sequence, with_entropy)
+    for results in zip(*ranks, strict=True):  # one chunk size, every rank
+        for result in results:
+            torch.testing.assert_close(result[0], logprobs, rtol=1e-5, atol=1e-5)
+            if with_entropy:
+                torch.testing.assert_close(result[1], entropy, rtol=1e-5, atol=1e-5)
+        hidden_parts = [result[2] for result in results]
+        parts = [torch.cat(hidden_parts)] if sequence else hidden_parts
+        for part in parts:
+            torch.testing.assert_close(part, grad_hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_do():
+    hidden, weight, index, targets = inputs()
+    hidden.requires_grad_()
+    logprobs, _ = vocab_parallel_logprobs(hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3)
+    objective(logprobs, None).backward()
+    torch.testing.assert_close(hidden.grad, dense(False)[2], rtol=1e-4, atol=1e-5)
+    assert weight.grad is None
+
+
+def test_an_entropy_alone_can_be_differentiated():
+    hidden, weight, index, targets = inputs()
+    hidden.requires_grad_()
+    _, entropy = vocab_parallel_logprobs(
+        hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3, with_entropy=True
+    )
+    objective(torch.zeros(7), entropy).backward()
+    torch.testing.assert_close(hidden.grad, dense(True)[2] - dense(False)[2], rtol=1e-4, atol=1e-5)
+
+
+def test_scores_that_overflow_an_exponential_stay_finite():
+    hidden, weight, index, targets = inputs()
+    hidden, weight = (100 * hidden).requires_grad_(), weight.requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3, with_entropy=True
+    )
+    objective(logprobs, entropy).backward()
+    expected = (hidden.detach()[index].double() @ weight.detach().double().t() / TEMPERATURE).log_softmax(-1)
+    torch.testing.assert_close(logprobs, expected.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-4, atol=1e-3)
+    assert all(tensor.isfinite().all() for tensor in (entropy, hidden.grad, weight.grad))
+
+
+def test_bf16_products_have_float32_statistics():
+    hidden, weight, index, targets = inputs()
+    hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3, with_entropy=True
+    )
+    objective(logprobs, entropy).backward()
+    expected = dense(True)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    for got, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_nothing_to_score_gives_zero_gradients():
+    hidden, weight, index, targets = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    logprobs, _ = vocab_parallel_logprobs(hidden[index[:0]], weight, targets[:0], temperature=1.0, chunk_tokens=3)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+class LargestLogits(TorchDispatchMode):
+    """Records the most rows of any tensor that an operation makes over the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == 64:
+                self.rows = max(self.rows, len(tensor))
+        return result
+
+
+@pytest.mark.parametrize("tokens", [8, 80])
+def test_logits_never_exist_for_more_tokens_than_a_chunk(tokens):
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    targets = torch.randint(0, 64, (tokens,))
+    with LargestLogits() as seen:
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, targets, temperature=1.0, chunk_tokens=8, with_entropy=True
+        )
+        (logprobs.sum() + entropy.sum()).backward()
+    assert seen.rows == 8

@@ -1,0 +1,191 @@
+"""Adapters at every layout against transformers with W + (alpha / rank) B A in the place of W."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.func import functional_call
+
+from aligner.config.lora import adapter_map, adapter_table
+from aligner.config.schema import Lora, Parallel
+from aligner.config.weights import weight_table
+from aligner.data.model_directory import read_shape
+from aligner.megatron.lora import initial_down
+from tests.megatron import families, jobs, optimizer_jobs
+from tests.megatron.reference import logprobs
+
+LORA = Lora(rank=4, alpha=6.0)
+# An epsilon above a gradient's rounding noise, and steps that move the adapters well away from their start.
+OPTIMIZER = {"learning_rate": 2e-2, "epsilon": 1e-3, "clip_grad_norm": 0.5, "schedule": "constant"}
+STEPS = 3
+TP, SEQUENCE, PP, DP = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"data": 2}
+CASES = [
+    *(("llama3", layout, {}) for layout in ({}, TP, SEQUENCE, PP, DP, SEQUENCE | PP, PP | {"virtual_pipeline": 2})),
+    ("llama3", SEQUENCE, {"recompute": "full"}),
+    ("llama3", DP, {"optimizer": {"distributed": True}}),
+    *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia")),
+    ("mixtral", {"expert": 2, "data": 2}, {}),
+]
+IDS = ["-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())]) for family, layout, more in CASES]
+
+
+def lora_of(family):
+    return dataclasses.replace(LORA, targets=["attention"]) if family in families.MIXTURES else LORA
+
+
+class Adapted(torch.nn.Module):
+    """A transformers model with the adapted tensors made of the frozen ones and their factors."""
+
+    def __init__(self, directory, lora):
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        self.model, self.config = model.eval().requires_grad_(False), model.config
+        self.adapters, self.scale = adapter_map(weight_table(read_shape(directory)), lora), lora.alpha / lora.rank
+        self.factors = {}
+        for spec in adapter_table(self.adapters):
+            start = initial_down(spec, seed=1) if spec.name.endswith(".lora_A.weight") else torch.zeros(spec.shape)
+            self.factors[spec.name] = start.requires_grad_()
+
+    def merged(self):
+        """The adapted tensors by their names in the file; those of one tensor lie one after another in the table."""
+        parts, own = {}, dict(self.model.named_parameters())
+        for adapter in self.adapters.values():
+            product = self.scale * (self.factors[adapter.up.name] @ self.factors[adapter.down.name])
+            stored = adapter.weight.stored
+            parts.setdefault((stored.name, stored.axis or 0), []).append(product.T if adapter.weight.transposed else product)
+        return {name: own[name] + torch.cat(products, axis) for (name, axis), products in parts.items()}
+
+    def forward(self, tokens):
+        return functional_call(self.model, self.merged(), (tokens,))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """A family's directory, and what its adapters learn by torch's own optimizer, each made once."""
+
+    @functools.cache
+    def make(family):
+        directory = families.save(family, tmp_path_factory.mktemp(family))
+        return directory, reference_steps(directory, lora_of(family))
+
+    return make
+
+
+def reference_steps(directory, lora):
+    model = Adapted(directory, lora)
+    experience = jobs.make_experience(model.config.vocab_size)
+    adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
+    optimizer = torch.optim.AdamW(
+        model.factors.values(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.epsilon, weight_decay=0.0
+    )
+    with torch.no_grad():
+        first = logprobs(model.model, experience.tokens, experience.lengths)
+    stats, gradients = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value, _ = jobs.loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
+        value.backward()
+        gradients.append({name: factor.grad.clone() for name, factor in model.factors.items()})
+        norm = torch.nn.utils.clip_grad_norm_(model.factors.values(), adam.clip_grad_norm)
+        stats.append({"loss": value.item(), "grad_norm": float(norm)})
+        optimizer.step()
+    with torch.no_grad():
+        return {
+            "logprobs": first,
+            "stats": stats,
+            "gradients": gradients,
+            "after_logprobs": logprobs(model, experience.tokens, experience.lengths),
+            "factors": {name: factor.detach() for name, factor in model.factors.items()},
+            "merged": {name: tensor.detach() for name, tensor in model.merged().items()},
+            "stored": load_file(directory / "model.safetensors"),
+            "table": {spec.name: spec for spec in weight_table(read_shape(directory))},
+        }
+
+
+def assert_slices_close(part, tensors, tolerance):
+    """A rank's slices are those of the whole tensors, to a share of their largest element."""
+    for name, (cut, found) in part.items():
+        whole = tensors[name]
+        wanted = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=tolerance * float(whole.abs().max()), msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(("family", "layout", "more"), CASES, ids=IDS)
+def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, layout, more):
+    directory, wanted = expected(family)
+    settings = more | {"lora": lora_of(family), "optimizer": OPTIMIZER | more.get("optimizer", {})}
+    ranks = Parallel(**layout).ranks
+    results = pool.run(optimizer_jobs.adapted_policy, ranks, str(directory), layout, settings, STEPS)
+    for result in results:
+        for key in ("logprobs", "after_logprobs"):
+            torch.testing.assert_close(result[key], wanted[key], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result["reference"], wanted["logprobs"], rtol=1e-4, atol=1e-4)
+        for stats, reference in zip(result["stats"], wanted["stats"], strict=True):
+            assert {key: stats[key] for key in reference} == pytest.approx(reference, rel=1e-4)
+        for seen, gradients in zip(result["gradients"], wanted["gradients"], strict=True):
+            assert_slices_close(seen, gradients, 1e-4)
+        assert_slices_close(result["adapters"], wanted["factors"], 1e-4)
+        assert result["base_untouched"]
+        assert result["buffered"] < 1.5 * sum(tensor.numel() for _, tensor in result["adapters"].values()) + 1000
+        check_merged(result["merged"], wanted)
+    assert set().union(*(result["adapters"] for result in results)) == set(wanted["factors"])
+    moved = (wanted["after_logprobs"] - wanted["logprobs"]).abs().max()
+    assert moved > 0.1, "the adapters matter"
+
+
+def check_merged(merged, wanted):
+    """What a reader of weights sees is W + (alpha / rank) B A, and what has no adapter as it was."""
+    adapted = {name for name, spec in wanted["table"].items() if spec.stored.name in wanted["merged"]}
+    for name, (cut, found) in merged.items():
+        stored = wanted["table"][name].stored
+        whole = (wanted["merged"] if name in adapted else wanted["stored"])[stored.name]
+        if stored.axis is not None:
+            whole = whole.narrow(stored.axis, stored.start, wanted["table"][name].shape[stored.axis])
+        assert_slices_close({name: (cut, found)}, {name: whole}, 1e-4 if name in adapted else 0)
+
+
+def test_every_layout_starts_from_the_same_adapters_which_add_nothing(pool, expected):
+    directory, wanted = expected("llama3")
+    settings = {"lora": LORA, "optimizer": OPTIMIZER}
+    for layout in ({}, TP):
+        for result in pool.run(optimizer_jobs.adapted_policy, Parallel(**layout).ranks, str(directory), layout, settings, 0):
+            for name, (_, tensor) in result["fresh"].items():
+                bound = 1 / math.sqrt(wanted["factors"][name].shape[1])
+                if name.endswith(".lora_B.weight"):
+                    assert not tensor.any(), name
+                else:
+                    assert 0.9 * bound < tensor.abs().max() <= bound, name
+                    assert abs(float(tensor.mean())) < 0.2 * bound, name
+            for name, (cut, tensor) in result["merged"].items():
+                assert_slices_close({name: (cut, tensor)}, wanted["stored"], 0)
+
+
+def test_a_trained_policy_publishes_merged_weights_to_the_engine(pool, expected):
+    directory, wanted = expected("llama3")
+    settings = {"lora": LORA, "optimizer": OPTIMIZER}
+    for views in pool.run(optimizer_jobs.published, 2, str(directory), TP, settings, STEPS):
+        assert set(views) == set(wanted["table"])
+        for name, tensor in views.items():
+            whole = wanted["merged"].get(name, wanted["stored"][name])
+            assert_slices_close({name: (SimpleNamespace(axis=None), tensor)}, {name: whole}, 1e-4)
+
+
+def test_a_checkpoint_of_adapters_is_resumed_at_another_layout(pool, expected, tmp_path):
+    directory, wanted = expected("llama3")
+    settings = {"lora": LORA, "optimizer": OPTIMIZER}
+    for layout, resume in ((SEQUENCE, False), (DP, True), (PP, True)):
+        call = (str(directory), layout, settings, str(tmp_path / "policy"), resume)
+        for result in pool.run(optimizer_jobs.adapted_checkpoint, 2, *call):
+            for key, value in wanted["stats"][2].items():
+                assert result["stats"][key] == pytest.approx(value, rel=1e-4)
+            assert_slices_close(result["adapters"], wanted["factors"], 1e-4)

@@ -1,0 +1,97 @@
+"""Packing, for every way a layout cuts tokens, loses and invents nothing."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
+
+CPU = torch.device("cpu")
+CUTS = st.builds(lambda context, sequence: (context, sequence), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8]))
+LENGTHS = st.lists(st.integers(1, 17), min_size=1, max_size=6)
+
+
+def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded rows of tokens that are all different."""
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tokens = torch.zeros(inside.shape, dtype=torch.int64)
+    tokens[inside] = torch.arange(first, first + int(inside.sum()))
+    return tokens, torch.tensor(lengths)
+
+
+def parts(tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int) -> list[PackedBatch]:
+    """The micro-batch as each context rank has it."""
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    return [pack(tokens, lengths, chosen, CPU, Cut(sequence, context, rank)) for rank in range(context)]
+
+
+@settings(deadline=None)
+@given(LENGTHS, CUTS)
+def test_the_parts_of_all_context_ranks_unpack_to_the_rows(lengths, cut):
+    tokens, counts = rows_of(lengths)
+    ranks = parts(tokens, counts, list(range(len(lengths))), *cut)
+    assert torch.equal(sum(part.unpack_tokens(part.tokens[0]) for part in ranks), tokens)
+    steps = torch.where(tokens > 0, torch.arange(max(lengths)), 0)
+    assert torch.equal(sum(part.unpack_tokens(part.positions[0]) for part in ranks), steps)
+    # Each target is the token after the one that it is asked of.
+    assert torch.equal(sum(part.unpack_targets(part.targets) for part in ranks), tokens[:, 1:])
+    asked = sum(part.unpack_targets(part.tokens[0, part.target_index]) for part in ranks)
+    assert torch.equal(asked, torch.where(tokens[:, 1:] > 0, tokens[:, :-1], 0))
+
+
+@settings(deadline=None)
+@given(LENGTHS, CUTS)
+def test_cuts_are_even_and_nothing_is_padded_without_one(lengths, cut):
+    context, sequence = cut
+    ranks = parts(*rows_of(lengths), list(range(len(lengths))), context, sequence)
+    cumulative = ranks[0].sequences.cu_seqlens_q
+    total = int(cumulative[-1])
+    assert {part.tokens.shape[1] for part in ranks} == {total // context}
+    assert total % (context * sequence) == 0
+    if context > 1:
+        assert (cumulative.diff() % (2 * context) == 0).all()
+    if cut == (1, 1):
+        assert cumulative.diff().tolist() == lengths
+    assert total - sum(lengths) < len(lengths) * 2 * context + 2 * context * sequence
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 4))
+def test_a_context_rank_holds_the_same_chunks_from_both_ends_of_every_sequence(lengths, context):
+    tokens, counts = rows_of(lengths)
+    for rank, part in enumerate(parts(tokens, counts, list(range(len(lengths))), context, 1)):
+        held = part.unpack_tokens(part.tokens[0]) > 0
+        for row, length in enumerate(lengths):
+            size = int(part.sequences.cu_seqlens_q.diff()[row]) // (2 * context)
+            chunks = torch.arange(length) // size
+            expected = (chunks == rank) | (chunks == 2 * context - 1 - rank)
+            assert torch.equal(held[row, :length], expected)
+
+
+@settings(deadline=None)
+@given(CUTS)
+def test_a_filler_holds_padding_alone_in_the_same_unit(cut):
+    tokens, counts = rows_of([3, 5])
+    for part in parts(tokens, counts, [], *cut):
+        assert part.is_filler
+        assert len(part.token_index) == len(part.target_index) == 0
+        assert part.tokens.shape[1] % cut[1] == 0
+        assert part.tokens.shape[1] > 0
+        assert part.unpack_tokens(part.tokens[0]).numel() == 0
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(17, 40))
+def test_data_ranks_have_equally_many_micro_batches_within_the_budget(lengths, ranks, multiple, budget):
+    tokens, counts = rows_of(lengths)
+    shares = [
+        pack_share(tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, multiple=multiple)
+        for rank in range(ranks)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) % multiple == 0
+    batches = [batch for share in shares for batch in share]
+    assert sorted(row for batch in batches for row in batch.batch_rows.tolist()) == list(range(len(lengths)))
+    assert all(len(batch.token_index) <= budget for batch in batches)
