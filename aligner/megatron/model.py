@@ -171,3 +171,17 @@ def _let_gradients_through(chunk: GPTModel) -> None:
 
 def _asking_for_gradients(hidden: torch.Tensor) -> torch.Tensor:
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
+
+
+def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
+    """Let go of the last micro-batch's autograd graph.
+
+    Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient hooks these refer to the
+    model itself, in a cycle that Python cannot see and would never collect.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)

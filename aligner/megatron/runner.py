@@ -20,7 +20,7 @@ from aligner.config.weights import Head
 from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.lora import LoraWeights
-from aligner.megatron.model import build_model, wrap_for_training
+from aligner.megatron.model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.weights import NamedWeights
@@ -165,7 +165,7 @@ class ModelRunner:
     ) -> list[Any]:
         iterators = [iter(batches) for _ in chunks]
         interleaved = len(chunks) > 1
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if interleaved else iterators[0],
             model=list(chunks),
@@ -174,6 +174,8 @@ class ModelRunner:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        drop_last_graph(self.chunks)
+        return results
 
     def _reduce_stats(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         parts = [part for part in parts if part]
