@@ -46,28 +46,30 @@ def build_optimizer(
     """
     dtype = chunks[0].config.params_dtype
     offload = settings.offload_fraction > 0 and torch.cuda.is_available()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.learning_rate,
-            min_lr=settings.min_learning_rate,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.epsilon,
-            clip_grad=settings.clip_grad_norm,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            use_distributed_optimizer=settings.distributed,
-            optimizer_cpu_offload=offload,
-            optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
-            overlap_cpu_optimizer_d2h_h2d=offload,
-            # The optimizer that spans both devices reads its gradients the way of this flag.
-            use_precision_aware_optimizer=offload,
-            log_num_zeros_in_grad=False,
-        ),
-        chunks,
-    )
+    # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.learning_rate,
+                min_lr=settings.min_learning_rate,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.epsilon,
+                clip_grad=settings.clip_grad_norm,
+                params_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
+                use_distributed_optimizer=settings.distributed,
+                optimizer_cpu_offload=offload,
+                optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
+                overlap_cpu_optimizer_d2h_h2d=offload,
+                # The optimizer that spans both devices reads its gradients the way of this flag.
+                use_precision_aware_optimizer=offload,
+                log_num_zeros_in_grad=False,
+            ),
+            chunks,
+        )
     _use_fused_kernels(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,

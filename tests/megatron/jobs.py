@@ -306,3 +306,8 @@ def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) 
     mains.append(torch.cat([parameter.main_param.detach().flatten().clone() for parameter in held]))
     worlds.shutdown()
     return {"logprobs": logprobs, "stats": stats, "weights": weights, "mains": mains}
+
+
+def threads() -> int:
+    """How many threads this worker has."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron import families, jobs
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "settings"),
+    [
+        ("llama2", {"tensor": 2}, {}),
+        ("llama2", {"data": 2}, {"optimizer": {"distributed": True}}),
+        ("mixtral", {"data": 2, "expert": 2}, {}),
+    ],
+)
+def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, layout, settings):
+    directory = families.save(family, tmp_path)
+    before = pool.run(jobs.threads, 2)
+    pool.run(families.family_steps, 2, str(directory), layout, **settings)
+    assert pool.run(jobs.threads, 2) == before
