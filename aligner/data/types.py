@@ -95,6 +95,10 @@ class Experience:
         picked = {name: getattr(self, name)[rows, : widths[name]] for name in widths}
         return Experience(lengths=self.lengths[rows], **picked)
 
+    def to(self, device: torch.device) -> Experience:
+        """The same on a device."""
+        return Experience(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+
 
 _PER_TOKEN = tuple(name for name in Experience.__dataclass_fields__ if name not in ("tokens", "lengths"))
 

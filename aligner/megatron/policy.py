@@ -69,7 +69,7 @@ class Policy:
         denominator = float(experience.mask.sum())
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
-            rows = experience.select(batch.batch_rows, batch.width)
+            rows = experience.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
             logprobs, entropy = self._score(output, batch, with_entropy=True)
             assert entropy is not None
@@ -110,6 +110,6 @@ class Policy:
 
 def _only_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:
     """The batch without the targets outside `mask` bool [N, L-1]: nothing is projected for prompts."""
-    chosen = mask.flatten().to(batch.target_rows.device)[batch.target_rows]
+    chosen = mask.flatten()[batch.target_rows]
     names = ("target_index", "targets", "target_rows")
     return dataclasses.replace(batch, **{name: getattr(batch, name)[chosen] for name in names})

@@ -8,10 +8,9 @@ import torch
 from tests.megatron.reference import save_llama
 
 
-@pytest.fixture(scope="session", params=["untied", "tied"])
-def llama(request, tmp_path_factory) -> Path:
-    """A small Llama, with or without tied embeddings."""
-    return save_llama(tmp_path_factory.mktemp(f"llama-{request.param}"), tied=request.param == "tied")
+@pytest.fixture(scope="session")
+def tied_llama(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 @pytest.fixture(scope="session")

@@ -140,37 +140,8 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
     if world.is_last_stage and world.place.context == 0:
         for batch, part in zip(batches, parts, strict=True):
             if not batch.is_filler:
-                mine[batch.batch_rows, : batch.width] = part
+                mine[batch.batch_rows, : batch.width] = part.cpu()
     return world.sum_(whole)
-
-
-def resume_step(directory: str, layout: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Three updates in one go, against one, a checkpoint, a fresh policy, and two more."""
-    experience = make_experience(read_shape(Path(directory)).vocab_size)
-    actor = policy(directory, layout)
-    straight = [actor.train(experience, loss) for _ in range(3)]
-    final = slices(actor.runner.weights)
-    actor = policy(directory, layout)
-    stopped = [actor.train(experience, loss)]
-    actor.save(Path(checkpoint) / "policy")
-    actor = policy(directory, layout)
-    actor.load(Path(checkpoint) / "policy")
-    stopped += [actor.train(experience, loss) for _ in range(2)]
-    resumed = slices(actor.runner.weights)
-    worlds.shutdown()
-    return {"straight": straight, "stopped": stopped, "final": final, "resumed": resumed}
-
-
-def load_checkpoint(directory: str, layout: dict[str, Any], checkpoint: str) -> str:
-    """The error that a checkpoint gives."""
-    actor = policy(directory, layout)
-    try:
-        actor.load(Path(checkpoint))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        worlds.shutdown()
-    return "no error"
 
 
 def critic_step(

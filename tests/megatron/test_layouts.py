@@ -74,9 +74,18 @@ def assert_slices_equal(parts, tensors, **tolerance):
 
 
 @layouts()
-def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(pool, llama, layout, settings):
-    expected = expected_steps(llama)
-    results = pool.run(jobs.policy_step, ranks(layout), str(llama), layout, settings)
+def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(pool, untied_llama, layout, settings):
+    assert_steps_agree(pool, untied_llama, layout, settings)
+
+
+@layouts("single", "tp2", "pp2", "tp2-pp2", "pp2-uneven", "tp2-sp-pp2", "vpp2", "vpp2-cp2", "pp2-dp2-distributed")
+def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(pool, tied_llama, layout, settings):
+    assert_steps_agree(pool, tied_llama, layout, settings)
+
+
+def assert_steps_agree(pool, directory, layout, settings):
+    expected = expected_steps(directory)
+    results = pool.run(jobs.policy_step, ranks(layout), str(directory), layout, settings)
     for result in results:
         torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(result["after_logprobs"], expected["after_logprobs"], rtol=1e-3, atol=1e-3)
@@ -86,7 +95,7 @@ def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(p
                 assert stats[key] == pytest.approx(value, rel=1e-4), key
             assert stats["ratio_max"] >= 1 - 1e-4
             assert 0 < stats["entropy"] < math.log(72)
-    stored = load_file(llama / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     assert_slices_equal([result["before"] for result in results], stored, rtol=0, atol=0)
     assert_slices_equal([result["gradients"] for result in results], expected["gradients"], rtol=1e-4, atol=2e-6)
     weights = {name: expected["weights"][name] for name in stored}
@@ -95,16 +104,16 @@ def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(p
 
 
 @layouts("single", "tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2-tp2-sp", "cp2-dp2")
-def test_logits_equal_those_of_transformers(pool, llama, layout, settings):
+def test_logits_equal_those_of_transformers(pool, untied_llama, layout, settings):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(untied_llama, dtype=torch.float32).eval()
     experience = jobs.make_experience(72)
     expected = torch.zeros(*experience.tokens.shape, 72)
     with torch.no_grad():
         for row, (tokens, length) in enumerate(zip(experience.tokens, experience.lengths.tolist(), strict=True)):
             expected[row, :length] = model(tokens[None, :length]).logits[0]
-    for logits in pool.run(jobs.logits, ranks(layout), str(llama), layout, settings):
+    for logits in pool.run(jobs.logits, ranks(layout), str(untied_llama), layout, settings):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
