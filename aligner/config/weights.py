@@ -72,6 +72,19 @@ class Slice:
     stop: int
 
 
+def cut_shape(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[int, ...]:
+    """Shape of the part `[start, stop)` along `axis` of a tensor; `axis` None is the whole tensor."""
+    return tuple(stop - start if at == axis else size for at, size in enumerate(shape))
+
+
+def stored_tensors(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """The tensors of a file by name, each with those of the table that lie in it, in their order there."""
+    tensors: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        tensors.setdefault(spec.stored.name, []).append(spec)
+    return tensors
+
+
 def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSpec, ...]:
     """Every weight of a model, in checkpoint order.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aligner.config.families import ARCHITECTURES, read_config
 from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Head, Slice
+from aligner.config.weights import Head, Slice, cut_shape
 from aligner.data.safetensors_writer import DTYPES
 from aligner.errors import AlignerError
 
@@ -217,7 +217,8 @@ class CheckpointReader:
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
-                ranges = _ranges(piece_shape(entry.shape, piece), axis, low - piece.start, high - piece.start)
+                held = cut_shape(entry.shape, axis, piece.start, piece.stop)
+                ranges = _ranges(held, axis, low - piece.start, high - piece.start)
                 parts.append(self._read(piece.rank, key, ranges))
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -235,11 +236,6 @@ class CheckpointReader:
             return self._file(rank).get_slice(key)[ranges]
         except SafetensorError as error:
             raise AlignerError(f"{self.directory / rank_file(rank)}: {key} cannot be read: {error}") from error
-
-
-def piece_shape(shape: tuple[int, ...], piece: Piece | Slice) -> tuple[int, ...]:
-    """Shape of a piece of a tensor."""
-    return tuple(piece.stop - piece.start if at == piece.axis else size for at, size in enumerate(shape))
 
 
 def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:

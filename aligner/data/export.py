@@ -23,7 +23,7 @@ from aligner.config.lora import adapter_map
 from aligner.config.model_source import directory_shape
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Lora
-from aligner.config.weights import Head, TensorSpec, weight_table
+from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, complete_steps
 from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, tensor_files, weight_problems
@@ -103,9 +103,7 @@ def _checkpoint_source(directory: Path) -> Source:
     reader = CheckpointReader(directory)
     manifest = reader.manifest
     table = weight_table(manifest.shape, manifest.head)
-    by_name: dict[str, list[TensorSpec]] = {}
-    for spec in table:
-        by_name.setdefault(spec.stored.name, []).append(spec)
+    by_name = stored_tensors(table)
     if missing := [spec.name for spec in table if spec.name not in manifest.index]:
         raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
     lora = Lora(**manifest.lora) if manifest.lora else Lora()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aligner.config.families import COMPUTED_BUFFERS
-from aligner.config.weights import Slice, TensorSpec
+from aligner.config.weights import Slice, TensorSpec, stored_tensors
 from aligner.errors import ConfigError
 
 # What files may hold and a model not use: another head, and buffers that are computed.
@@ -121,10 +121,7 @@ def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
 
 def assemble(table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, by name and one at a time, out of the table's, which `read` gives whole."""
-    by_name: dict[str, list[TensorSpec]] = {}
-    for spec in table:
-        by_name.setdefault(spec.stored.name, []).append(spec)
-    for name, specs in by_name.items():
-        parts = [read(spec) for spec in specs]  # in the order in which they lie in the file
+    for name, specs in stored_tensors(table).items():
+        parts = [read(spec) for spec in specs]
         axis = specs[0].stored.axis
         yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()

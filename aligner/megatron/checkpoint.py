@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import aligner
 from aligner.config.schema import Actor, TrainedModel
+from aligner.config.weights import cut_shape
 from aligner.data.checkpoint_files import (
     MANIFEST,
     MOMENTS,
@@ -30,7 +31,6 @@ from aligner.data.checkpoint_files import (
     Piece,
     Trained,
     model_differences,
-    piece_shape,
     portable_source,
     rank_file,
     tensor_key,
@@ -261,7 +261,7 @@ def _share_out(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit]
         for name, shape, axis, start, stop in slices:
             piece, before = Piece(writer, axis, start, stop), index.get(name)
             index[name] = Entry(tuple(shape), trained, (*(before.pieces if before else ()), piece))
-            written[writer] += math.prod(piece_shape(tuple(shape), piece)) * (1 + len(MOMENTS) * trained)
+            written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + len(MOMENTS) * trained)
     chosen = [replace(unit, writer=writers[json.dumps(held)]) for unit, held in zip(units, told, strict=True)]
     return chosen, index
 

@@ -38,6 +38,7 @@ class _VocabParallelLogprobs(Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """As `vocab_parallel_logprobs`."""
         local, here = _local_targets(targets, len(weight), group)
         # By token: the largest score, and relative to it the sum of exponentials, that sum weighted with the scores, and
         # the target's score.
@@ -72,6 +73,7 @@ class _VocabParallelLogprobs(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, for_logprobs: Tensor | None, for_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the hidden states (this rank's part) and of the weight."""
         hidden, weight, local, here, peak, log_scale, entropy, buffer = context.saved_tensors
         temperature = context.temperature
         upstream = torch.zeros_like(peak) if for_logprobs is None else for_logprobs / temperature

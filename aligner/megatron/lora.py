@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from aligner.config.lora import Adapter, adapter_map, adapter_table
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Lora
-from aligner.config.weights import Head, Slice, TensorSpec, trainer_slices
+from aligner.config.weights import Head, Slice, TensorSpec, cut_shape, trainer_slices
 from aligner.errors import AlignerError
 from aligner.megatron.weights import NamedWeights, global_parameters
 from aligner.megatron.world import World
@@ -85,7 +85,7 @@ def _key(spec: TensorSpec) -> str:
 
 
 def _empty(spec: TensorSpec, cut: Slice, linear: Linear) -> nn.Parameter:
-    sizes = [cut.stop - cut.start if axis == cut.axis else size for axis, size in enumerate(spec.shape)]
+    sizes = cut_shape(spec.shape, cut.axis, cut.start, cut.stop)
     parameter = nn.Parameter(torch.zeros(sizes, dtype=linear.weight.dtype, device=linear.weight.device))
     if spec.axis is not None:  # counted on every tensor rank in the gradients' norm, others on the first alone
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

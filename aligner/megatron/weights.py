@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aligner.config.families import Part
 from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Head, Slice, TensorSpec, stage_layers, trainer_slices, weight_table
+from aligner.config.weights import Head, Slice, TensorSpec, cut_shape, stage_layers, trainer_slices, weight_table
 from aligner.data.weight_files import read_slices
 from aligner.megatron.world import World
 
@@ -79,10 +79,8 @@ class NamedWeights:
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's slice of a tensor."""
-        cut, sizes = self.slices[name], list(self.specs[name].shape)
-        if cut.axis is not None:
-            sizes[cut.axis] = cut.stop - cut.start
-        return tuple(sizes)
+        cut = self.slices[name]
+        return cut_shape(self.specs[name].shape, cut.axis, cut.start, cut.stop)
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's slice of a named weight, out of a tensor shaped as its parameter: a gradient, a moment.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.weights import Slice, TensorSpec
+from aligner.config.weights import Slice, TensorSpec, cut_shape
 from aligner.errors import AlignerError
 from aligner.resharding.plan import Transfer, TransferPlan, extent
 
@@ -31,10 +31,7 @@ class Piece:
 
 def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
     """Shape of a slice."""
-    shape = list(spec.shape)
-    if piece.axis is not None:
-        shape[piece.axis] = piece.stop - piece.start
-    return tuple(shape)
+    return cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
 
 
 def part(tensor: Tensor, spec: TensorSpec, held: Slice, axis: int | None, start: int, stop: int) -> Tensor:

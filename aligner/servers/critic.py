@@ -160,6 +160,7 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
         return {"values": values.float().cpu().numpy()}
 
     def train(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+        """One update; its statistics beside NeMo-Aligner's `loss_mean`."""
         stats = call(
             "train",
             {

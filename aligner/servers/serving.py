@@ -145,6 +145,7 @@ def _control(role: RoleName, executor: SpmdExecutor, caller: Caller, operations:
     allowed = ("health", "shutdown", *operations)
 
     def control(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+        """A JSON request's JSON answer."""
         request = _control_request(array_text(arrays["request"]), allowed)
         op = request.pop("op")
         if op == "health":

@@ -152,6 +152,7 @@ def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run
 def test_ranks_end_when_their_launcher_is_killed(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
+    assert processes_of(run), "the ranks run before the launcher is killed"
     launcher.kill()
     wait_for(lambda: processes_of(run) == [], "end of the orphaned ranks", timeout_s=10)
     launcher.communicate()
