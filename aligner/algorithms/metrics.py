@@ -19,7 +19,12 @@ def sequence_kl(experience: Experience) -> float:
 
 
 def experience_metrics(experience: Experience, scores: Tensor, samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths, KL, the critic's fit, and how far the engine's log-probs are from the trainer's."""
+    """Rewards, lengths, KL, the critic's fit, and how far the engine's probabilities are from the trainer's.
+
+    Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
+    engine against the trainer; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over
+    trainer, is off from 1 by more than 1%.
+    """
     mask = experience.mask
     response_lengths = mask.sum(1).float()
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
@@ -31,6 +36,7 @@ def experience_metrics(experience: Experience, scores: Tensor, samples: Sequence
         "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
         "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
         "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
+        "mismatch/fraction_above_1pct": masked_mean((torch.expm1(mismatch).abs() > 0.01).float(), mask),
         "kl/reference": sequence_kl(experience),
     }
     if returns.var(unbiased=False) > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from aligner.algorithms.losses import Stats, policy_loss
 from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import Experience, SampleBatch
 from aligner.rewards.shaping import penalized_rewards
+
+TruncatedImportance = Literal["none", "token", "sequence"]
 
 
 def ppo_experience(
@@ -58,16 +61,31 @@ def ppo_experience(
 
 
 def ppo_loss(
-    logprobs: Tensor, experience: Experience, denominator: float, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    experience: Experience,
+    denominator: float,
+    *,
+    clip_low: float,
+    clip_high: float,
+    truncated_importance: TruncatedImportance = "none",
+    truncated_importance_cap: float = 2.0,
 ) -> tuple[Tensor, Stats]:
-    """The clipped surrogate of some rows, over the minibatch's token count."""
+    """The clipped surrogate of some rows, over the minibatch's token count.
+
+    Without truncated importance sampling the samples count as the trainer's own. With it, they are the engine's, and the
+    trainer's log-probs before the update are the proximal ones.
+    """
+    trainer, corrected = experience.old_logprobs, truncated_importance != "none"
     return policy_loss(
         logprobs,
-        experience.old_logprobs,
+        experience.engine_logprobs if corrected else trainer,
         experience.advantages,
         experience.mask,
         clip_low=clip_low,
         clip_high=clip_high,
+        proximal_logprobs=trainer if corrected else None,
+        behavior_weight_cap=truncated_importance_cap if corrected else None,
+        behavior_level="sequence" if truncated_importance == "sequence" else "token",
         denominator=denominator,
     )
 

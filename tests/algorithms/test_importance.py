@@ -1,0 +1,197 @@
+"""Truncated importance sampling, against numbers worked out by hand and against the formulas in plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from aligner.algorithms.losses import policy_loss
+from aligner.algorithms.ppo import ppo_loss
+from aligner.algorithms.trainer_setup import build_loss, build_options
+from aligner.config.families import read_config
+from aligner.config.schema import Algorithm, Parallel, Rollout
+from aligner.data.types import Experience
+from aligner.engines.protocol import SamplingOptions
+from tests.algorithms import jobs
+from tests.megatron import families
+
+BEHAVIOR = tensor([[0.25, 0.5, 0.05]]).log()
+PROXIMAL = tensor([[0.5, 0.4, 0.2]]).log()
+NEW = tensor([[0.55, 0.5, 0.1]]).log()
+ADVANTAGES = tensor([[1.0, 2.0, -1.0]])
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+ALL = torch.ones(1, 3, dtype=torch.bool)
+TERMS = (-1.1, -2.4, 0.8)
+"""-min(r·A, clip(r)·A) of the ratios 1.1, 1.25 and 0.5, clipped to 0.8 and 1.2."""
+
+
+@pytest.mark.parametrize(
+    ("cap", "level", "weights", "truncated"),
+    [
+        (None, "token", (2.0, 0.8, 4.0), 0.0),
+        (3.0, "token", (2.0, 0.8, 3.0), 1 / 3),
+        (None, "sequence", (6.4, 6.4, 6.4), 0.0),
+        (3.0, "sequence", (3.0, 3.0, 3.0), 1.0),
+        (10.0, "sequence", (6.4, 6.4, 6.4), 0.0),
+    ],
+)
+def test_each_term_is_weighed_by_the_truncated_ratio_of_trainer_to_engine(cap, level, weights, truncated):
+    new = NEW.clone().requires_grad_()
+    loss, stats = policy_loss(
+        new, BEHAVIOR, ADVANTAGES, ALL, proximal_logprobs=PROXIMAL, behavior_weight_cap=cap, behavior_level=level
+    )
+    assert loss.item() == pytest.approx(sum(w * term for w, term in zip(weights, TERMS, strict=True)) / 3)
+    assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / 3)
+    assert float(stats["importance_truncated"]) == pytest.approx(truncated)
+    # Of r = exp(new - proximal) alone, and only where it is not clipped: d(-w·r·A)/d(new) = -w·r·A.
+    (gradient,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(gradient, tensor([[-weights[0] * 1.1 / 3, 0.0, 0.0]]))
+    assert float(stats["clip_fraction"]) == pytest.approx(2 / 3)
+    assert float(stats["ratio_max"]) == pytest.approx(1.25)
+
+
+def drawn(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
+    """New, behavior and proximal log-probs, advantages and a mask, all [rows, width]."""
+    generator = torch.Generator().manual_seed(0)
+    proximal = -torch.rand(rows, width, generator=generator, dtype=torch.float64) * 3
+    new, behavior = (proximal + 0.4 * torch.randn(rows, width, generator=generator) for _ in range(2))
+    advantages = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    return new, behavior, proximal, advantages, torch.rand(rows, width, generator=generator) > 0.4
+
+
+def plainly(new, behavior, proximal, advantages, mask, cap, level) -> float:
+    """The loss in probabilities and loops."""
+    total, count = 0.0, 0
+    for n, b, p, a, m in zip(*(part.tolist() for part in (new, behavior, proximal, advantages, mask)), strict=True):
+        tokens = [t for t, inside in enumerate(m) if inside]
+        whole = math.prod(math.exp(p[t]) / math.exp(b[t]) for t in tokens)
+        for t in tokens:
+            ratio = math.exp(n[t]) / math.exp(p[t])
+            weight = whole if level == "sequence" else math.exp(p[t]) / math.exp(b[t])
+            total -= min(weight, cap) * min(ratio * a[t], min(max(ratio, 0.8), 1.2) * a[t])
+        count += len(tokens)
+    return total / count
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
+    new, behavior, proximal, advantages, mask = drawn()
+    new.requires_grad_()
+
+    def loss(rows: slice, denominator: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        return policy_loss(
+            *(part[rows] for part in (new, behavior, advantages, mask)),
+            proximal_logprobs=proximal[rows],
+            behavior_weight_cap=1.5,
+            behavior_level=level,
+            denominator=denominator,
+        )
+
+    whole, stats = loss(slice(None))
+    assert whole.item() == pytest.approx(plainly(new, behavior, proximal, advantages, mask, 1.5, level), rel=1e-6)
+    assert 0 < stats["importance_truncated"] < 1
+    parts = [loss(slice(start, start + 2), float(mask.sum())) for start in (0, 2, 4)]
+    torch.testing.assert_close(sum(part for part, _ in parts), whole)
+    for name in ("importance_mean", "importance_truncated"):
+        torch.testing.assert_close(sum(part[name] for _, part in parts), stats[name])
+    gradients = [torch.autograd.grad(value, new, retain_graph=True)[0] for value in (sum(part for part, _ in parts), whole)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_where_engine_and_trainer_agree_not_a_bit_of_the_loss_changes(level):
+    new, _, old, advantages, mask = drawn()
+    plain, _ = policy_loss(new, old, advantages, mask)
+    corrected, stats = policy_loss(
+        new, old, advantages, mask, proximal_logprobs=old, behavior_weight_cap=2.0, behavior_level=level
+    )
+    assert torch.equal(corrected, plain)
+    assert stats["importance_mean"] == 1 and stats["importance_truncated"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_is_outside_the_mask_enters_no_weight(level):
+    outside = tensor([[math.nan, math.inf, 7.0]])
+    mask = torch.cat((ALL, ~ALL), 1)
+    settings = {"behavior_weight_cap": 3.0, "behavior_level": level}
+    new = torch.cat((NEW, outside), 1).requires_grad_()
+    loss, stats = policy_loss(
+        new,
+        torch.cat((BEHAVIOR, -outside), 1),
+        torch.cat((ADVANTAGES, outside), 1),
+        mask,
+        proximal_logprobs=torch.cat((PROXIMAL, outside), 1),
+        **settings,
+    )
+    alone, alone_stats = policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, proximal_logprobs=PROXIMAL, **settings)
+    torch.testing.assert_close(loss, alone)
+    torch.testing.assert_close(stats, alone_stats)
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert torch.isfinite(gradient).all() and not gradient[:, 3:].any()
+
+
+def test_a_cap_without_a_proximal_policy_is_refused():
+    with pytest.raises(ValueError, match=r"behavior_weight_cap=2\.0 has nothing to cap"):
+        policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, behavior_weight_cap=2.0)
+
+
+UNUSED = torch.zeros(1, 3)
+EXPERIENCE = Experience(
+    tokens=torch.zeros(1, 4, dtype=torch.int64),
+    lengths=tensor([4]),
+    mask=ALL,
+    engine_logprobs=BEHAVIOR,
+    old_logprobs=PROXIMAL,
+    reference_logprobs=UNUSED,
+    values=UNUSED,
+    rewards=UNUSED,
+    advantages=ADVANTAGES,
+    returns=UNUSED,
+)
+
+
+def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proximal():
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    plain, stats = ppo_loss(NEW, EXPERIENCE, 3.0, **clip)
+    assert float(plain) == pytest.approx(sum(TERMS) / 3)
+    assert "importance_mean" not in stats
+    loss, _ = ppo_loss(NEW, EXPERIENCE, 3.0, **clip, truncated_importance="token", truncated_importance_cap=3.0)
+    assert float(loss) == pytest.approx((-2.2 - 1.92 + 2.4) / 3)
+    loss, _ = ppo_loss(NEW, EXPERIENCE, 3.0, **clip, truncated_importance="sequence", truncated_importance_cap=3.0)
+    assert float(loss) == pytest.approx(sum(TERMS))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over_ranks(pool, tmp_path_factory, level):
+    directory = families.save("llama3", tmp_path_factory.mktemp("llama3"))
+    experience = jobs.stale_experience(72)
+    for layout in ({}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}):
+        for logprobs, stats in pool.run(jobs.corrected_update, Parallel(**layout).ranks, str(directory), layout, level):
+            _, expected = jobs.LOSS(logprobs, experience, float(experience.mask.sum()), truncated_importance=level)
+            assert 0 < expected["importance_truncated"] < 1
+            for name, value in expected.items():
+                assert stats[name] == pytest.approx(value.item(), rel=1e-4), name
+
+
+def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
+    algorithm = Algorithm(truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3)
+    loss, _ = build_loss(algorithm)(NEW, EXPERIENCE, 3.0)
+    assert float(loss) == pytest.approx(4 * (-1.1 - 2.5 + 0.8) / 3)
+    settings = Rollout(top_k=7, top_p=0.9, min_response_tokens=3, max_response_tokens=12, temperature=0.5)
+    shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
+    expected = SamplingOptions(12, min_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(1, 3))
+    assert build_options(settings, shape) == expected
+    assert build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
