@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
-import multiprocessing
 import os
 import random
 import tempfile
@@ -23,7 +23,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks.train_workers import MODELS, Group, LogprobPass, Ours, Peer, Way, write_model
+from benchmarks.models import MODELS, write_model
+from benchmarks.processes import Group, Way
+from benchmarks.train_workers import LogprobPass, Ours, Peer
 
 PEER_WAYS = (Way("1 thread", 1), Way("2 threads", 2))
 OUR_WAYS = (
@@ -38,7 +40,7 @@ def best_way(
     """The way whose step takes the fewest seconds, and everyone's seconds."""
     seconds = {}
     for way in ways:
-        with Group(kind, directory, way, budget) as group:
+        with Group(way, functools.partial(kind, directory, way, budget)) as group:
             group.call("step", lengths[:2])  # the first step allocates
             seconds[way.name] = group.call("step", lengths)
     return min(ways, key=lambda way: seconds[way.name]), seconds
@@ -53,8 +55,8 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     peer_way, peer_trials = best_way(Peer, PEER_WAYS, directory, budget, mixed)
     seconds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(Group(Ours, directory, our_way, budget))
-        peer = stack.enter_context(Group(Peer, directory, peer_way, budget))
+        ours = stack.enter_context(Group(our_way, functools.partial(Ours, directory, our_way, budget)))
+        peer = stack.enter_context(Group(peer_way, functools.partial(Peer, directory, peer_way, budget)))
         for side in (ours, peer):
             side.call("step", mixed[:2])
         for _ in range(args.steps):
@@ -81,7 +83,8 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
 
 
 def memory(directory: str, tokens: int, chunk_tokens: int) -> dict[str, Any]:
-    with Group(LogprobPass, directory, Way("1 process, 2 threads", 2), tokens) as group:
+    way = Way("1 process, 2 threads", 2)
+    with Group(way, functools.partial(LogprobPass, directory, way, tokens)) as group:
         group.call("chunked", tokens)  # the matrix library allocates its own buffers once
         dense = group.call("dense")
         chunked = group.call("chunked", chunk_tokens)
@@ -105,11 +108,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(directory, MODELS[args.model]))
-        writer.start()
-        writer.join()
-        if writer.exitcode:
-            raise SystemExit(f"the model's weights could not be written (exit code {writer.exitcode})")
+        write_model(directory, args.model)
         result = measure(args, directory) | memory(directory, args.micro_batch_tokens, args.chunk_tokens)
     if args.json:
         print(json.dumps({"benchmark": "train", "model": args.model, **result}))

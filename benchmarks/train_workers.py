@@ -1,69 +1,21 @@
-"""The processes that benchmarks.train compares: our trainer's ranks, and a plain transformers + torch training step.
-
-Each lives in its own process, started with its own thread count and stopped by the `Group` that started it, and does what
-it is told over a pipe.
-"""
+"""What benchmarks.train compares: our trainer's ranks, and a plain transformers + torch training step."""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
-import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aligner.data.types import Experience
+    from benchmarks.processes import Way
 
 PROMPT_TOKENS = 8
 CLIP_GRAD_NORM = 1.0
 ADAM = {"learning_rate": 1e-6, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
-
-MODELS: dict[str, dict[str, Any]] = {
-    "smollm2_135m": {
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-    },
-}
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to use the cores: a name, threads a process, and (for our trainer) a Megatron layout."""
-
-    name: str
-    threads: int
-    layout: dict[str, int] | None = None
-
-    @property
-    def processes(self) -> int:
-        layout = self.layout or {}
-        return layout.get("data", 1) * layout.get("pipeline", 1)
 
 
 def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
@@ -236,72 +188,3 @@ class LogprobPass:
 def _memory_mib(key: str) -> float:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) / 1024
-
-
-def write_model(directory: str, config: dict[str, Any]) -> None:
-    """Write a Llama of random weights for both sides to read."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(directory)
-
-
-def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    try:
-        import torch
-
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        worker = make()
-        while (message := pipe.recv()) is not None:
-            name, args = message
-            pipe.send((True, getattr(worker, name)(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-
-
-class Group:
-    """The processes of one way, as a context manager; they end with it."""
-
-    def __init__(self, kind: Callable[..., Any], directory: str, way: Way, micro_batch_tokens: int) -> None:
-        self.way = way
-        self._make = functools.partial(kind, directory, way, micro_batch_tokens)
-        self._workers: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> Group:
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        for rank in range(self.way.processes):
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.way.processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(self.way.threads),
-            }
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._make, environment), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, pipe in self._workers:
-            if process.is_alive():
-                pipe.send(None)
-            process.join(timeout=5)
-            process.kill()
-            process.join()
-
-    def call(self, method: str, *args: Any) -> float:
-        """The slowest process's answer."""
-        for _, pipe in self._workers:
-            pipe.send((method, args))
-        answers = [pipe.recv() for _, pipe in self._workers]
-        for good, value in answers:
-            if not good:
-                raise RuntimeError(value)
-        return max(value for _, value in answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -13,19 +14,21 @@ from aligner.algorithms.ppo import ppo_loss
 from aligner.config.endpoints import load_endpoints
 from aligner.config.model_shape import ModelShape
 from aligner.config.paths import model_directory, run_paths
-from aligner.config.schema import Algorithm, Config, EngineParallel
-from aligner.config.weights import engine_slices, trainer_slices
+from aligner.config.schema import Algorithm, Config, EngineParallel, Rollout
+from aligner.config.weights import engine_slices
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, load_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.megatron import world as worlds
-from aligner.megatron.policy import Policy
+from aligner.megatron.policy import Policy, PolicyLoss
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, SampleWriter
-from aligner.resharding.plan import plan_transfers
+from aligner.resharding.link import Link
+from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.update import WeightUpdate
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.services import Services
 from aligner.servers.client import CriticClient, RewardClient
@@ -73,12 +76,8 @@ def build_trainer(
         config.rollout.temperature,
         total_updates=config.run.steps * algorithm.epochs * algorithm.minibatches,
     )
-    engine = build_engine(config, shape, world)
-    options = SamplingOptions(
-        max_new_tokens=config.rollout.max_response_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=shape.eos_token_ids if config.rollout.stop_at_eos else (),
-    )
+    engine = build_colocated_engine(config, shape, world, policy)
+    options = build_options(config.rollout, shape)
     recorder = None
     if world.rank == 0:
         recorder = Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
@@ -88,10 +87,18 @@ def build_trainer(
         policy=policy,
         publisher=build_publisher(config, shape, world, policy, engine),
         rollouts=Rollouts(
-            prompts, engine, services, config.rollout, config.engine.parallel, world.rank, options, shape.pad_token_id
+            prompts,
+            engine,
+            services,
+            config.rollout,
+            config.engine.parallel,
+            world.rank,
+            options,
+            shape.pad_token_id,
+            engine_sleeps=config.engine.sleep,
         ),
         services=services,
-        loss=functools.partial(ppo_loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high),
+        loss=build_loss(algorithm),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         start=start,
@@ -114,11 +121,21 @@ def connect(config: Config, world: World, start: RunState | None) -> Services:
     return Services(critic, RewardClient(endpoints["reward"], server.request_timeout_s, server.max_batch_size))
 
 
-def build_engine(config: Config, shape: ModelShape, world: World) -> EmbeddedEngine:
+def build_colocated_engine(config: Config, shape: ModelShape, world: World, policy: Policy) -> GenerationEngine:
     """This rank's part of the colocated engine. Collective: it makes the replicas' process groups."""
-    layout = config.engine.parallel
-    return EmbeddedEngine(
-        shape, layout, world.rank, config.seed, config.engine.batch_size, _replica_group(layout, world.rank), world.device
+    layout, weights = config.engine.parallel, policy.runner.weights
+    return build_engine(
+        shape,
+        config.engine,
+        model_directory(config),
+        rank=world.rank,
+        seed=config.seed,
+        group=_replica_group(layout, world.rank),
+        device=world.device,
+        shared=weights.parameters_cut_alike(engine_slices(weights.table, layout, world.rank))
+        if config.engine.update == "shared"
+        else None,
+        context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
 
 
@@ -132,20 +149,47 @@ def _replica_group(layout: EngineParallel, rank: int) -> dist.ProcessGroup | Non
 
 def build_publisher(config: Config, shape: ModelShape, world: World, policy: Policy, engine: GenerationEngine) -> Publisher:
     """The way of the policy's weights into the engine."""
-    weights = policy.runner.weights
-    plan = plan_transfers(
-        weights.table,
-        {rank: trainer_slices(weights.table, shape.num_layers, world.layout, rank) for rank in range(world.size)},
-        {rank: engine_slices(weights.table, config.engine.parallel, rank) for rank in range(world.size)},
-    )
+    weights, settings = policy.runner.weights, config.engine
+
+    def begin_update(version: int) -> WeightUpdate:
+        engine.wake()
+        return engine.begin_update(version)
+
+    itemsize = engine.weight_dtype.itemsize
+    plan = plan_resharding(weights.table, shape.num_layers, world.layout, engine.weight_layout, itemsize=itemsize)
+    link = Link.of_world(plan.labels, timeout=timedelta(seconds=settings.update_timeout_s), device=world.device)
     return Publisher(
         plan,
-        world.rank,
-        weights.read,
-        engine.weight_views(),
-        engine.finish_update,
-        bucket_bytes=config.engine.bucket_mib << 20,
-        verify_every=config.engine.verify_every,
+        link,
+        read=weights.read,
+        begin_update=begin_update,
+        dtype=engine.weight_dtype,
+        bucket_bytes=settings.bucket_mib << 20,
+        verify_every=settings.verify_every,
+        group_bytes=engine.group_bytes,
+    )
+
+
+def build_options(settings: Rollout, shape: ModelShape) -> SamplingOptions:
+    """How the responses of a run are drawn."""
+    return SamplingOptions(
+        max_new_tokens=settings.max_response_tokens,
+        min_new_tokens=settings.min_response_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        stop_token_ids=shape.eos_token_ids if settings.stop_at_eos else (),
+    )
+
+
+def build_loss(settings: Algorithm) -> PolicyLoss:
+    """The policy's loss."""
+    return functools.partial(
+        ppo_loss,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        truncated_importance=settings.truncated_importance,  # type: ignore[arg-type]  # the schema's choices
+        truncated_importance_cap=settings.truncated_importance_cap,
     )
 
 

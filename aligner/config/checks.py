@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from aligner.config.engines import engine_kind_problems
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
-from aligner.config.layouts import layout_problems, tensor_problems, tensor_sizes
+from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape, directory_shape, read_shape
@@ -22,13 +23,14 @@ from aligner.config.schema import Config, Optimizer, TrainedModel
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
 
-EMBEDDED_ENGINE_FAMILIES = ("llama",)
 _AT_MOST_ONE = (
     "algorithm.gamma",
     "algorithm.lam",
+    "rollout.top_p",
     "actor.optimizer.offload_fraction",
     "critic.optimizer.offload_fraction",
 )
+_ABOVE_ZERO = ("rollout.top_p",)
 _BELOW_ONE = (
     "algorithm.clip_low",
     "actor.optimizer.beta1",
@@ -52,7 +54,7 @@ def check(config: Config) -> ModelShape:
         problems.append(str(error))
     if shape is not None:
         problems += [*_layouts(config, shape), *_engine_ranks(config, shape), *_lengths(config, shape)]
-    problems += [*_reward(config), *_batches(config), *_schedule(config), *_prompts(config)]
+    problems += [*_engine_update(config), *_reward(config), *_batches(config), *_schedule(config), *_prompts(config)]
     problems += [*port_problems(config), *_run_directory(config)]
     _raise_all(problems)
     if shape is None:  # its problem was raised above
@@ -82,6 +84,8 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
         return "must be a finite number"
     if key.minimum is not None and value < key.minimum:
         return f"must be at least {key.minimum:g}"
+    if key.name in _ABOVE_ZERO and value <= 0:
+        return "must be above 0"
     if key.name in _AT_MOST_ONE and value > 1:
         return "must be at most 1"
     if key.name in _BELOW_ONE and value >= 1:
@@ -91,8 +95,8 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from layout_problems("actor.parallel", config.actor.parallel, shape)
-    yield from _engine_model(config, shape)
-    yield from tensor_problems("engine.parallel", config.engine.parallel.tensor, shape)
+    yield from engine_problems(config.engine.parallel, shape)
+    yield from engine_kind_problems(config.engine, shape)
     layers = config.critic.num_layers
     if layers is not None and layers > shape.num_layers:
         yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
@@ -114,14 +118,6 @@ def _trained_weights(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from lora_problems("actor", config.actor, shape)
 
 
-def _engine_model(config: Config, shape: ModelShape) -> Iterator[str]:
-    if shape.family not in EMBEDDED_ENGINE_FAMILIES:
-        yield (
-            f"engine.kind={config.engine.kind}: it does not generate with models of the {shape.family} kind;"
-            f" it does with: {', '.join(EMBEDDED_ENGINE_FAMILIES)} (Llama, Mistral, Qwen2 and Qwen3)"
-        )
-
-
 def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
     engine, ranks = config.engine.parallel, config.actor.parallel.ranks
     if config.engine.placement == "colocated" and engine.ranks != ranks:
@@ -129,6 +125,14 @@ def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             f"engine.parallel: tensor {engine.tensor} x data {engine.data} is {engine.ranks} ranks, but a colocated engine"
             f" spans the trainer's {ranks} ranks; tensor x data that fit: {fitting}"
+        )
+
+
+def _engine_update(config: Config) -> Iterator[str]:
+    if config.engine.update == "shared" and config.actor.lora.rank:
+        yield (
+            f"engine.update=shared: the engine would serve the trainer's own tensors, without the adapters of"
+            f" actor.lora.rank={config.actor.lora.rank}; allowed with adapters: atomic, in_place"
         )
 
 
@@ -148,6 +152,11 @@ def _reward(config: Config) -> Iterator[str]:
 
 def _batches(config: Config) -> Iterator[str]:
     rollout, parts, replicas = config.rollout, config.rollout.micro_batches, config.engine.parallel.data
+    if rollout.min_response_tokens > rollout.max_response_tokens:
+        yield (
+            f"rollout.min_response_tokens={rollout.min_response_tokens}: it is above"
+            f" rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
     samples = rollout.prompts_per_step // parts * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
         yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Parallel
+from aligner.config.schema import EngineParallel, Parallel
 
 
 def layout_problems(key: str, layout: Parallel, shape: ModelShape) -> Iterator[str]:
@@ -15,6 +15,16 @@ def layout_problems(key: str, layout: Parallel, shape: ModelShape) -> Iterator[s
         yield f"{key}.sequence=true: it cuts tokens over the tensor ranks, so it needs {key}.tensor above 1"
     yield from _stages(key, layout, shape)
     yield from _experts(key, layout, shape)
+
+
+def engine_problems(layout: EngineParallel, shape: ModelShape) -> Iterator[str]:
+    """The same for an engine, whose tensor-parallel ranks cut experts like everything else."""
+    yield from tensor_problems("engine.parallel", layout.tensor, shape)
+    if shape.num_experts and shape.ffn_hidden_size % layout.tensor:
+        yield (
+            f"engine.parallel.tensor={layout.tensor}: the model's {shape.ffn_hidden_size} feed-forward rows of an expert do"
+            f" not divide by {layout.tensor}"
+        )
 
 
 def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:

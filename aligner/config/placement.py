@@ -56,16 +56,16 @@ def threads_per_rank(config: Config) -> int:
     return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _device() -> str:
-    # Asking the driver's files costs nothing; asking torch costs its import.
-    return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
+def has_gpu() -> bool:
+    """Whether this machine has a GPU: asking the driver's files costs nothing, asking torch costs its import."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
     engine = config.engine
     scores = f"function {config.reward.function}" if config.reward.kind == "function" else "reward model"
-    device, threads = _device(), threads_per_rank(config)
+    device, threads = "cuda" if has_gpu() else "cpu", threads_per_rank(config)
     return (
         Placement(
             "trainer",

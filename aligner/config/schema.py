@@ -177,7 +177,12 @@ class Rollout:
     samples_per_prompt: int = option(8, "samples a prompt", minimum=1)
     micro_batches: int = option(2, "generation is cut into so many parts, each scored while the next is generated", minimum=1)
     max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
+    min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
+    top_k: int = option(0, "draw among the k most probable tokens; 0: among all, which is what the losses assume", minimum=0)
+    top_p: float = option(
+        1.0, "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased", minimum=0
+    )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
 
 
@@ -219,17 +224,49 @@ class Reward(MegatronModel):
 
 
 @dataclass
+class TensorRTLLM:
+    """What only TensorRT-LLM needs to know (engine.kind=tensorrt_llm)."""
+
+    free_memory_fraction: float = option(
+        0.4, "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is null", minimum=0.01
+    )
+    max_num_tokens: int = option(8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1)
+    timeout_s: float = option(
+        900.0, "starting, giving memory back, or no response gaining a token may take so long before the run fails", minimum=1
+    )
+
+
+@dataclass
 class Engine:
     """Generation."""
 
-    kind: str = option("embedded", "generation backend", choices=("embedded",))
+    kind: str = option(
+        "embedded",
+        "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs",
+        choices=("embedded", "tensorrt_llm"),
+    )
     placement: str = option("colocated", "where the engine runs", choices=("colocated",))
     parallel: EngineParallel = section(EngineParallel)
-    batch_size: int = option(64, "sequences that one engine rank decodes at a time", minimum=1)
+    precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
+    batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
+    kv_cache_mib: int | None = option(
+        None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1
+    )
+    cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    sleep: bool = option(False, "free the engine's device memory while the policy trains")
+    update: str = option(
+        "atomic",
+        "atomic: new weights arrive beside the old ones, which serve until all are there; in_place: they overwrite the old"
+        " ones, and an update that fails leaves none; shared: in place, and where the layouts agree the engine uses the"
+        " trainer's tensors themselves",
+        choices=("atomic", "in_place", "shared"),
+    )
+    update_timeout_s: float = option(300.0, "an update that takes longer names the missing rank and fails", minimum=1)
     verify_every: int = option(
         0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
     )
     bucket_mib: int = option(64, "weights move between ranks in buckets of this size", minimum=1)
+    tensorrt_llm: TensorRTLLM = section(TensorRTLLM)
 
 
 @dataclass
@@ -243,6 +280,13 @@ class Algorithm:
     lam: float = option(0.95, "GAE's lambda", minimum=0)
     clip_low: float = option(0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0)
     clip_high: float = option(0.2, "policy ratio's upper clip, 1 + clip_high", minimum=0)
+    truncated_importance: str = option(
+        "none",
+        "correct for the engine's probabilities differing from the trainer's: weigh each token's loss by the trainer's"
+        " probability over the engine's, of the token or of the whole response, truncated; none: take them as equal",
+        choices=("none", "token", "sequence"),
+    )
+    truncated_importance_cap: float = option(2.0, "largest weight (truncated_importance)", minimum=1)
     value_clip: float = option(0.2, "values are clipped to the old ones plus or minus this", minimum=0)
     whiten_rewards: bool = option(False, "scale the step's rewards to variance 1, mean kept")
     whiten_advantages: bool = option(True, "scale the step's advantages to mean 0 and variance 1")

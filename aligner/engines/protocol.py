@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from torch import Tensor
+import torch
 
+from aligner.config.schema import EngineParallel
 from aligner.data.types import Prompt, Sample
+from aligner.errors import AlignerError
+from aligner.resharding.update import WeightUpdate
+
+InFlight = Literal["finish", "interrupt"]
+"""What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
+the new ones from the tokens they have."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn."""
+    """How responses are drawn. Log-probs are always those of the whole distribution at `temperature`."""
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_k: int = 0
+    """Draw among the k most probable tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    min_new_tokens: int = 0
+    """No stop token is drawn before so many tokens."""
     greedy: bool = False
-    """Take the most probable token; log-probs are still those at `temperature`."""
+    """Take the most probable token."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these, which it includes."""
+
+    def __post_init__(self) -> None:
+        wrong = [
+            text
+            for good, text in (
+                (self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1"),
+                (
+                    0 <= self.min_new_tokens <= self.max_new_tokens,
+                    f"min_new_tokens={self.min_new_tokens}: must be within 0 and max_new_tokens={self.max_new_tokens}",
+                ),
+                (self.temperature > 0, f"temperature={self.temperature}: must be above 0; for the likeliest token: greedy"),
+                (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0, which keeps all tokens"),
+                (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
+            )
+            if not good
+        ]
+        if wrong:
+            raise AlignerError("\n".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -29,24 +60,90 @@ class GenerationRequest:
 
     prompt: Prompt
     sample_index: int
+    max_new_tokens: int | None = None
+    """A limit of this response's own, below the options'."""
+
+
+def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
+    """Most tokens of one response."""
+    limit = options.max_new_tokens
+    return limit if request.max_new_tokens is None else min(request.max_new_tokens, limit)
+
+
+class Generation(Protocol):
+    """Responses under way. Between two steps the weights may change."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every response is complete."""
+        ...
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """Go on; returns the responses that are complete now, each with its place among the requests.
+
+        May return none. Raises AlignerError when the engine has no weights, or sleeps.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Drop what is not complete."""
+        ...
 
 
 class GenerationEngine(Protocol):
     """A generator of samples, one object per engine rank.
 
-    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica are called
-    with the same requests and return the same samples. Weights are written into `weight_views()` between generations and
-    become the engine's with `finish_update`.
+    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica make the same
+    calls in the same order and return the same samples.
     """
 
+    @property
+    def weight_layout(self) -> EngineParallel:
+        """The layout to publish weights to, over the engine's ranks."""
+        ...
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What its weights are."""
+        ...
+
+    @property
+    def group_bytes(self) -> int | None:
+        """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that serve; None before the first update, and after a sleep that dropped them."""
+        ...
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
+
+        Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
+        earlier generation is neither done nor cancelled.
+        """
+        ...
+
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order. A sample depends on (seed, prompt id, sample index) and the weights alone."""
+        """`start`, and step until done: one sample per request, in order."""
         ...
 
-    def weight_views(self) -> Mapping[str, Tensor]:
-        """This rank's slice of every weight by its Hugging Face name, as writable views of the engine's storage."""
+    def begin_update(self, version: int, in_flight: InFlight = "finish") -> WeightUpdate:
+        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
+
+        Until then, and after an `abort`, the engine keeps its version. Raises AlignerError when another update is open or
+        the engine sleeps.
+        """
         ...
 
-    def finish_update(self, version: int) -> None:
-        """All weights of `version` have been written: stamp the tokens drawn from now on with it."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the device memory of keys and values, and of the weights: kept in host memory, or dropped.
+
+        Raises AlignerError while responses are under way. Sleeping twice is sleeping.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back. Weights that were dropped have to be published again."""
         ...

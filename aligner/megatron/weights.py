@@ -7,7 +7,7 @@ parameter a named tensor is. File import, resharding, checkpoints and checks all
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -102,6 +102,17 @@ class NamedWeights:
     def write(self, name: str, tensor: Tensor) -> None:
         """Set this rank's slice of a weight."""
         self.scatter(name, self.parameter(name).data, tensor)
+
+    def parameters_cut_alike(self, slices: Mapping[str, Slice]) -> dict[str, Tensor]:
+        """The parameters of which another layout's rank holds the same, by megatron-core's name; their own memory."""
+        wanted: dict[str, list[TensorSpec]] = {}
+        for spec in self.table:
+            wanted.setdefault(spec.parameter, []).append(spec)
+        return {
+            name: self.parameter(specs[0].name).data
+            for name, specs in wanted.items()
+            if all(spec.name in self.slices and self.slices[spec.name] == slices.get(spec.name) for spec in specs)
+        }
 
     def load_directory(self, directory: Path, *, optional: Sequence[str] = (), partial: bool = False) -> None:
         """Read this rank's slices, and no others, from a Hugging Face directory's safetensors.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from aligner.config.weights import Slice, TensorSpec
+from aligner.config.schema import EngineParallel, Parallel
+from aligner.config.weights import Slice, TensorSpec, engine_slices, trainer_slices
 from aligner.errors import AlignerError
 
 Slices = Mapping[int, Mapping[str, Slice]]
@@ -36,6 +38,40 @@ class TransferPlan:
     target: Slices
     transfers: tuple[Transfer, ...]
     itemsize: int
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What each rank is called: "trainer rank 1" when it is a source, and "engine rank 0" when it is only a target."""
+        ranks = range(1 + max([*self.source, *self.target], default=-1))
+        first = min(set(self.target) - set(self.source), default=0)
+        return tuple(f"trainer rank {at}" if at in self.source else f"engine rank {at - first}" for at in ranks)
+
+    def groups(self, limit_bytes: int | None) -> tuple[TransferPlan, ...]:
+        """The plan cut into plans of consecutive tensors, of at most so many bytes each (at least one tensor)."""
+        if limit_bytes is None:
+            return (self,)
+        numbers: dict[str, int] = {}
+        number, filled = 0, 0
+        for spec in self.table:
+            filled += spec.numel * self.itemsize
+            if filled > limit_bytes and numbers:
+                number, filled = number + 1, spec.numel * self.itemsize
+            numbers[spec.name] = number
+        return tuple(self._part([name for name, at in numbers.items() if at == group]) for group in range(number + 1))
+
+    def _part(self, names: Sequence[str]) -> TransferPlan:
+        part = set(names)
+
+        def chosen(side: Slices) -> Slices:
+            return {rank: {name: slices[name] for name in names if name in slices} for rank, slices in side.items()}
+
+        return TransferPlan(
+            tuple(spec for spec in self.table if spec.name in part),
+            chosen(self.source),
+            chosen(self.target),
+            tuple(transfer for transfer in self.transfers if transfer.name in part),
+            self.itemsize,
+        )
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -112,6 +148,66 @@ def atoms(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
     return pairwise(ordered)
 
 
+def plan_resharding(
+    table: tuple[TensorSpec, ...],
+    num_layers: int,
+    trainer: Parallel,
+    engine: EngineParallel,
+    *,
+    first_engine_rank: int = 0,
+    itemsize: int = 4,
+) -> TransferPlan:
+    """The plan from a trainer's layout to an engine's; elements travel as `itemsize` bytes.
+
+    Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share their processes,
+    `trainer.ranks` where they are worlds of their own.
+    Raises AlignerError naming every size and every kind of tensor that does not divide as a layout says.
+    """
+    problems = [*_uneven_trainer(table, num_layers, trainer), *_uneven(table, "engine tensor", engine.tensor)]
+    if engine.data < 1:
+        problems.append(f"engine data={engine.data}: the number of replicas must be at least 1")
+    if problems:
+        raise AlignerError("the weights do not divide as the layouts say:\n" + "\n".join(problems))
+    return plan_transfers(
+        table,
+        {rank: trainer_slices(table, num_layers, trainer, rank) for rank in range(trainer.ranks)},
+        {first_engine_rank + rank: engine_slices(table, engine, rank) for rank in range(engine.ranks)},
+        itemsize,
+    )
+
+
+def _uneven_trainer(table: Sequence[TensorSpec], num_layers: int, layout: Parallel) -> Iterator[str]:
+    yield from _uneven([spec for spec in table if spec.expert is None], "trainer tensor", layout.tensor)
+    yield from _uneven([spec for spec in table if spec.expert is not None], "trainer expert_tensor", layout.expert_tensor_size)
+    last, stages = layout.last_stage_layers, layout.pipeline
+    if layout.virtual_pipeline > 1 or last is None or stages == 1:
+        if num_layers % (chunks := stages * layout.virtual_pipeline):
+            yield f"trainer pipeline={stages}: {num_layers} layers do not divide by {chunks} model chunks"
+    elif (num_layers - last) % (stages - 1) or num_layers - last < stages - 1:
+        yield (
+            f"trainer pipeline={stages}: {num_layers - last} layers before the last stage's {last} do not divide by"
+            f" {stages - 1} stages"
+        )
+    experts = 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
+    if layout.expert > 1 and experts % layout.expert:
+        yield f"trainer expert={layout.expert}: {experts} experts do not divide by it"
+    stage_ranks = layout.tensor * layout.context * layout.data
+    if experts and stage_ranks % (layout.expert * layout.expert_tensor_size):
+        yield (
+            f"trainer expert={layout.expert} x expert_tensor={layout.expert_tensor_size}: they do not divide the"
+            f" {stage_ranks} ranks of a pipeline stage"
+        )
+
+
+def _uneven(table: Iterable[TensorSpec], key: str, size: int) -> Iterator[str]:
+    """One line for each kind of tensor, counted over layers and experts, that does not divide."""
+    kinds: dict[str, None] = {}
+    for spec in table:
+        if spec.axis is not None and (total := spec.shape[spec.axis]) % size:
+            kinds[f"{key}={size}: dimension {spec.axis} of {re.sub(r'[.][0-9]+[.]', '.*.', spec.name)} has {total}"] = None
+    yield from kinds
+
+
 def plan_transfers(table: Sequence[TensorSpec], source: Slices, target: Slices, itemsize: int = 4) -> TransferPlan:
     """Cover every target slice with pieces of the source slices.
 
@@ -148,13 +244,14 @@ def _plan_tensor(
     """One tensor's transfers, adjacent pieces of one sender merged; adds to `sent`, the elements each rank sends."""
     axis = cut_axis(spec, [*source.values(), *target.values()])
     held = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
+    holders_of: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
     transfers: list[Transfer] = []
     for rank, piece in target.items():
-        low, high = extent(spec, piece, axis)
-        inside = {edge for extents in held.values() for edge in extents if low < edge < high}
+        wanted = extent(spec, piece, axis)
+        if wanted not in holders_of:  # replicas want the same
+            holders_of[wanted] = _holders_of_atoms(wanted, held)
         mine: list[Transfer] = []
-        for start, stop in atoms({low, high} | inside):
-            holders = [holder for holder, (first, last) in held.items() if first <= start and stop <= last]
+        for (start, stop), holders in holders_of[wanted].items():
             if not holders:
                 part = "" if axis is None else f" [{start}, {stop}) along dimension {axis}"
                 raise AlignerError(f"{spec.name}{part}: rank {rank} needs it and no source holds it")
@@ -166,3 +263,13 @@ def _plan_tensor(
             mine.append(Transfer(spec.name, sender, rank, axis, start, stop, numel_of(spec, axis, start, stop)))
         transfers += mine
     return transfers
+
+
+def _holders_of_atoms(wanted: tuple[int, int], held: Mapping[int, tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
+    """The parts of a range that the held ranges cut it into, in order, each with the ranks that hold it."""
+    low, high = wanted
+    inside = {edge for extents in held.values() for edge in extents if low < edge < high}
+    return {
+        (start, stop): [rank for rank, (first, last) in held.items() if first <= start and stop <= last]
+        for start, stop in atoms({low, high} | inside)
+    }

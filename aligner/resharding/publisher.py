@@ -2,43 +2,145 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from aligner.errors import AlignerError
+from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan
-from aligner.resharding.resharder import PublishStats, Resharder
-from aligner.resharding.transport import Read
+from aligner.resharding.transport import Exchange, Read, ReadOnce, copy_local, slice_shape, steps
+from aligner.resharding.update import WeightUpdate
 from aligner.resharding.verify import verify
 
 
-class Publisher:
-    """Writes the trainer's slices into the engine's views, and checks them by checksum when it is time to.
+@dataclass(frozen=True)
+class PublishStats:
+    """What one rank moved into its own views, and what it took there."""
 
-    Every rank calls `publish`; a mismatch raises on every rank, before the engine takes the new version.
+    bytes_local: int
+    bytes_remote: int
+    staging_bytes: int
+    """The most memory that messages took which could not travel from or into their own places."""
+    seconds: float
+    """Of the whole publish, verification included."""
+    verify_seconds: float | None
+    """None when the publish was not verified."""
+
+
+class Publisher:
+    """Takes the trainer's weights into the engine, on all ranks or on none.
+
+    Every rank of the link calls `publish`. Pieces are written beside or over the engine's weights, as its update has it;
+    only when all ranks have theirs does the engine's version change.
     """
 
     def __init__(
         self,
         plan: TransferPlan,
-        rank: int,
-        read: Read,
-        views: Mapping[str, Tensor],
-        finish_update: Callable[[int], None],
+        link: Link,
         *,
+        read: Read | None,
+        begin_update: Callable[[int], WeightUpdate] | None,
+        dtype: torch.dtype = torch.float32,
         bucket_bytes: int,
         verify_every: int,
+        group_bytes: int | None = None,
     ) -> None:
-        self._plan, self._rank, self._read, self._views = plan, rank, read, views
-        self._finish_update, self._verify_every = finish_update, verify_every
-        self._resharder = Resharder(plan, rank, bucket_bytes=bucket_bytes)
+        """`read` gives this rank's source slices and is None on a rank that has none; `begin_update(version)` opens the
+        update of this rank's engine and is None on a rank without one.
+
+        Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on every rank: most bytes of
+        tensors that the engine takes at a time; None where all its views exist at once.
+        Raises AlignerError when these do not fit the plan or the link.
+        """
+        rank, problems = link.rank, []
+        if plan.source.get(rank) and read is None:
+            problems.append("the plan has it send weights, it has none to read")
+        if plan.target.get(rank) and begin_update is None:
+            problems.append("the plan writes into its engine, it has none")
+        if len(plan.labels) != link.size:
+            problems.append(f"the plan has {len(plan.labels)} ranks, the link {link.size}")
+        if dtype.itemsize != plan.itemsize:
+            problems.append(f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}")
+        if problems:
+            raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
+        self._plan, self._link, self._dtype = plan, link, dtype
+        self._read = read or _no_source
+        self._begin_update = begin_update
+        self._group_bytes, self._verify_every = group_bytes, verify_every
+        self._groups = [(group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)]
         self._count = 0
 
+    @torch.no_grad()
     def publish(self, version: int) -> PublishStats:
-        """Publish the weights as `version`; verified at the first call and at every `verify_every`-th after it."""
-        stats = self._resharder.publish(self._read, self._views)
-        if self._count == 0 or (self._verify_every and self._count % self._verify_every == 0):
-            verify(self._plan, self._rank, self._read, self._views)
+        """Publish the weights as `version`; verified at the first call and at every `verify_every`-th after it.
+
+        Raises AlignerError on every rank, naming the ranks where something failed and what it was, and those that did not
+        answer; the link is broken then. Unless the failure was in the last step, an engine's taking what it had received,
+        every engine has aborted its update.
+        """
+        begin = time.perf_counter()
+        verifies = self._count == 0 or (self._verify_every > 0 and self._count % self._verify_every == 0)
         self._count += 1
-        self._finish_update(version)
-        return stats
+        failure = f"weights version {version} was not published, the engine aborts its update"
+        update: WeightUpdate | None = None
+        staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
+        with ExitStack() as undo:
+            with self._link.agreement(failure):
+                if self._begin_update is not None:
+                    update = self._begin_update(version)
+                    undo.callback(update.abort)
+                    self._check_group_bytes(update)
+            for group, order in self._groups:
+                names = list(group.target.get(self._link.rank, ()))
+                with self._link.agreement(failure):
+                    views = {} if update is None else update.views(names)
+                    self._check(group, views)
+                with self._link.agreement(failure):
+                    copy_local(group, self._link.rank, read, views)
+                    staging = max(staging, Exchange(group, self._link, self._dtype, read, views).run(order))
+                    if verifies:
+                        start = time.perf_counter()
+                        verify(group, self._link, self._dtype, read, views)
+                        verify_seconds += time.perf_counter() - start
+                with self._link.agreement(failure):  # ranks of an engine may load together: all of them have to come
+                    if update is not None:
+                        update.load(names)
+            undo.pop_all()
+        with self._link.agreement(f"weights version {version} may serve on some ranks and not on others"):
+            if update is not None:
+                update.commit()
+        return PublishStats(
+            self._plan.bytes_local(self._link.rank),
+            self._plan.bytes_received(self._link.rank),
+            staging,
+            time.perf_counter() - begin,
+            verify_seconds if verifies else None,
+        )
+
+    def _check_group_bytes(self, update: WeightUpdate) -> None:
+        limit = update.group_bytes
+        if limit is not None and (self._group_bytes is None or self._group_bytes > limit):
+            raise AlignerError(f"the engine takes {limit} bytes at a time, the publisher gives {self._group_bytes or 'all'}")
+
+    def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
+        """Raise an error that names every tensor whose view is missing or is not as the plan says."""
+        problems = []
+        for name, wanted in plan.target.get(self._link.rank, {}).items():
+            shape = slice_shape(plan.specs[name], wanted)
+            if name not in views:
+                problems.append(f"{name}: the engine has no such tensor")
+            elif tuple(views[name].shape) != shape or views[name].dtype != self._dtype:
+                has = f"{tuple(views[name].shape)} of {views[name].dtype}"
+                problems.append(f"{name}: the engine's is {has}, the plan writes {shape} of {self._dtype}")
+        if problems:
+            raise AlignerError("the engine does not fit the plan:\n" + "\n".join(problems))
+
+
+def _no_source(name: str) -> Tensor:
+    raise AlignerError(f"{name}: this rank has no weights to read")

@@ -1,22 +1,27 @@
-"""Moving a plan's pieces: within a rank by copying, between ranks in buckets over torch.distributed."""
+"""Moving a plan's pieces: within a rank by copying, between ranks in messages over a link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from aligner.config.weights import Slice, TensorSpec, cut_shape
 from aligner.errors import AlignerError
+from aligner.resharding.link import Link
 from aligner.resharding.plan import Transfer, TransferPlan, extent
 
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
+
+_BATCHES_PER_BUCKET = 4
+"""Two batches are under way each way, so that one moves while another is packed or unpacked."""
+_SMALL_BYTES = 1 << 18
+"""Pieces below this share a message: packing them costs less than a message for each."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,23 @@ class Piece:
     start: int
     stop: int
     numel: int
+
+
+Message = tuple[Piece, ...]
+"""What travels in one operation, in this order."""
+
+Batch = tuple[Message, ...]
+"""What travels at once."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch out and one in, either of which may be empty."""
+
+    to: int
+    sending: Batch
+    from_: int
+    receiving: Batch
 
 
 def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
@@ -58,98 +80,188 @@ def wanted(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) 
     return part(views[transfer.name], spec, held, transfer.axis, transfer.start, transfer.stop)
 
 
-def buckets(transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int) -> list[list[Piece]]:
-    """Cut transfers into row ranges and fill buckets of at most `limit` elements (at least one row), in order."""
-    filled: list[list[Piece]] = []
+def messages(transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int) -> list[Message]:
+    """Cut transfers into row ranges of at most `limit` elements (at least one row), a message each.
+
+    What is left over of at most `small` elements is put together, in messages of at most `limit`, at the end.
+    """
+    large: list[Message] = []
+    packed: list[list[Piece]] = []
     free = 0
     for transfer in transfers:
         rows = specs[transfer.name].shape[0] if transfer.axis != 0 else transfer.stop - transfer.start
         width = transfer.numel // rows
-        start = 0
-        while start < rows:
-            fits = min(rows - start, free // width)
-            if fits == 0:
-                filled.append([])
-                free = max(limit, width)
+        step = max(1, limit // width)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            piece = Piece(transfer, start, stop, (stop - start) * width)
+            if piece.numel > small:
+                large.append((piece,))
                 continue
-            filled[-1].append(Piece(transfer, start, start + fits, fits * width))
-            free -= fits * width
-            start += fits
-    return filled
+            if piece.numel > free:
+                packed.append([])
+                free = limit
+            packed[-1].append(piece)
+            free -= piece.numel
+    return [*large, *map(tuple, packed)]
+
+
+def batches(order: Sequence[Message], limit: int) -> list[Batch]:
+    """Consecutive messages together, as long as they are no more than `limit` elements."""
+    filled: list[list[Message]] = []
+    free = 0
+    for message in order:
+        if (numel := numel_of_message(message)) > free:
+            filled.append([])
+            free = limit
+        filled[-1].append(message)
+        free -= numel
+    return [tuple(batch) for batch in filled]
+
+
+def numel_of_message(message: Message) -> int:
+    """Number of elements."""
+    return sum(piece.numel for piece in message)
+
+
+def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
+    """A rank's batches of at most a quarter of a bucket, in an order that can not deadlock.
+
+    In round r a rank sends to the rank r places after it and receives from the one r places before it. The i-th batch of
+    a round is in the i-th step of the round on both sides, so the earliest step that is not complete anywhere can always
+    go on. Raises AlignerError when a batch would not hold one row of every tensor.
+    """
+    limit = bucket_bytes // _BATCHES_PER_BUCKET // plan.itemsize
+    widest, name = max((spec.numel // spec.shape[0], spec.name) for spec in plan.table)
+    if limit < widest:
+        needed = _BATCHES_PER_BUCKET * widest * plan.itemsize
+        raise AlignerError(f"a bucket of {bucket_bytes} bytes is too small: a row of {name} needs one of {needed}")
+    small = min(limit, _SMALL_BYTES // plan.itemsize)
+
+    def between(source: int, target: int) -> list[Batch]:
+        return batches(messages(plan.between(source, target), plan.specs, limit, small), limit)
+
+    world = len(plan.labels)
+    found: list[Step] = []
+    for distance in range(1, world):
+        to, from_ = (rank + distance) % world, (rank - distance) % world
+        both = zip_longest(between(rank, to), between(from_, rank), fillvalue=())
+        found += [Step(to, sending, from_, receiving) for sending, receiving in both]
+    return found
 
 
 def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
-    """Copy what this rank already holds into its views."""
+    """Copy what this rank already holds into its views; nothing where a view is the source itself."""
     for transfer in plan.local(rank):
-        wanted(plan, transfer, views).copy_(given(plan, transfer, read))
+        source, view = given(plan, transfer, read), wanted(plan, transfer, views)
+        if not _same_memory(source, view):
+            view.copy_(source)
 
 
-class BucketTransport:
-    """Point-to-point exchange of one rank's remote transfers.
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
 
-    In round r a rank sends to the rank r places after it and receives from the one r places before it, one bucket each
-    way at a time, both posted before either is waited for: no order of the ranks can deadlock, and no more than two
-    buckets are held. Works over any backend with point-to-point operations (gloo, NCCL).
+    return place(one) == place(other)
+
+
+class ReadOnce:
+    """A source whose last tensor is kept: a large one is read once, not once a message."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._last: tuple[str, Tensor] | None = None
+
+    def __call__(self, name: str) -> Tensor:
+        """The tensor of this name."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before another is made
+            self._last = name, self._read(name)
+        return self._last[1]
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A message and the tensor that it travels in: its own place, or staging memory."""
+
+    message: Message
+    tensor: Tensor
+    staged: bool
+
+    def parts(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Where each piece lies in a staged message."""
+        offset = 0
+        for piece in self.message:
+            yield piece, self.tensor[offset : offset + piece.numel]
+            offset += piece.numel
+
+
+class Exchange:
+    """Sends and receives one rank's remote pieces.
+
+    Two batches are under way each way. A message that is one contiguous piece of the travelling dtype is sent from, or
+    received into, its own place; only the others take staging memory.
     """
 
-    def __init__(
-        self, plan: TransferPlan, rank: int, group: ProcessGroup | None, bucket_bytes: int, timeout: timedelta
-    ) -> None:
-        """`rank` is this process's rank in `group`, which is also the plan's numbering."""
-        self._plan, self._rank, self._group, self._timeout = plan, rank, group, timeout
-        world = max([*plan.source, *plan.target]) + 1
-        limit = bucket_bytes // plan.itemsize
-        self._rounds: list[tuple[int, int, list[list[Piece]], list[list[Piece]]]] = []
-        for distance in range(1, world):
-            to, from_ = (rank + distance) % world, (rank - distance) % world
-            sending = buckets(plan.between(rank, to), plan.specs, limit)
-            receiving = buckets(plan.between(from_, rank), plan.specs, limit)
-            if sending or receiving:
-                self._rounds.append((to, from_, sending, receiving))
-        self._longest = max(
-            (sum(piece.numel for piece in bucket) for *_, out, into in self._rounds for bucket in (*out, *into)), default=0
-        )
+    def __init__(self, plan: TransferPlan, link: Link, dtype: torch.dtype, read: Read, views: Mapping[str, Tensor]) -> None:
+        self._plan, self._link, self._dtype, self._read, self._views = plan, link, dtype, read, views
+        self._staging: dict[tuple[str, int], Tensor] = {}
+        self._posted: deque[tuple[list[_Carried], list[_Carried]]] = deque()
 
-    def exchange(self, read: Read, views: Mapping[str, Tensor]) -> None:
-        """Send and receive every remote piece; the pieces travel in the views' dtype."""
-        if not self._rounds:
-            return
-        like = next(iter(views.values()))
-        outgoing, incoming = (torch.empty(self._longest, dtype=like.dtype, device=like.device) for _ in range(2))
-        for to, from_, sending, receiving in self._rounds:
-            for index in range(max(len(sending), len(receiving))):
-                operations = []
-                if index < len(sending):
-                    filled = self._pack(sending[index], read, outgoing)
-                    operations.append(dist.P2POp(dist.isend, filled, group=self._group, group_peer=to))
-                if index < len(receiving):
-                    awaited = incoming[: sum(piece.numel for piece in receiving[index])]
-                    operations.append(dist.P2POp(dist.irecv, awaited, group=self._group, group_peer=from_))
-                self._finish(operations, to, from_)
-                if index < len(receiving):
-                    self._unpack(receiving[index], awaited, views)
+    def run(self, order: Sequence[Step]) -> int:
+        """Take these steps; returns the bytes of staging memory that it took, at most a bucket."""
+        for number, step in enumerate(order):
+            self._post(step, number % 2)
+            if len(self._posted) == 2:
+                self._complete()
+        while self._posted:
+            self._complete()
+        return sum(buffer.nbytes for buffer in self._staging.values())
 
-    def _finish(self, operations: list[dist.P2POp], to: int, from_: int) -> None:
-        try:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise AlignerError(
-                f"weights: rank {self._rank} could not send to rank {to} or receive from rank {from_}"
-                f" within {self._timeout.total_seconds():.0f} s: {error}"
-            ) from error
+    def _post(self, step: Step, slot: int) -> None:
+        sent = self._carry(step.sending, self._rows, ("out", slot))
+        received = self._carry(step.receiving, self._place, ("in", slot))
+        for carried in sent:
+            if carried.staged:
+                for piece, packed in carried.parts():
+                    rows = self._rows(piece)
+                    packed.view(rows.shape).copy_(rows)
+        self._link.post([(each.tensor, step.to) for each in sent], [(each.tensor, step.from_) for each in received])
+        self._posted.append((sent, received))  # what is sent has to live until it has left
 
-    def _pack(self, bucket: list[Piece], read: Read, buffer: Tensor) -> Tensor:
-        offset = 0
-        for piece in bucket:
-            rows = given(self._plan, piece.transfer, read)[piece.start : piece.stop]
-            buffer[offset : offset + piece.numel].view(rows.shape).copy_(rows)
-            offset += piece.numel
-        return buffer[:offset]
+    def _complete(self) -> None:
+        """Wait for the oldest step, and put what it brought into its place."""
+        self._link.complete()
+        _, received = self._posted.popleft()
+        for carried in received:
+            if carried.staged:
+                for piece, packed in carried.parts():
+                    place = self._place(piece)
+                    place.copy_(packed.view(place.shape))
 
-    def _unpack(self, bucket: list[Piece], buffer: Tensor, views: Mapping[str, Tensor]) -> None:
-        offset = 0
-        for piece in bucket:
-            rows = wanted(self._plan, piece.transfer, views)[piece.start : piece.stop]
-            rows.copy_(buffer[offset : offset + piece.numel].view(rows.shape))
-            offset += piece.numel
+    def _rows(self, piece: Piece) -> Tensor:
+        return given(self._plan, piece.transfer, self._read)[piece.start : piece.stop]
+
+    def _place(self, piece: Piece) -> Tensor:
+        return wanted(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
+
+    def _carry(self, batch: Batch, locate: Callable[[Piece], Tensor], slot: tuple[str, int]) -> list[_Carried]:
+        """What each message travels in; `slot` names the staging memory, which the step before the last has left."""
+        own = [self._travelling(locate(message[0])) if len(message) == 1 else None for message in batch]
+        sizes = [0 if tensor is not None else numel_of_message(message) for message, tensor in zip(batch, own, strict=True)]
+        staging = self._buffer(slot, sum(sizes)).split(sizes)
+        return [
+            _Carried(message, part if tensor is None else tensor, tensor is None)
+            for message, tensor, part in zip(batch, own, staging, strict=True)
+        ]
+
+    def _travelling(self, tensor: Tensor) -> Tensor | None:
+        """The tensor, when it can be sent or received as it is."""
+        fits = tensor.is_contiguous() and tensor.dtype == self._dtype and tensor.device == self._link.device
+        return tensor if fits else None
+
+    def _buffer(self, slot: tuple[str, int], numel: int) -> Tensor:
+        if slot not in self._staging or self._staging[slot].numel() < numel:
+            self._staging.pop(slot, None)  # before another is made
+            self._staging[slot] = torch.empty(numel, dtype=self._dtype, device=self._link.device)
+        return self._staging[slot][:numel]

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from aligner.config.weights import TensorSpec
 from aligner.errors import AlignerError
+from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, atoms, cut_axis, extent, numel_of
 from aligner.resharding.transport import Read, part
 
@@ -77,46 +76,44 @@ def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
     return found
 
 
-def _source_sums(plan: TransferPlan, plan_atoms: list[_Atom], rank: int, read: Read, like: Tensor) -> Tensor:
+def _source_sums(plan: TransferPlan, plan_atoms: list[_Atom], link: Link, dtype: torch.dtype, read: Read) -> Tensor:
     """int64 [atoms]: checksums of those that this rank answers for, zero elsewhere."""
-    sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=like.device)
+    sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=link.device)
     for index, atom in enumerate(plan_atoms):
-        if atom.holder == rank:
-            held = plan.source[rank][atom.spec.name]
+        if atom.holder == link.rank:
+            held = plan.source[link.rank][atom.spec.name]
             given = part(read(atom.spec.name), atom.spec, held, atom.axis, atom.start, atom.stop)
-            sums[index] = checksum(given.to(like), atom.spec.shape, atom.axis, atom.start)
+            sums[index] = checksum(given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start)
     return sums
 
 
 @torch.no_grad()
-def verify(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Compare every rank's views with the source slices, bit by bit through checksums; collective over `group`.
+def verify(plan: TransferPlan, link: Link, dtype: torch.dtype, read: Read, views: Mapping[str, Tensor]) -> None:
+    """Compare every rank's views with the source slices as `dtype`, bit by bit through checksums; collective.
 
     Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and the ranks where it does.
     """
-    like = next(iter(views.values()))
     plan_atoms = _plan_atoms(plan)
-    sums = _source_sums(plan, plan_atoms, rank, read, like)
-    dist.all_reduce(sums, group=group)
+    sums = _source_sums(plan, plan_atoms, link, dtype, read)
+    link.all_reduce(sums)
     expected: dict[str, Tensor] = {}
-    mine = plan.target.get(rank, {})
+    mine = plan.target.get(link.rank, {})
     for index, atom in enumerate(plan_atoms):
         if atom.spec.name in mine:
             low, high = extent(atom.spec, mine[atom.spec.name], atom.axis)
             if low <= atom.start and atom.stop <= high:
                 expected[atom.spec.name] = expected.get(atom.spec.name, torch.zeros_like(sums[0])) + sums[index]
-    world = dist.get_world_size(group)
-    differs = torch.zeros(len(plan.table), world, dtype=torch.int32, device=like.device)
+    differs = torch.zeros(len(plan.table), link.size, dtype=torch.int32, device=link.device)
     for index, spec in enumerate(plan.table):
         if spec.name in mine:
             wanted = mine[spec.name]
             found = checksum(views[spec.name], spec.shape, wanted.axis, wanted.start)
-            differs[index, rank] = (found != expected[spec.name]).int()
-    dist.all_reduce(differs, group=group)
+            differs[index, link.rank] = (found != expected[spec.name]).int()
+    link.all_reduce(differs)
     wrong = [
-        f"{spec.name} on rank(s) {', '.join(str(at) for at in row.nonzero().flatten().tolist())}"
+        f"{spec.name} on {', '.join(link.labels[at] for at in row.nonzero().flatten().tolist())}"
         for spec, row in zip(plan.table, differs.cpu(), strict=True)
         if row.any()
     ]
     if wrong:
-        raise AlignerError("the engine's weights differ from the trainer's after publishing:\n" + "\n".join(wrong))
+        raise AlignerError("the engine's weights differ from the trainer's:\n" + "\n".join(wrong))

@@ -45,11 +45,13 @@ class Rollouts:
         rank: int,
         options: SamplingOptions,
         pad_token_id: int,
+        engine_sleeps: bool = False,
     ) -> None:
+        """With `engine_sleeps` the engine drops its memory once it has generated a step's samples."""
         self._prompts, self._engine, self._services = prompts, engine, services
         self._settings, self._layout, self._options = settings, layout, options
         self._replica = rank // layout.tensor
-        self._pad_token_id = pad_token_id
+        self._pad_token_id, self._engine_sleeps = pad_token_id, engine_sleeps
 
     def take(self, step: int) -> Rollout:
         """The samples of a training step, each prompt's in a row, equal on every rank. Collective."""
@@ -65,6 +67,8 @@ class Rollouts:
             scores += self._services.ask_score(batch.tokens, batch.lengths, batch.prompt_lengths)
             values += self._services.ask_values(batch.tokens, batch.lengths)
             samples += part
+        if self._engine_sleeps:
+            self._engine.sleep(keep_weights=False)  # new ones come before the next step
         return Rollout(
             prompts=[prompt for prompt in prompts for _ in range(settings.samples_per_prompt)],
             samples=samples,

@@ -11,7 +11,7 @@ import torch
 
 from aligner.config.families import read_config
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import EngineParallel
+from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import weight_table
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.engine import EmbeddedEngine
@@ -81,11 +81,12 @@ def shape_of(directory: Path) -> ModelShape:
     return read_config(json.loads((directory / "config.json").read_text()), str(directory))
 
 
-def make_engine(
-    directory: Path, tensor: int = 1, rank: int = 0, group=None, batch_size: int = 64, seed: int = 7
-) -> EmbeddedEngine:
-    layout = EngineParallel(tensor=tensor, data=1)
-    engine = EmbeddedEngine(shape_of(directory), layout, rank, seed, batch_size, group)
+def settings_of(tensor: int = 1, **settings) -> Engine:
+    return Engine(parallel=EngineParallel(tensor=tensor, data=1), **settings)
+
+
+def make_engine(directory: Path, tensor: int = 1, rank: int = 0, group=None, seed: int = 7, **settings) -> EmbeddedEngine:
+    engine = EmbeddedEngine(shape_of(directory), settings_of(tensor, **settings), rank, seed, group)
     engine.load_directory(directory)
     return engine
 
@@ -188,10 +189,12 @@ def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tie
     engine = make_engine(tied_directory)
     options = SamplingOptions(4, greedy=True)
     before = engine.generate(make_requests(), options)
-    for view in engine.weight_views().values():
-        view.mul_(0.5 if view.dim() == 2 else 1.0)
-    engine.weight_views()["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
-    engine.finish_update(5)
+    update = engine.begin_update(5)
+    for name, view in update.views(list(engine.weights)).items():
+        view.copy_(engine.weights[name] * 0.5 if view.dim() == 2 else engine.weights[name])
+    update.views(["model.embed_tokens.weight"])["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
+    update.load(list(engine.weights))
+    update.commit()
     after = engine.generate(make_requests(), options)
     assert all(sample.weight_versions.tolist() == [0] * 4 for sample in before)
     assert all(sample.weight_versions.tolist() == [5] * 4 for sample in after)
@@ -203,10 +206,10 @@ def test_the_views_are_the_whole_weight_table(any_directory):
 
     engine = make_engine(any_directory)
     stored = load_file(any_directory / "model.safetensors")
-    assert {name: tuple(view.shape) for name, view in engine.weight_views().items()} == {
+    assert {name: tuple(view.shape) for name, view in engine.weights.items()} == {
         spec.name: spec.shape for spec in weight_table(shape_of(any_directory))
     }
-    for name, view in engine.weight_views().items():
+    for name, view in engine.weights.items():
         assert torch.equal(view, stored[name]), name
 
 
@@ -241,22 +244,22 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tie
 
 
 def test_an_engine_without_weights_does_not_generate(tied_directory):
-    engine = EmbeddedEngine(shape_of(tied_directory), EngineParallel(), 0, 1, 8, None)
-    with pytest.raises(AlignerError, match="no weights yet"):
+    engine = EmbeddedEngine(shape_of(tied_directory), Engine(), 0, 1)
+    with pytest.raises(AlignerError, match="no weights: none were published yet"):
         engine.generate(make_requests(), SamplingOptions(2))
 
 
 def test_a_model_that_does_not_divide_is_refused(tied_directory):
-    with pytest.raises(ConfigError, match=r"engine.parallel.tensor=4: 2 KV heads do not divide by 4"):
-        EmbeddedEngine(shape_of(tied_directory), EngineParallel(tensor=4), 0, 1, 8, None)
+    with pytest.raises(ConfigError, match=r"engine.parallel.tensor=4: the model's 2 key-value heads do not divide by 4"):
+        EmbeddedEngine(shape_of(tied_directory), settings_of(tensor=4), 0, 1)
 
 
 def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
     untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
     with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
-        EmbeddedEngine(untied, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
+        EmbeddedEngine(untied, Engine(), 0, 1).load_directory(tied_directory)
     wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
     with pytest.raises(AlignerError, match=r"gate_proj\.weight is \(48, 32\), must be \(64, 32\)"):
-        EmbeddedEngine(wider, EngineParallel(), 0, 1, 8, None).load_directory(tied_directory)
+        EmbeddedEngine(wider, Engine(), 0, 1).load_directory(tied_directory)
     with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
         make_engine(tied_directory).load_directory(tmp_path)

@@ -1,4 +1,4 @@
-"""Small models and layouts for resharding tests, and a whole set of weights to cut slices from."""
+"""Small models of every family, and a whole set of weights to cut slices from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.weights import Slice, TensorSpec
-from aligner.resharding.transport import slice_shape
+
+LAYERS = 4
 
 
-def tiny_shape(layers: int = 4, tied: bool = True, kv_heads: int = 4) -> ModelShape:
-    return ModelShape(layers, 16, 4, kv_heads, 4, 24, 32, 64, 1e-5, 10000.0, tied, (), 0)
+def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False) -> ModelShape:
+    """Four layers, and sizes that divide by 4; four experts where the family has any."""
+    return ModelShape(
+        num_layers=LAYERS,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=4,
+        ffn_hidden_size=24,
+        vocab_size=32,
+        max_positions=64,
+        norm_epsilon=1e-5,
+        rope_theta=10000.0,
+        tied_embeddings=tied,
+        eos_token_ids=(),
+        pad_token_id=0,
+        family=family,
+        qkv_bias=qkv_bias,
+        num_experts=4 if family in ("mixtral", "qwen3_moe") else 0,
+    )
 
 
 def whole_weights(table: tuple[TensorSpec, ...], seed: int = 0) -> dict[str, Tensor]:
@@ -20,9 +39,5 @@ def whole_weights(table: tuple[TensorSpec, ...], seed: int = 0) -> dict[str, Ten
 
 
 def cut(whole: Tensor, piece: Slice) -> Tensor:
-    return whole if piece.axis is None else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)
-
-
-def empty_views(table: tuple[TensorSpec, ...], slices: dict[str, Slice]) -> dict[str, Tensor]:
-    """Views full of NaN: what is not written shows."""
-    return {spec.name: torch.full(slice_shape(spec, slices[spec.name]), float("nan")) for spec in table}
+    """A slice in memory of its own, as a rank holds it."""
+    return (whole if piece.axis is None else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)).contiguous()

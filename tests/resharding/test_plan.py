@@ -1,68 +1,153 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import Slice, TensorSpec, engine_slices, trainer_slices, weight_table
+from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
 from aligner.resharding import transport
-from aligner.resharding.plan import TransferPlan, plan_transfers
-from tests.resharding.layouts import cut, empty_views, tiny_shape, whole_weights
+from aligner.resharding.plan import TransferPlan, extent, plan_resharding, plan_transfers
+from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 
 SIZES = st.sampled_from([1, 2, 4])
+SHAPES = st.builds(
+    tiny_shape,
+    family=st.sampled_from(["llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox"]),
+    tied=st.booleans(),
+    qkv_bias=st.booleans(),
+)
 
 
-def make_plan(trainer: Parallel, engine: EngineParallel, tied: bool = True) -> TransferPlan:
-    shape = tiny_shape(tied=tied)
-    table = weight_table(shape)
-    return plan_transfers(
-        table,
-        {rank: trainer_slices(table, shape.num_layers, trainer, rank) for rank in range(trainer.ranks)},
-        {rank: engine_slices(table, engine, rank) for rank in range(engine.ranks)},
+def make_plan(trainer: Parallel, engine: EngineParallel, first_engine_rank: int = 0) -> TransferPlan:
+    return plan_resharding(weight_table(tiny_shape()), LAYERS, trainer, engine, first_engine_rank=first_engine_rank)
+
+
+@st.composite
+def plans(draw) -> TransferPlan:
+    """Any model at any layouts that its sizes allow, in one world or in two."""
+    shape = draw(SHAPES)
+    tensor, pipeline, data, context = (draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
+    trainer = Parallel(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=draw(st.sampled_from([1, 2])) if pipeline == 2 else 1,
+        data=data,
+        context=context,
+        expert=draw(SIZES) if shape.num_experts else 1,
+        expert_tensor=draw(st.sampled_from([None, 1, 2])) if shape.num_experts else None,
     )
+    assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
+    engine = EngineParallel(tensor=draw(SIZES), data=draw(SIZES))
+    first = draw(st.sampled_from([0, trainer.ranks]))
+    return plan_resharding(weight_table(shape), LAYERS, trainer, engine, first_engine_rank=first)
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    tensor=SIZES,
-    pipeline=SIZES,
-    data=SIZES,
-    engine_tensor=SIZES,
-    engine_data=SIZES,
-    tied=st.booleans(),
-    limit=st.integers(1, 400),
-)
-def test_every_target_byte_is_written_once_and_with_the_right_value(
-    tensor, pipeline, data, engine_tensor, engine_data, tied, limit
-):
-    plan = make_plan(
-        Parallel(tensor=tensor, pipeline=pipeline, data=data), EngineParallel(tensor=engine_tensor, data=engine_data), tied
-    )
+@given(plan=plans(), limit=st.integers(32, 400), small=st.integers(0, 32))
+def test_every_target_byte_is_written_once_and_with_the_right_value(plan, limit, small):
     whole = whole_weights(plan.table)
-    views = {rank: empty_views(plan.table, dict(slices)) for rank, slices in plan.target.items()}
-    writes = {rank: {name: torch.zeros_like(view) for name, view in named.items()} for rank, named in views.items()}
-
-    for source in plan.source:
-        for target in plan.target:
-            for bucket in transport.buckets(plan.between(source, target), plan.specs, limit):
-                assert sum(piece.numel for piece in bucket) <= max(limit, 24)  # the widest row has 24 elements
-                for piece in bucket:
+    for target, slices in plan.target.items():
+        views = {name: torch.zeros_like(cut(whole[name], piece)) for name, piece in slices.items()}
+        writes = {name: torch.zeros_like(view) for name, view in views.items()}
+        for source in plan.source:
+            for message in transport.messages(plan.between(source, target), plan.specs, limit, small):
+                assert sum(piece.numel for piece in message) <= limit
+                assert len(message) == 1 or all(piece.numel <= small for piece in message)
+                for piece in message:
                     rows = slice(piece.start, piece.stop)
                     given_part = transport.given(
                         plan, piece.transfer, lambda name, s=source: cut(whole[name], plan.source[s][name])
                     )
-                    transport.wanted(plan, piece.transfer, views[target])[rows] = given_part[rows]
-                    transport.wanted(plan, piece.transfer, writes[target])[rows] += 1
-
-    for rank, slices in plan.target.items():
+                    transport.wanted(plan, piece.transfer, views)[rows] = given_part[rows]
+                    transport.wanted(plan, piece.transfer, writes)[rows] += 1
         for name, piece in slices.items():
-            assert torch.equal(views[rank][name], cut(whole[name], piece)), (rank, name)
-            assert torch.equal(writes[rank][name], torch.ones_like(writes[rank][name])), (rank, name)
+            assert torch.equal(views[name], cut(whole[name], piece)), (target, name)
+            assert torch.equal(writes[name], torch.ones_like(writes[name])), (target, name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_only_what_a_target_lacks_travels(plan):
+    for transfer in plan.transfers:
+        held = plan.source.get(transfer.target, {}).get(transfer.name)
+        if transfer.source != transfer.target and held is not None:
+            low, high = extent(plan.specs[transfer.name], held, transfer.axis)
+            assert transfer.stop <= low or high <= transfer.start, transfer
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_replicas_share_the_sending_to_within_one_tensor(plan):
+    largest = max(spec.numel for spec in plan.table) * plan.itemsize
+    for one, other in combinations(plan.source, 2):
+        if plan.source[one] == plan.source[other]:
+            assert abs(plan.bytes_sent(one) - plan.bytes_sent(other)) <= largest
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), bucket=st.integers(4 * 32 * 4, 4000))
+def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
+    """The i-th batch from one rank to another is the same on both sides, and in the same step of their round."""
+    world = len(plan.labels)
+    steps = {rank: transport.steps(plan, rank, bucket) for rank in range(world)}
+    for rank, mine in steps.items():
+        rounds = [(step.to - rank) % world for step in mine]
+        assert rounds == sorted(rounds)
+        for other in set(range(world)) - {rank}:
+            sent = [step.sending for step in mine if step.to == other]
+            received = [step.receiving for step in steps[other] if step.from_ == rank]
+            assert [batch for batch in sent if batch] == [batch for batch in received if batch]
+            assert all(batch == received[place] for place, batch in enumerate(sent) if batch)
+            assert all(sum(map(transport.numel_of_message, batch)) * plan.itemsize <= bucket // 4 for batch in sent)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plan=plans(), limit=st.integers(1, 5000))
+def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit):
+    groups = plan.groups(limit)
+    assert [spec for group in groups for spec in group.table] == list(plan.table)
+    assert sorted(map(str, plan.transfers)) == sorted(str(transfer) for group in groups for transfer in group.transfers)
+    for group in groups:
+        assert len(group.table) == 1 or sum(spec.numel for spec in group.table) * plan.itemsize <= limit
+        for rank, slices in group.target.items():
+            assert slices == {spec.name: plan.target[rank][spec.name] for spec in group.table}
+
+
+def test_ranks_are_called_by_their_role():
+    assert make_plan(Parallel(data=2), EngineParallel(data=2)).labels == ("trainer rank 0", "trainer rank 1")
+    two_worlds = make_plan(Parallel(data=2), EngineParallel(tensor=2), first_engine_rank=2)
+    assert two_worlds.labels == ("trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1")
+
+
+def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
+    table = weight_table(tiny_shape("mixtral"))
+    with pytest.raises(AlignerError) as caught:
+        plan_resharding(
+            table,
+            LAYERS,
+            Parallel(tensor=3, pipeline=3, expert=3, expert_tensor=5),
+            EngineParallel(tensor=7, data=0),
+        )
+    told = str(caught.value)
+    for wanted in (
+        "trainer tensor=3: dimension 0 of model.layers.*.self_attn.q_proj.weight has 16",
+        "trainer tensor=3: dimension 0 of model.embed_tokens.weight has 32",
+        "trainer expert_tensor=5: dimension 0 of model.layers.*.block_sparse_moe.experts.*.w1.weight has 24",
+        "trainer pipeline=3: 4 layers do not divide by 3",
+        "trainer expert=3: 4 experts do not divide",
+        "trainer expert=3 x expert_tensor=5: they do not divide the 3 ranks of a pipeline stage",
+        "engine tensor=7: dimension 1 of model.layers.*.self_attn.o_proj.weight has 16",
+        "engine data=0",
+    ):
+        assert wanted in told
+    assert told.count("q_proj") == 2  # one line a kind and side, not one a layer
+    with pytest.raises(AlignerError, match="3 layers before the last stage's 1 do not divide by 2 stages"):
+        plan_resharding(table, LAYERS, Parallel(pipeline=3, last_stage_layers=1), EngineParallel())
 
 
 def table_of(rows: int) -> tuple[TensorSpec, ...]:

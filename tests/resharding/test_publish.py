@@ -1,57 +1,27 @@
-"""Real publishes over gloo between simulated trainer shards and an engine's views."""
+"""Real publishes over gloo between simulated trainer shards and an engine's two sets of weights."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from itertools import pairwise
+
 import pytest
 import torch
-import torch.distributed as dist
 
 from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import engine_slices, trainer_slices, weight_table
-from aligner.errors import AlignerError
-from aligner.resharding.plan import plan_transfers
-from aligner.resharding.resharder import Resharder
-from aligner.resharding.verify import checksum, verify
-from tests.resharding.layouts import cut, empty_views, tiny_shape, whole_weights
+from aligner.resharding.transport import copy_local
+from aligner.resharding.verify import checksum
+from tests.resharding import jobs
+from tests.resharding.jobs import publish_twice
+from tests.worker_pool import free_port
+
+SMALLEST = 4 * 32 * 4
+"""A bucket whose messages hold one row of the widest tensor."""
 
 
-def publish(trainer: Parallel, engine: EngineParallel, bucket_bytes: int, corrupt: tuple[int, str] | None = None) -> dict:
-    """One rank: publish twice with other weights, verify, and compare with the slices of the whole tensors."""
-    rank, shape = dist.get_rank(), tiny_shape(tied=trainer.pipeline > 1)
-    table = weight_table(shape)
-    plan = plan_transfers(
-        table,
-        {at: trainer_slices(table, shape.num_layers, trainer, at) for at in range(trainer.ranks)},
-        {at: engine_slices(table, engine, at) for at in range(engine.ranks)},
-    )
-    resharder = Resharder(plan, rank, bucket_bytes=bucket_bytes)
-    views = empty_views(table, dict(plan.target[rank]))
-    for seed in (1, 2):
-        whole = whole_weights(table, seed)
-
-        def read(name: str, whole: dict[str, torch.Tensor] = whole) -> torch.Tensor:
-            return cut(whole[name], plan.source[rank][name])
-
-        stats = resharder.publish(read, views)
-        verify(plan, rank, read, views)
-        for name, piece in plan.target[rank].items():
-            assert torch.equal(views[name], cut(whole[name], piece)), name
-    error = ""
-    if corrupt:
-        if corrupt[0] == rank:
-            views[corrupt[1]].view(torch.int32).flatten()[-1] ^= 1
-        try:
-            verify(plan, rank, read, views)
-        except AlignerError as caught:
-            error = str(caught)
-    held = sum(view.nbytes for view in views.values())
-    return {
-        "error": error,
-        "held": held,
-        "local": stats.bytes_local,
-        "remote": stats.bytes_remote,
-        "plan": plan.bytes_received(rank),
-    }
+def layout_name(layout: Parallel | EngineParallel) -> str:
+    sizes = {field.name: getattr(layout, field.name) or 1 for field in fields(layout)}
+    return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 @pytest.mark.parametrize(
@@ -60,43 +30,115 @@ def publish(trainer: Parallel, engine: EngineParallel, bucket_bytes: int, corrup
         (Parallel(pipeline=2), EngineParallel(data=2)),
         (Parallel(tensor=2), EngineParallel(data=2)),
         (Parallel(data=2), EngineParallel(tensor=2)),
+        (Parallel(pipeline=2), EngineParallel(tensor=2)),
+        (Parallel(tensor=2, pipeline=2), EngineParallel(data=2)),
+        (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2)),
         (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2)),
         (Parallel(tensor=4), EngineParallel(tensor=2, data=2)),
         (Parallel(pipeline=2, data=2), EngineParallel(tensor=4)),
-        (Parallel(pipeline=4), EngineParallel(data=4)),
+        (Parallel(data=2, expert=2), EngineParallel(tensor=2)),
+        (Parallel(tensor=2, pipeline=2, sequence=True, expert=2, expert_tensor=1), EngineParallel(tensor=2, data=2)),
     ],
-    ids=["pp2-dp2", "tp2-dp2", "dp2-tp2", "tp2pp2-tp2dp2", "tp4-tp2dp2", "pp2dp2-tp4", "pp4-dp4"],
+    ids=layout_name,
 )
-@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20], ids=["small-buckets", "one-bucket"])
-def test_engine_slices_equal_the_whole_tensors(pool, trainer, engine, bucket_bytes):
-    for result in pool.run(publish, trainer.ranks, trainer, engine, bucket_bytes):
-        assert result["local"] + result["remote"] == result["held"]
-        assert result["remote"] == result["plan"]
+def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine):
+    for bucket_bytes in (SMALLEST, 1 << 16):
+        for result in pool.run(publish_twice, trainer.ranks, trainer, engine, bucket_bytes=bucket_bytes):
+            assert result["staging"] <= bucket_bytes
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine"),
+    [
+        (Parallel(tensor=2, pipeline=2), EngineParallel(data=2)),
+        (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2)),
+        (Parallel(pipeline=2), EngineParallel(tensor=2)),
+        (Parallel(data=2, expert=2), EngineParallel(tensor=2)),
+    ],
+    ids=layout_name,
+)
+def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
+    ranks = trainer.ranks + engine.ranks
+    results = pool.run(publish_twice, ranks, trainer, engine, free_port(), bucket_bytes=SMALLEST)
+    assert [result["world"] for result in results] == [trainer.ranks] * trainer.ranks + [engine.ranks] * engine.ranks
+
+
+@pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}, {"group_bytes": 2000}, {"group_bytes": 1}], ids=str)
+def test_weights_arrive_in_another_dtype_and_group_by_group(pool, settings):
+    pool.run(publish_twice, 4, Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2), **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "told"),
+    [
+        ("read", 2, ["trainer rank 2: the disk is gone"]),
+        ("open", 1, ["trainer rank 1: another update is open"]),
+        (
+            "fit",
+            3,
+            [
+                "trainer rank 3: the engine does not fit the plan",
+                "model.embed_tokens.weight: the engine has no such tensor",
+                "model.norm.weight: the engine's is (17,) of torch.float32, the plan writes (16,)",
+                "model.layers.3.self_attn.o_proj.weight: the engine's is (3, 3)",
+            ],
+        ),
+        ("memory", 3, ["model.layers.1.mlp.up_proj.weight on trainer rank 3"]),
+    ],
+)
+def test_a_failure_on_one_rank_is_told_on_all_and_the_old_version_serves(pool, kind, at, told):
+    for rank, result in enumerate(pool.run(jobs.fail_once, 4, kind, at, timeout_s=20)):
+        assert all(text in result["error"] for text in told), result["error"]
+        assert result["error"].startswith("weights version 2 was not published")
+        assert result["seconds"] < 5
+        # Another update's owner ends it, not this one's.
+        assert result["aborted"] == (0 if (kind, rank) == ("open", at) else 1)
+        assert "is broken, connect anew" in result["again"]
+
+
+def test_a_rank_that_is_too_slow_is_named(pool):
+    for result in pool.run(jobs.fail_once, 4, "late", 3, timeout_s=2):
+        assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"])
 def test_one_wrong_bit_is_reported_on_every_rank_with_the_tensors_name(pool, name):
-    results = pool.run(publish, 4, Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2), 1 << 20, (3, name))
-    for result in results:
-        assert f"{name} on rank(s) 3" in result["error"]
-        assert result["error"].count("on rank(s)") == 1
+    for error in pool.run(jobs.compare_with_one_bit_turned, 4, 3, name):
+        assert error == f"the engine's weights differ from the trainer's:\n{name} on trainer rank 3"
 
 
-def missing_view() -> str:
-    spec = weight_table(tiny_shape())
-    slices = {rank: engine_slices(spec, EngineParallel(), rank) for rank in range(1)}
-    plan = plan_transfers(spec, slices, slices)
-    views = empty_views(spec, slices[0])
-    del views["model.norm.weight"]
-    try:
-        Resharder(plan, 0).publish(lambda name: whole_weights(spec)[name], views)
-    except AlignerError as error:
-        return str(error)
-    return ""
+@pytest.mark.parametrize(("every", "wanted"), [(0, [True, False, False, False]), (2, [True, False, True, False])])
+def test_the_first_publish_and_every_nth_after_it_are_verified(pool, every, wanted):
+    assert pool.run(jobs.count_verifications, 2, every, 4) == [wanted] * 2
 
 
-def test_a_view_that_the_engine_does_not_give_is_named():
-    assert missing_view().startswith("model.norm.weight: the engine gives no view")
+def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
+    for rank, told in enumerate(pool.run(jobs.refuse_construction, 2)):
+        nothing, other_size, small = told
+        label = f"trainer rank {rank}"
+        assert (
+            nothing
+            == f"{label}: the plan has it send weights, it has none to read; the plan writes into its engine, it has none"
+        )
+        assert "the plan has 4 ranks, the link 2" in other_size
+        assert "torch.bfloat16 has 2 bytes an element, the plan 4" in other_size
+        assert "a bucket of 100 bytes is too small" in small
+
+
+def test_ranks_that_do_not_come_are_named(pool):
+    assert "trainer rank 1, engine rank 0 did not come within 0.5 s" in pool.run(jobs.arrive_alone, 2, 0.5)[0]
+
+
+def test_a_view_that_is_the_source_is_not_copied():
+    plan = jobs.make_plan(Parallel(), EngineParallel())
+    whole = jobs.whole_weights(plan.table)
+    shared = dict(whole)
+    shared["model.norm.weight"] = torch.zeros(16)
+    versions = {name: tensor._version for name, tensor in shared.items()}
+    copy_local(plan, 0, whole.__getitem__, shared)
+    assert torch.equal(shared["model.norm.weight"], whole["model.norm.weight"])
+    written = [name for name, tensor in shared.items() if tensor._version != versions[name]]
+    assert written == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,9 +147,7 @@ def test_checksums_of_disjoint_slices_add_up(dtype, axis):
     whole = torch.randn(37, 53).to(dtype)
     total = checksum(whole, whole.shape, None, 0)
     size = whole.shape[axis]
-    parts = [
-        checksum(whole.narrow(axis, low, high - low), whole.shape, axis, low) for low, high in ((0, 5), (5, 20), (20, size))
-    ]
+    parts = [checksum(whole.narrow(axis, low, high - low), whole.shape, axis, low) for low, high in pairwise((0, 5, 20, size))]
     assert sum(parts) == total
     bits = whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()]).long().flatten()
     assert total == (bits * (2 * torch.arange(whole.numel()) + 1)).sum()

@@ -25,7 +25,7 @@ DOCUMENTED = {
     *("policy/loss", "policy/clip_fraction", "policy/approx_kl", "policy/ratio_max", "policy/entropy", "policy/grad_norm"),
     *("policy/lr", "value/loss", "value/clip_fraction", "value/explained_variance", "mismatch/logprob_abs", "mismatch/kl"),
     *("staleness/mean", "staleness/max", "time/step", "time/generate", "time/logprobs", "time/server_wait", "time/train"),
-    *("time/reshard", "throughput/samples_per_s", "throughput/tokens_per_s"),
+    *("mismatch/fraction_above_1pct", "time/reshard", "throughput/samples_per_s", "throughput/tokens_per_s"),
 }
 
 

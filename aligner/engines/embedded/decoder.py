@@ -1,7 +1,8 @@
-"""A decoder of the Llama kind with a static key-value cache, one tensor-parallel rank of it."""
+"""The forward pass of a decoder-only transformer over a key-value cache, one tensor-parallel rank of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,105 +13,94 @@ from torch.distributed import ProcessGroup
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.rope import inverse_frequencies
-from aligner.engines.embedded.weights import EngineWeights
+from aligner.config.weights import weight_table
+from aligner.engines.embedded.cache import Cache
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
-@dataclass
-class Cache:
-    """Keys and values of a batch: the prompts in columns [0, prompt_width), then one column a decoded token."""
+@dataclass(frozen=True)
+class Prompts:
+    """Sequences to run for the first time, and the rows of the cache that each is for."""
 
-    keys: list[Tensor]
-    """By layer: [B, KV heads, columns, head dim]"""
-    values: list[Tensor]
-    prompt_lengths: Tensor
-    """int64 [B]"""
-    prompt_width: int
+    tokens: Tensor
+    """int64 [N]: all of them, one after another"""
+    lengths: Tensor
+    """int64 [U]"""
+    width: int
+    """The longest."""
+    copies: Tensor
+    """int64 [C]: which of them each new row begins with"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a forward pass computes: the next token of the cache's first rows, and prompts for the rows after them."""
+
+    tokens: Tensor
+    """int64 [R]: the newest token of each row"""
+    positions: Tensor
+    """int64 [R]: its place in its sequence"""
+    columns: int
+    """Columns of the cache that matter: above every position."""
+    prompts: Prompts | None = None
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """What every layer's attention needs to know of a step."""
+
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosine and sine of every token's angles, [N, 1, rotated dims / 2]"""
+    rows: Tensor
+    """int64 [R]: 0, 1, 2, …"""
     mask: Tensor
-    """Added to attention scores, [B, 1, 1, columns]: minus infinity at the padding behind a shorter prompt, else 0"""
-    filled: int
-    """Columns written so far."""
-
-    def select(self, rows: Tensor) -> None:
-        """Keep some rows (int64 [N])."""
-        for layer in range(len(self.keys)):
-            self.keys[layer] = self.keys[layer].index_select(0, rows)
-            self.values[layer] = self.values[layer].index_select(0, rows)
-        self.prompt_lengths, self.mask = self.prompt_lengths[rows], self.mask[rows]
+    """Added to the scores of rows against the cache, [R, 1, 1, columns]"""
+    at: tuple[Tensor, Tensor] | None
+    """Sequence and place of every prompt token, int64 [N] each"""
+    visible: Tensor | None
+    """Which prompt tokens see which, bool [P, P]; None: all before them"""
 
 
 class Decoder:
-    """The forward pass: prompts at once, then token by token. All tensor-parallel ranks call it together."""
+    """All tensor-parallel ranks of a replica call it together."""
 
-    def __init__(self, shape: ModelShape, weights: EngineWeights, tensor: int, place: int, group: ProcessGroup | None) -> None:
+    def __init__(self, shape: ModelShape, tensor: int, place: int, group: ProcessGroup | None, device: torch.device) -> None:
         """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1)."""
-        self._shape, self._weights = shape, weights
-        self._tensor, self._place, self._group = tensor, place, group
+        self._shape, self._tensor, self._place, self._group = shape, tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
-        device = weights.embedding.device
-        self._frequencies = torch.tensor(inverse_frequencies(shape), device=device)
+        self._activation = _ACTIVATIONS[shape.activation]
+        # Where a file fuses query, key and value group by group, the storage is the file's.
+        self._interleaved = any("linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape))
+        rotary = shape.position == "rotary"
+        self._frequencies = torch.tensor(inverse_frequencies(shape), device=device) if rotary else None
+        self._weights: dict[str, Tensor] = {}
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, copies: Tensor, columns: int) -> tuple[Tensor, Cache]:
-        """Run right-padded prompts and keep their keys and values for further decoding.
+    def use(self, weights: dict[str, Tensor]) -> None:
+        """Compute with these weights from now on, by megatron-core's names."""
+        self._weights = weights
 
-        tokens: int64 [U, P]; lengths: int64 [U]; copies: int64 [B], the prompt of each row of the cache.
-        Returns this rank's vocabulary share of the logits of each prompt's last token, [U, V / TP], and a cache with
-        room for `columns` columns.
+    def forward(self, step: Step, cache: Cache) -> Tensor:
+        """This rank's vocabulary share of the logits of each row's next token, old rows first: [R + C, V / TP].
+
+        Writes the tokens' keys and values into the cache.
         """
-        rows, width = tokens.shape
-        x = self._embed(tokens)
-        rotation = self._rotation(torch.arange(width, device=tokens.device))
-        # A causal mask alone keeps a token from seeing padding; a sliding window must be told.
-        window = self._window(torch.arange(width, device=tokens.device), torch.arange(width, device=tokens.device))
-        visible = None if window is None else window & torch.ones_like(window).tril()
-        keys, values = [], []
+        prompts = step.prompts
+        tokens, positions, geometry = self._prepare(step)
+        x = self._embed(tokens, positions)
         for layer in range(self._shape.num_layers):
-            q, k, v = self._project(layer, x.flatten(0, 1), rotation, rows)
-            size = (len(copies), self._kv_heads, columns, self._shape.head_dim)
-            keys.append(k.new_empty(size))
-            values.append(v.new_empty(size))
-            keys[-1][:, :, :width] = k[copies]
-            values[-1][:, :, :width] = v[copies]
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
-            x = self._finish_layer(layer, x, attended.transpose(1, 2).reshape(rows, width, -1))
-        last = x[torch.arange(rows, device=x.device), lengths - 1]
-        at = torch.arange(columns, device=x.device)
-        padding = (at >= lengths[copies, None]) & (at < width)
-        mask = torch.zeros(padding.shape, dtype=x.dtype, device=x.device).masked_fill_(padding, float("-inf"))
-        return self._head(last), Cache(keys, values, lengths[copies], width, mask[:, None, None], width)
-
-    def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append one token to every row. tokens: int64 [B]; returns logits [B, V / TP]."""
-        shape, column = self._shape, cache.filled
-        cache.filled += 1
-        x = self._embed(tokens)
-        rotation = self._rotation(cache.prompt_lengths[:, None] + (column - cache.prompt_width))
-        mask = cache.mask[..., : cache.filled]
-        at = torch.arange(cache.filled, device=tokens.device)
-        columns = torch.where(at < cache.prompt_width, at, cache.prompt_lengths[:, None] + at - cache.prompt_width)
-        window = self._window(cache.prompt_lengths + (column - cache.prompt_width), columns)
-        if window is not None:
-            mask = mask.masked_fill(~window[:, None, None], float("-inf"))
-        scale = shape.head_dim**-0.5
-        for layer in range(shape.num_layers):
-            q, k, v = self._project(layer, x, rotation, len(tokens))
-            cache.keys[layer][:, :, column] = k[:, :, 0]
-            cache.values[layer][:, :, column] = v[:, :, 0]
-            # The queries that share a KV head are the rows of one small matrix product.
-            grouped = q.reshape(len(tokens), self._kv_heads, -1, shape.head_dim)
-            scores = (grouped * scale) @ cache.keys[layer][:, :, : cache.filled].mT
-            attended = scores.add_(mask).softmax(-1) @ cache.values[layer][:, :, : cache.filled]
-            x = self._finish_layer(layer, x, attended.reshape(len(tokens), -1))
-        return self._head(x)
-
-    def _window(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Whether a query at a position [Q] sees a key at a position [K] or [Q, K], past the window; bool [Q, K].
-
-        None where the model has no window, or one that nothing leaves.
-        """
-        window = self._shape.sliding_window
-        if window is None or keys.shape[-1] <= window:
-            return None
-        return keys > queries[:, None] - window
+            x = self._layer(layer, x, step, geometry, cache)
+        rows = len(step.tokens)
+        if prompts is not None:
+            last = rows + prompts.lengths.cumsum(0) - 1
+            x = torch.cat((x[:rows], x[last][prompts.copies]))
+        normed = self._norm(x, "decoder.final_layernorm")
+        head = "embedding.word_embeddings.weight" if self._shape.tied_embeddings else "output_layer.weight"
+        return F.linear(normed, self._weights[head])
 
     def gather_logits(self, share: Tensor) -> Tensor | None:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
@@ -126,53 +116,167 @@ class Decoder:
             dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
+    def _prepare(self, step: Step) -> tuple[Tensor, Tensor, _Geometry]:
+        """Every token and its position, rows first and then the prompts', and the step's geometry."""
+        tokens, positions, prompts = step.tokens, step.positions, step.prompts
+        at = visible = None
+        if prompts is not None:
+            ends = prompts.lengths.cumsum(0)
+            sequence = torch.repeat_interleave(prompts.lengths)
+            place = torch.arange(len(prompts.tokens), device=tokens.device) - (ends - prompts.lengths)[sequence]
+            tokens, positions = torch.cat((tokens, prompts.tokens)), torch.cat((positions, place))
+            at = (sequence, place)
+            window = self._shape.sliding_window
+            if window is not None and window < prompts.width:
+                visible = torch.ones(prompts.width, prompts.width, dtype=torch.bool, device=tokens.device)
+                visible = visible.tril().triu(1 - window)
+        rotation = None
+        if self._frequencies is not None:
+            angles = positions[:, None, None].float() * self._frequencies
+            dtype = self._weights["embedding.word_embeddings.weight"].dtype
+            rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        rows = torch.arange(len(step.tokens), device=tokens.device)
+        return tokens, positions, _Geometry(rotation, rows, self._cache_mask(step), at, visible)
+
+    def _cache_mask(self, step: Step) -> Tensor:
+        column, position = torch.arange(step.columns, device=step.positions.device), step.positions[:, None]
+        hidden = column > position
+        if self._shape.sliding_window is not None:
+            hidden |= column <= position - self._shape.sliding_window
+        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None]
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        table = self._weights["embedding.word_embeddings.weight"]
+        if self._tensor == 1:
+            x = F.embedding(tokens, table)
+        else:
+            local = tokens - self._place * len(table)
+            here = (local >= 0) & (local < len(table))
+            x = self._sum(F.embedding(local.where(here, 0), table) * here[:, None])
+        if self._shape.position == "learned":
+            x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
+        return x
+
+    def _layer(self, layer: int, x: Tensor, step: Step, geometry: _Geometry, cache: Cache) -> Tensor:
+        """x [N, hidden] to [N, hidden]."""
+        name = f"decoder.layers.{layer}."
+        normed = self._norm(x, name + "input_layernorm")
+        query, key, value = self._project(normed, name + "self_attention.", geometry.rotation)
+        rows = len(step.tokens)
+        parts = []
+        if rows:
+            parts.append(self._attend_cache(layer, query[:rows], key[:rows], value[:rows], step, geometry, cache))
+        if step.prompts is not None:
+            parts.append(self._attend_prompts(layer, query[rows:], key[rows:], value[rows:], step, geometry, cache))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        attended = self._row_parallel(attended, name + "self_attention.linear_proj")
+        if self._shape.parallel_residual:
+            return x + attended + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.")
+        x = x + attended
+        return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp."))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self._weights[name + ".weight"]
+        if self._shape.normalization == "rms":
+            return F.rms_norm(x, weight.shape, weight, self._shape.norm_epsilon)
+        return F.layer_norm(x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon)
+
+    def _project(self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden]; the first two rotated."""
+        shape = self._shape
+        fused = F.linear(x, self._weights[name + "linear_qkv.weight"], self._weights.get(name + "linear_qkv.bias"))
+        if self._interleaved:
+            groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
+            turning, value = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1), groups[:, :, -1]
+        else:
+            heads = fused.view(len(x), self._heads + 2 * self._kv_heads, shape.head_dim)
+            turning, value = heads.split((self._heads + self._kv_heads, self._kv_heads), 1)
+        if shape.qk_norm:
+            query, key = turning.split((self._heads, self._kv_heads), 1)
+            turning = torch.cat((self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")), 1)
+        if rotation is not None:
+            turning = _rotate(turning, *rotation)
+        query, key = turning.split((self._heads, self._kv_heads), 1)
+        return query, key, value
+
+    def _attend_cache(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
+    ) -> Tensor:
+        """One new token a row against its cache: [R, heads * head dim]."""
+        rows = len(query)
+        keys, values = cache.keys[layer, :rows], cache.values[layer, :rows]
+        place = geometry.rows, slice(None), step.positions
+        keys[place], values[place] = key, value
+        # The queries that share a KV head are the rows of one small matrix product.
+        grouped = query.reshape(rows, self._kv_heads, -1, self._shape.head_dim) * self._shape.head_dim**-0.5
+        scores = (grouped @ keys[:, :, : step.columns].mT).float().add_(geometry.mask)
+        attended = scores.softmax(-1).to(query.dtype) @ values[:, :, : step.columns]
+        return attended.reshape(rows, -1)
+
+    def _attend_prompts(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
+    ) -> Tensor:
+        """Prompts against themselves, [N, heads * head dim]; their keys and values go to the rows that begin with them."""
+        prompts, at = step.prompts, geometry.at
+        assert prompts is not None and at is not None
+        size = (len(prompts.lengths), prompts.width)
+
+        def pad(packed: Tensor) -> Tensor:
+            return packed.new_zeros(*size, *packed.shape[1:]).index_put_(at, packed).transpose(1, 2)
+
+        queries, keys, values = pad(query), pad(key), pad(value)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
+        )
+        cache.write_prompts(layer, len(step.tokens), prompts.copies, keys, values)
+        return attended.transpose(1, 2)[at].flatten(1)
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        """Feed-forward network of x [N, hidden]."""
+        if self._shape.num_experts:
+            return self._sum(self._experts(x, name))
+        inner = F.linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
+        return self._row_parallel(self._activate(inner), name + "linear_fc2")
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if not self._shape.gated:
+            return self._activation(x)
+        gate, up = x.chunk(2, -1)
+        return self._activation(gate).mul_(up)
+
+    def _experts(self, x: Tensor, name: str) -> Tensor:
+        """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
+        shape = self._shape
+        probabilities = F.linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
+        weights, chosen = probabilities.topk(shape.experts_per_token, -1)
+        if shape.normalize_expert_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        first, second = self._weights[name + "experts.linear_fc1.weight"], self._weights[name + "experts.linear_fc2.weight"]
+        output = torch.zeros_like(x)
+        for expert in range(shape.num_experts):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            if len(token):
+                inner = self._activate(F.linear(x[token], first[expert]))
+                output.index_add_(0, token, F.linear(inner, second[expert]) * weights[token, slot, None].to(x.dtype))
+        return output
+
+    def _row_parallel(self, x: Tensor, name: str) -> Tensor:
+        """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N, outputs]."""
+        weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias")
+        if self._tensor == 1:
+            return F.linear(x, weight, bias)
+        total = self._sum(F.linear(x, weight))
+        return total if bias is None else total + bias
+
     def _sum(self, partial: Tensor) -> Tensor:
         if self._tensor > 1:
             dist.all_reduce(partial, group=self._group)
         return partial
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        table = self._weights.embedding
-        if self._tensor == 1:
-            return F.embedding(tokens, table)
-        local = tokens - self._place * len(table)
-        here = (local >= 0) & (local < len(table))
-        return self._sum(F.embedding(local.where(here, 0), table) * here[..., None])
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of int64 positions [*, T], as [*, 1, T, head dim / 2]."""
-        angles = positions[..., None].float() * self._frequencies
-        dtype = self._weights.embedding.dtype
-        return angles.cos().to(dtype).unsqueeze(-3), angles.sin().to(dtype).unsqueeze(-3)
-
-    def _project(self, layer: int, x: Tensor, rotation: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys, and values, [rows, heads, T, head dim], of x [rows * T, hidden]."""
-        weights, shape = self._weights.layers[layer], self._shape
-        normed = F.rms_norm(x, (shape.hidden_size,), weights.attention_norm, shape.norm_epsilon)
-        fused = F.linear(normed, weights.qkv, weights.qkv_bias).view(
-            rows, -1, self._heads + 2 * self._kv_heads, shape.head_dim
-        )
-        rotated, v = fused.transpose(1, 2).split((self._heads + self._kv_heads, self._kv_heads), 1)
-        if weights.query_norm is not None and weights.key_norm is not None:
-            q, k = rotated.split((self._heads, self._kv_heads), 1)
-            q = F.rms_norm(q, q.shape[-1:], weights.query_norm, shape.norm_epsilon)
-            k = F.rms_norm(k, k.shape[-1:], weights.key_norm, shape.norm_epsilon)
-            rotated = torch.cat((q, k), 1)
-        cosine, sine = rotation
-        first, second = rotated.chunk(2, -1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-        q, k = turned.split((self._heads, self._kv_heads), 1)
-        return q, k, v
-
-    def _finish_layer(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection, feed-forward network and residuals. x [..., hidden], attended [..., heads * head dim]."""
-        weights, shape = self._weights.layers[layer], self._shape
-        x = x + self._sum(F.linear(attended, weights.attention_out))
-        normed = F.rms_norm(x, (shape.hidden_size,), weights.mlp_norm, shape.norm_epsilon)
-        gate, up = F.linear(normed, weights.gate_up).chunk(2, -1)
-        return x.add_(self._sum(F.linear(F.silu(gate).mul_(up), weights.mlp_out)))
-
-    def _head(self, x: Tensor) -> Tensor:
-        """This rank's share of the logits of x [B, hidden]."""
-        normed = F.rms_norm(x, (self._shape.hidden_size,), self._weights.final_norm, self._shape.norm_epsilon)
-        return F.linear(normed, self._weights.head)
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of the first dimensions of each head; x [N, heads, head dim], angles [N, 1, rotated / 2]."""
+    rotated = 2 * cosine.shape[-1]
+    first, second = x[..., :rotated].chunk(2, -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, x[..., rotated:]), -1)

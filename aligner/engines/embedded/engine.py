@@ -1,192 +1,275 @@
-"""The embedded generation engine: a batched decoder in plain PyTorch that runs wherever the trainer does."""
+"""The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.config.layouts import engine_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import EngineParallel
-from aligner.data.types import FinishReason, Sample
-from aligner.engines.embedded.decoder import Cache, Decoder
-from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.embedded.weights import allocate, check_divisible, load_safetensors
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.config.schema import Engine, EngineParallel
+from aligner.config.weights import engine_slices, weight_table
+from aligner.data.types import Sample
+from aligner.data.weight_files import read_slices
+from aligner.engines.embedded.cache import Cache, bytes_per_token, fit
+from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
+from aligner.engines.embedded.graphs import GraphedForward
+from aligner.engines.embedded.update import EmbeddedUpdate
+from aligner.engines.embedded.weights import EngineWeights, parameters
+from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, response_limit
+from aligner.engines.requests import request_problems
 from aligner.errors import AlignerError, ConfigError
 
-
-@dataclass
-class _Drawn:
-    """A response so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
+_COLUMN_BLOCK = 64
+"""On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
 
 
 class EmbeddedEngine:
-    """A `GenerationEngine` for the Llama family.
+    """A `GenerationEngine` for every model family that Megatron trains here.
 
-    Distinct prompts are run once and shared by their samples; the batch is then decoded token by token, and shrinks
-    when half of it has finished. A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits
-    depend on the batch it is in by the rounding of matrix products only.
+    A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on the batch it is in by the
+    rounding of matrix products only.
     """
 
     def __init__(
         self,
         shape: ModelShape,
-        layout: EngineParallel,
+        settings: Engine,
         rank: int,
         seed: int,
-        batch_size: int,
-        group: ProcessGroup | None,
+        group: ProcessGroup | None = None,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet.
 
-        `batch_size` is the number of sequences decoded at a time; `group` holds the TP' ranks of this replica, in order
-        (None when TP' is 1). Raises ConfigError when the model can not be cut so.
+        `group` holds the TP' ranks of this replica, in order (None when TP' is 1). `shared` are the trainer's own
+        parameters, by megatron-core's name, that this rank is to use instead of storing them (`engine.update=shared`).
+        Raises ConfigError when the model can not be cut so.
         """
-        check_divisible(shape, layout.tensor)
-        if layout.tensor > 1 and group is None:
-            raise ConfigError(f"engine.parallel.tensor={layout.tensor} needs the process group of a replica's ranks, got None")
-        if batch_size < 1:
-            raise ConfigError(f"engine.batch_size={batch_size}: must be at least 1")
-        self._shape, self._layout, self._rank, self._seed, self._batch_size = shape, layout, rank, seed, batch_size
-        self._weights = allocate(shape, layout.tensor, torch.device(device), dtype)
-        self._decoder = Decoder(shape, self._weights, layout.tensor, rank % layout.tensor, group)
-        self._version: int | None = None
+        tensor = settings.parallel.tensor
+        if problems := list(engine_problems(settings.parallel, shape)):
+            raise ConfigError("\n".join(problems))
+        if tensor > 1 and group is None:
+            raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
+        self._shape, self._settings, self._rank, self._seed = shape, settings, rank, seed
+        self._device, self._shared = torch.device(device), shared
+        self._dtype = _dtype(settings.precision, self._device)
+        self._layout = parameters(shape, tensor)
+        decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
+        cache = Cache(shape, tensor, self._device, self._dtype)
+        # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
+        graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
+        self._graphs = GraphedForward(decoder) if graphed else None
+        self._machine = Machine(decoder, cache, self._graphs.forward if self._graphs else decoder.forward, self._device)
+        self._token_bytes = bytes_per_token(shape, tensor, self._dtype)
+        self._why_no_weights = "none were published yet"
+        self._generation: EmbeddedGeneration | None = None
+        self._update: EmbeddedUpdate | None = None
+        self._asleep = False
+        self._spare: EngineWeights | None = None
+        """The other set of weights: an atomic update is written into it, and the two change places."""
+        self._host_copy: Tensor | None = None
+        self._weights = self._allocate()
 
-    def weight_views(self) -> Mapping[str, Tensor]:
-        """This rank's slice of every weight by its Hugging Face name, as writable views of the engine's storage."""
+    @property
+    def weight_layout(self) -> EngineParallel:
+        """The engine's own."""
+        return self._settings.parallel
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What it computes with."""
+        return self._dtype
+
+    @property
+    def group_bytes(self) -> int | None:
+        """Its storage is there for all weights at once."""
+        return None
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that serve."""
+        return self._machine.version
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's slice of every weight that serves, by Hugging Face name; to be read, not written."""
         return self._weights.views
 
-    def finish_update(self, version: int) -> None:
-        """All weights of `version` have been written: stamp the tokens drawn from now on with it."""
-        self._version = version
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """What a token is multiplied with, fused as it is."""
+        tables = {"embedding.position_embeddings.weight"}
+        if not self._shape.tied_embeddings:
+            tables.add("embedding.word_embeddings.weight")
+        return tuple(tensor for name, tensor in self._weights.tensors.items() if tensor.dim() > 1 and name not in tables)
 
-    def load_directory(self, path: Path) -> None:
-        """Read this rank's slices of a Hugging Face directory of safetensors; they become version 0."""
-        load_safetensors(path, self._shape, self._layout, self._rank, self._weights.views)
-        self.finish_update(0)
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the engine holds: weights, spare ones, keys and values."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return self._weights.nbytes + spare + self._machine.cache.nbytes
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EmbeddedGeneration:
+        """Begin one sample per request; collective over the replica's tensor-parallel ranks, as every step is."""
+        self._check_awake("generate")
+        if self._machine.version is None:
+            raise AlignerError(f"the engine has no weights: {self._why_no_weights}")
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+        if problems := request_problems(requests, options, self._shape):
+            raise AlignerError("\n".join(problems))
+        if requests:
+            self._reserve(requests, options)
+        self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
+        return self._generation
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order; collective over the replica's tensor-parallel ranks.
+        """One sample per request, in order."""
+        generation = self.start(requests, options)
+        samples: dict[int, Sample] = {}
+        try:
+            while not generation.done:
+                samples |= generation.step()
+        finally:
+            generation.cancel()
+        return [samples[index] for index in range(len(requests))]
 
-        Raises AlignerError, before anything is generated, for a request that can not be served.
-        """
-        version = self._check(requests, options)
-        # Sorted by length for little padding; the samples of one prompt stay together and share its prefill.
-        order = sorted(range(len(requests)), key=lambda at: (len(requests[at].prompt.tokens), requests[at].prompt.id))
-        drawn: dict[int, _Drawn] = {}
-        for start in range(0, len(order), self._batch_size):
-            chosen = order[start : start + self._batch_size]
-            with torch.inference_mode():
-                responses = self._generate_batch([requests[at] for at in chosen], options)
-            drawn |= zip(chosen, responses, strict=True)
-        return [_sample(request, drawn[at], version) for at, request in enumerate(requests)]
-
-    def _check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> int:
-        """Version of the weights. Raises AlignerError for what can not be generated."""
-        if self._version is None:
-            raise AlignerError("the engine has no weights yet: publish into weight_views() and call finish_update first")
-        if options.max_new_tokens < 1 or (options.temperature <= 0):
+    def begin_update(self, version: int, in_flight: InFlight = "finish") -> EmbeddedUpdate:
+        """Open an update to new weights, which serve from its `commit` on."""
+        self._check_awake("take new weights")
+        if self._update is not None:
             raise AlignerError(
-                f"max_new_tokens={options.max_new_tokens} must be at least 1, temperature={options.temperature} above 0"
+                f"an update to version {version} can not begin: the one to version {self._update.version} is still open"
             )
-        for request in requests:
-            tokens = request.prompt.tokens
-            if not len(tokens):
-                raise AlignerError(f"prompt {request.prompt.id} is empty; it needs at least one token")
-            if len(tokens) + options.max_new_tokens > self._shape.max_positions:
-                raise AlignerError(
-                    f"prompt {request.prompt.id} has {len(tokens)} tokens; with max_new_tokens={options.max_new_tokens} that"
-                    f" exceeds the model's {self._shape.max_positions} positions: shorten the prompt or the response"
-                )
-            low, high = tokens.aminmax()
-            if low < 0 or high >= self._shape.vocab_size:
-                raise AlignerError(
-                    f"prompt {request.prompt.id} has token ids from {int(low)} to {int(high)}; the vocabulary is"
-                    f" [0, {self._shape.vocab_size}): was it tokenized with this model's tokenizer?"
-                )
-        return self._version
+        target = self._weights
+        # With nothing to protect, the first weights go where they will serve.
+        if self._settings.update == "atomic" and self.version is not None:
+            if self._spare is None:
+                self._spare = EngineWeights(self._layout, self._device, self._dtype)
+            target = self._spare
+        elif self.version is not None:
+            self._settle(in_flight)
+        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, in_flight, ok))
+        if target is self._weights:
+            self._machine.version = None
+            self._why_no_weights = f"the update to version {version} is under way"
+        return self._update
 
-    def _generate_batch(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[_Drawn]:
-        limit = options.max_new_tokens
-        numbers = None
-        if not options.greedy:
-            streams = [uniforms(self._seed, request.prompt.id, request.sample_index, limit) for request in requests]
-            numbers = torch.from_numpy(np.stack(streams)).to(self._weights.embedding.device)
-        logits, cache = self._prefill(requests, limit)
-        drawn = [_Drawn() for _ in requests]
-        rows = list(range(len(requests)))  # the request of each row of the cache
-        for step in range(limit):
-            tokens, logprobs = self._draw(logits, None if numbers is None else numbers[:, step], options)
-            ended = _record(drawn, rows, tokens, logprobs, options)
-            running = [row for row, over in enumerate(ended) if not over]
-            if not running or step == limit - 1:
-                break
-            if 2 * len(running) <= len(rows):
-                kept = torch.tensor(running, device=tokens.device)
-                cache.select(kept)
-                tokens = tokens[kept]
-                numbers = None if numbers is None else numbers[kept]
-                rows = [rows[row] for row in running]
-            logits = self._decoder.decode(tokens, cache)
-        return drawn
+    def load_directory(self, path: Path, version: int = 0) -> None:
+        """Take this rank's slices of a Hugging Face directory of safetensors; nothing else is read from the disk.
 
-    def _prefill(self, requests: Sequence[GenerationRequest], limit: int) -> tuple[Tensor, Cache]:
-        """Logits of each request's first response token, [B, V / TP], and the cache; each distinct prompt is run once."""
-        place: dict[tuple[int, ...], int] = {}
-        copies = [place.setdefault(tuple(request.prompt.tokens.tolist()), len(place)) for request in requests]
-        lengths = [len(prompt) for prompt in place]
-        padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in place]
-        device = self._weights.embedding.device
-        rows = torch.tensor(copies, device=device)
-        tokens, sizes = torch.tensor(padded, device=device), torch.tensor(lengths, device=device)
-        logits, cache = self._decoder.prefill(tokens, sizes, rows, max(lengths) + limit - 1)
-        return logits[rows], cache
+        Raises ConfigError naming the directory and every tensor that is missing or of another shape.
+        """
+        table = weight_table(self._shape)
+        slices = engine_slices(table, EngineParallel(tensor=self._settings.parallel.tensor), self._rank)
+        pieces = read_slices(path, table, slices)
+        update = self.begin_update(version)
+        try:
+            for name, tensor in pieces:
+                update.views([name])[name].copy_(tensor)
+                update.load([name])
+            update.commit()
+        except BaseException:
+            update.abort()
+            raise
 
-    def _draw(self, logits: Tensor, numbers: Tensor | None, options: SamplingOptions) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [B] and log-probs float32 [B]: the first rank draws, so that all ranks agree to the last bit."""
-        whole = self._decoder.gather_logits(logits)
-        both = torch.empty(2, len(logits), dtype=torch.float64, device=logits.device)
-        if whole is not None:
-            both[0], both[1] = choose(whole, options.temperature, numbers)
-        tokens, logprobs = self._decoder.broadcast(both)
-        return tokens.long(), logprobs.float()
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the memory of keys and values, and that of the weights where it is not host memory anyway."""
+        if self._update is not None:
+            raise AlignerError(f"the engine can not sleep: the update to version {self._update.version} is open")
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
+        self._asleep = True
+        self._forget_graphs()
+        self._machine.cache.free()
+        self._spare = None
+        if not keep_weights:
+            self._machine.version, self._host_copy = None, None
+            self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+        elif self._device.type != "cpu" and self.version is not None:
+            self._host_copy = torch.empty_like(self._weights.storage, device="cpu", pin_memory=True)
+            self._host_copy.copy_(self._weights.storage)
+        if self._device.type != "cpu" or not keep_weights:
+            self._weights = EngineWeights((), self._device, self._dtype)
+            self._machine.decoder.use({})
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory back, with the weights that were kept."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        if not self._weights.views:
+            self._weights = self._allocate()
+        if self._host_copy is not None:
+            self._weights.storage.copy_(self._host_copy)
+            self._host_copy = None
+
+    def _allocate(self) -> EngineWeights:
+        weights = EngineWeights(self._layout, self._device, self._dtype, self._shared)
+        self._machine.decoder.use(weights.tensors)
+        return weights
+
+    def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
+        """Make the cache hold rows for these requests' longest sequence; its last token needs none."""
+        longest = max(len(request.prompt.tokens) + response_limit(request, options) for request in requests) - 1
+        if self._device.type == "cuda":
+            longest = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
+        size = fit(self._token_bytes, longest, min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib)
+        held = self._machine.cache.size
+        # A larger cache serves as well, and on GPUs its graphs do; on a CPU narrow rows are read faster.
+        if self._graphs and held.rows >= size.rows and held.columns >= size.columns:
+            return
+        if self._machine.cache.resize(size):
+            self._forget_graphs()
+
+    def _end_update(self, target: EngineWeights, version: int, in_flight: InFlight, ok: bool) -> None:
+        in_place = target is self._weights
+        self._update = None
+        if not ok:
+            if in_place:
+                self._why_no_weights = f"the update to version {version} failed and had begun to overwrite them; publish again"
+            return
+        if not in_place:
+            self._settle(in_flight)
+            self._exchange(target)
+        self._machine.version = version
+
+    def _exchange(self, target: EngineWeights) -> None:
+        """Put the spare weights in place of the serving ones. Recorded graphs know addresses, so there values move."""
+        if self._graphs is not None and self._graphs.recorded:
+            self._weights.storage.copy_(target.storage)
+            return
+        self._weights, self._spare = target, self._weights
+        self._machine.decoder.use(target.tensors)
+
+    def _settle(self, in_flight: InFlight) -> None:
+        """Before the weights change: no response may go on with keys and values of the old ones."""
+        if self._generation is None:
+            return
+        if in_flight == "finish":
+            self._generation.finish_rows()
+        else:
+            self._generation.restart_rows()
+
+    def _forget_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep:
+            raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
 
 
-def _record(drawn: list[_Drawn], rows: list[int], tokens: Tensor, logprobs: Tensor, options: SamplingOptions) -> list[bool]:
-    """Append a step's tokens to the responses that still run; says of each row whether it has ended."""
-    ended = []
-    for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-        response = drawn[row]
-        if response.finish_reason != "stop":
-            response.tokens.append(token)
-            response.logprobs.append(logprob)
-            if token in options.stop_token_ids:
-                response.finish_reason = "stop"
-        ended.append(response.finish_reason == "stop")
-    return ended
-
-
-def _sample(request: GenerationRequest, response: _Drawn, version: int) -> Sample:
-    prompt = request.prompt.tokens.cpu()
-    return Sample(
-        prompt_id=request.prompt.id,
-        sample_index=request.sample_index,
-        tokens=torch.cat((prompt, torch.tensor(response.tokens))),
-        prompt_length=len(prompt),
-        engine_logprobs=torch.tensor(response.logprobs),
-        weight_versions=torch.full((len(response.tokens),), version),
-        finish_reason=response.finish_reason,
-        metadata=request.prompt.metadata,
-    )
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

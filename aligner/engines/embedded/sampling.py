@@ -7,8 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.engines.protocol import SamplingOptions
+
 _CHUNK = 128
 """Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked at closely."""
+_SORTED_FIRST = 256
+"""Tokens that are sorted first in search of those that reach `top_p`."""
 
 
 def uniforms(seed: int, prompt_id: int, sample_index: int, count: int) -> np.ndarray:
@@ -17,26 +21,64 @@ def uniforms(seed: int, prompt_id: int, sample_index: int, count: int) -> np.nda
     return np.random.Generator(bits).random(count)
 
 
-def choose(logits: Tensor, temperature: float, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Token of each row and its log-probability at `temperature`; overwrites `logits`.
+def choose(
+    logits: Tensor, options: SamplingOptions, uniform: Tensor | None, may_stop: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token of each row, and its log-probability among all tokens at the temperature; overwrites `logits`.
 
-    logits: [B, V]; uniform: float64 [B] in [0, 1), or None for the most probable token.
-    Returns int64 [B] and float32 [B]. The token is the inverse of the cumulative distribution at `uniform`, which is
-    summed in float64 above chunks of float32; a token of probability zero is never drawn.
+    logits: [B, V]; uniform: float64 [B] in [0, 1), or None for the most probable token; may_stop: bool [B], false where a
+    stop token may not come yet, or None where it may everywhere.
+    Returns int64 [B] and float32 [B]. The token is the inverse of the allowed tokens' cumulative distribution at `uniform`,
+    which is summed in float64 above chunks of float32; a token of probability zero is never drawn.
     """
     logits = logits.float()
-    if temperature != 1.0:
-        logits.div_(temperature)
+    if options.temperature != 1.0:
+        logits.div_(options.temperature)
+    normalizer = None
+    if may_stop is not None and options.stop_token_ids:
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        stops = torch.tensor(options.stop_token_ids, device=logits.device)
+        logits[:, stops] = logits[:, stops].masked_fill(~may_stop[:, None], float("-inf"))
     best, token = logits.max(-1, keepdim=True)
     weights = logits.sub_(best).exp_()  # the greatest is 1: no overflow, and the total is at least 1
-    padding = -weights.shape[1] % _CHUNK
-    chunks = F.pad(weights, (0, padding)).unflatten(1, (-1, _CHUNK))
-    cumulative = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    chunks, cumulative = _cumulate(weights)
     total = cumulative[:, -1:]
     if uniform is not None:
-        token = _invert(chunks, cumulative, uniform[:, None] * total)
-    logprob = weights.gather(1, token).double().log_() - total.log()
+        drawn_from = weights
+        if options.top_k or options.top_p < 1:
+            drawn_from = _truncate(weights, total, options.top_k, options.top_p)
+            chunks, cumulative = _cumulate(drawn_from)
+        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:])
+    logprob = weights.gather(1, token).double().log_()
+    logprob = logprob - total.log() if normalizer is None else logprob + best - normalizer
     return token.squeeze(1), logprob.squeeze(1).float()
+
+
+def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [B, V] in chunks, [B, chunks, entries], and the float64 running sum over chunks, [B, chunks]."""
+    chunks = F.pad(weights, (0, -weights.shape[1] % _CHUNK)).unflatten(1, (-1, _CHUNK))
+    return chunks, chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+
+
+def _truncate(weights: Tensor, total: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Weights [B, V] with zeros outside the k greatest, and of those outside the fewest that reach the share `top_p`.
+
+    total: float64 [B, 1], the weights' sum. The share is of the k greatest's sum (Holtzman et al. 2020, "The Curious Case of
+    Neural Text Degeneration", section 3.1, after top-k). Sorts no more of the vocabulary than it must.
+    """
+    size = weights.shape[1]
+    width = min(top_k, size) if top_k else min(_SORTED_FIRST, size)
+    while True:
+        greatest, tokens = weights.topk(width)
+        if top_p == 1:
+            break
+        mass = greatest.cumsum(-1, dtype=torch.float64)
+        goal = top_p * (mass[:, -1:] if top_k else total)
+        if top_k or width == size or bool((mass[:, -1:] >= goal).all()):
+            greatest = greatest.masked_fill(mass - greatest >= goal, 0.0)
+            break
+        width = min(8 * width, size)
+    return torch.zeros_like(weights).scatter_(1, tokens, greatest)
 
 
 def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:

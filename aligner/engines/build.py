@@ -1,0 +1,46 @@
+"""The engine that a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from aligner.config.engines import engine_kind_problems
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import Engine
+from aligner.engines.protocol import GenerationEngine
+from aligner.errors import ConfigError
+
+
+def build_engine(
+    shape: ModelShape,
+    settings: Engine,
+    directory: Path,
+    *,
+    rank: int = 0,
+    seed: int,
+    group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    shared: Mapping[str, Tensor] | None = None,
+    context: int | None = None,
+) -> GenerationEngine:
+    """Rank `rank` of an engine of `settings.kind`, still without weights.
+
+    `directory` is a Hugging Face directory of the model, of which only the configuration is read; `group` holds the ranks
+    of this rank's replica, in order (None when it is the only one). `shared` are the trainer's parameters that the embedded
+    engine may use as its own; `context` is the longest sequence that TensorRT-LLM is to be ready for, the model's if None.
+    Raises ConfigError when the engine can not run this model, here.
+    """
+    if problems := list(engine_kind_problems(settings, shape)):
+        raise ConfigError("\n".join(problems))
+    if settings.kind == "tensorrt_llm":
+        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+
+        return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
+    from aligner.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared)

@@ -1,0 +1,92 @@
+"""Keys and values of the sequences that are being decoded, within a memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.config.model_shape import ModelShape
+from aligner.errors import AlignerError
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How many sequences of how many tokens fit."""
+
+    rows: int
+    columns: int
+
+
+def bytes_per_token(shape: ModelShape, tensor: int, dtype: torch.dtype) -> int:
+    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks."""
+    return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * dtype.itemsize
+
+
+def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) -> CacheSize:
+    """As many rows of `columns` tokens as the budget holds, up to `most_rows`.
+
+    Raises AlignerError when it does not hold one.
+    """
+    if budget_mib is None:
+        return CacheSize(most_rows, columns)
+    rows = min(most_rows, (budget_mib << 20) // (token_bytes * columns))
+    if rows == 0:
+        needed = token_bytes * columns / 2**20
+        raise AlignerError(
+            f"engine.kv_cache_mib={budget_mib}: one sequence of {columns} tokens needs {needed:.1f} MiB for keys and values;"
+            " raise it, or shorten prompts or responses"
+        )
+    return CacheSize(rows, columns)
+
+
+class Cache:
+    """Row r, column t holds token t of the r-th sequence; the rows in use are the first ones.
+
+    Its memory stays from one generation to the next, cut into rows as the next one needs them.
+    """
+
+    def __init__(self, shape: ModelShape, tensor: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._leading = (2, shape.num_layers)
+        self._trailing = (shape.num_kv_heads // tensor, shape.head_dim)
+        self._storage = torch.empty(0, device=device, dtype=dtype)
+        self.size = CacheSize(0, 0)
+        self.keys = self.values = torch.empty(0)
+        """[layers, rows, KV heads, columns, head dim]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._storage.nbytes
+
+    def resize(self, size: CacheSize) -> bool:
+        """Cut into rows and columns, for other sequences than those it holds; says whether tensors moved or changed shape."""
+        if size == self.size:
+            return False
+        heads, width = self._trailing
+        shape = (*self._leading, size.rows, heads, size.columns, width)
+        elements = torch.Size(shape).numel()
+        if elements > self._storage.numel():
+            self._storage = self._storage.new_empty(0)  # free first: both together may not fit
+            self._storage = self._storage.new_zeros(elements)  # what is masked is multiplied with 0, and may not be NaN
+        self.keys, self.values = self._storage[:elements].view(shape)
+        self.size = size
+        return True
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._storage = self._storage.new_empty(0)
+        self.size = CacheSize(0, 0)
+        self.keys = self.values = torch.empty(0)
+
+    def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
+        """Copy the first `width` columns of some rows over others."""
+        for tensor in (self.keys, self.values):
+            tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
+
+    def write_prompts(self, layer: int, first_row: int, copies: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Row first_row + i begins with prompt `copies[i]`; keys and values [U, KV heads, P, head dim]."""
+        rows = slice(first_row, first_row + len(copies))
+        self.keys[layer, rows, :, : keys.shape[2]] = keys[copies]
+        self.values[layer, rows, :, : values.shape[2]] = values[copies]

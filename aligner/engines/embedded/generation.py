@@ -1,0 +1,225 @@
+"""Continuous batching: responses join the batch as others leave it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aligner.data.types import FinishReason, Sample
+from aligner.engines.embedded.cache import Cache
+from aligner.engines.embedded.decoder import Decoder, Prompts, Step
+from aligner.engines.embedded.sampling import choose, uniforms
+from aligner.engines.protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.errors import AlignerError
+
+_PROMPT_TOKENS = 8192
+"""Prompts are admitted until they have so many tokens, so that a step's activations stay small."""
+
+
+@dataclass
+class Machine:
+    """What responses are computed on. Between steps the engine may change the weights, and with them the version."""
+
+    decoder: Decoder
+    cache: Cache
+    forward: Callable[[Step, Cache], Tensor]
+    device: torch.device
+    version: int | None = None
+
+
+@dataclass
+class _Response:
+    """A response so far."""
+
+    index: int
+    request: GenerationRequest
+    prompt: tuple[int, ...]
+    limit: int
+    numbers: np.ndarray | None
+    """float64 [limit]: what its tokens are drawn with"""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        """Prompt and response, in tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def newest(self) -> int:
+        """The last token so far."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    def sample(self) -> Sample:
+        """The finished response with its prompt."""
+        prompt = self.request.prompt
+        return Sample(
+            prompt_id=prompt.id,
+            sample_index=self.request.sample_index,
+            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens))),
+            prompt_length=len(self.prompt),
+            engine_logprobs=torch.tensor(self.logprobs),
+            weight_versions=torch.tensor(self.versions),
+            finish_reason=self.finish_reason or "length",
+            metadata=prompt.metadata,
+        )
+
+
+class EmbeddedGeneration:
+    """A `Generation`: the responses of one call, in rows of the cache or waiting for one.
+
+    A step runs the newest token of every row, and the prompts of those that get a free row, in one pass. Distinct prompts
+    are run once: samples that join together share the pass, and one that joins later copies the prompt's keys and values
+    from the row of a sibling that still runs.
+    """
+
+    def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
+        self._machine, self._options = machine, options
+        responses = [_begin(index, request, options, seed) for index, request in enumerate(requests)]
+        first = {response.prompt: response.index for response in reversed(responses)}
+        self._waiting = deque(sorted(responses, key=lambda response: first[response.prompt]))
+        self._rows: list[_Response] = []
+        self._complete: list[tuple[int, Sample]] = []
+        """Complete, but not yet given out."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every response is complete, and given out."""
+        return not (self._waiting or self._rows or self._complete)
+
+    @property
+    def running(self) -> int:
+        """Responses that have a row."""
+        return len(self._rows)
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """One more token for every row; the responses that are complete now, each with its place among the requests."""
+        if self._machine.version is None and not self.done:
+            raise AlignerError("the engine has no weights, or sleeps: responses can not go on; wake it and publish weights")
+        if self._waiting or self._rows:
+            self._advance(admit=True)
+        complete, self._complete = self._complete, []
+        return complete
+
+    def finish_rows(self) -> None:
+        """Complete every response that has a row; none joins."""
+        while self._rows:
+            self._advance(admit=False)
+
+    def restart_rows(self) -> None:
+        """Forget keys and values: every response that had a row waits, first in line, and is run anew from its tokens."""
+        self._waiting.extendleft(reversed(self._rows))
+        self._rows = []
+
+    def cancel(self) -> None:
+        """Drop every response."""
+        self._waiting.clear()
+        self._rows, self._complete = [], []
+
+    def _advance(self, *, admit: bool) -> None:
+        joining, beginning = self._admit() if admit else ([], [])
+        step = self._plan([*self._rows, *joining], beginning)
+        self._rows += joining + beginning
+        with torch.inference_mode():
+            tokens, logprobs = self._draw(self._machine.forward(step, self._machine.cache))
+        for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            self._record(row, token, logprob)
+        self._release()
+
+    def _admit(self) -> tuple[list[_Response], list[_Response]]:
+        """Those that join a sibling's prompt, and those whose own tokens have to be run."""
+        cache = self._machine.cache
+        joining: list[_Response] = []
+        beginning: list[_Response] = []
+        siblings = {row.prompt: at for at, row in enumerate(self._rows)}
+        budget, distinct = _PROMPT_TOKENS, set[tuple[int, ...]]()
+        while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
+            response = self._waiting[0]
+            sibling = None if response.tokens else siblings.get(response.prompt)
+            if sibling is not None:
+                cache.copy_rows([sibling], [len(self._rows) + len(joining)], len(response.prompt) - 1)
+                joining.append(self._waiting.popleft())
+                continue
+            context = (*response.prompt, *response.tokens)
+            if context not in distinct:
+                if distinct and len(context) > budget:
+                    break
+                distinct.add(context)
+                budget -= len(context)
+            beginning.append(self._waiting.popleft())
+        return joining, beginning
+
+    def _plan(self, rows: Sequence[_Response], beginning: Sequence[_Response]) -> Step:
+        device = self._machine.device
+        prompts = None
+        if beginning:
+            places: dict[tuple[int, ...], int] = {}
+            copies = [places.setdefault((*one.prompt, *one.tokens), len(places)) for one in beginning]
+            lengths = [len(context) for context in places]
+            prompts = Prompts(
+                tokens=torch.tensor([token for context in places for token in context], device=device),
+                lengths=torch.tensor(lengths, device=device),
+                width=max(lengths),
+                copies=torch.tensor(copies, device=device),
+            )
+        positions = [row.length - 1 for row in rows]
+        return Step(
+            tokens=torch.tensor([row.newest for row in rows], dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            columns=max(positions, default=0) + 1,
+            prompts=prompts,
+        )
+
+    def _draw(self, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [R] and log-probs float32 [R]: the first rank draws, so that all ranks agree to the last bit."""
+        options, device = self._options, self._machine.device
+        logits = self._machine.decoder.gather_logits(share)
+        both = torch.empty(2, len(share), dtype=torch.float64, device=device)
+        if logits is not None:
+            numbers = may_stop = None
+            if not options.greedy:
+                drawn = [row.numbers[len(row.tokens)] for row in self._rows if row.numbers is not None]
+                numbers = torch.tensor(drawn, dtype=torch.float64, device=device)
+            if any(len(row.tokens) < options.min_new_tokens for row in self._rows):
+                may_stop = torch.tensor([len(row.tokens) >= options.min_new_tokens for row in self._rows], device=device)
+            both[0], both[1] = choose(logits, options, numbers, may_stop)
+        tokens, logprobs = self._machine.decoder.broadcast(both)
+        return tokens.long(), logprobs.float()
+
+    def _record(self, row: _Response, token: int, logprob: float) -> None:
+        assert self._machine.version is not None
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.versions.append(self._machine.version)
+        if token in self._options.stop_token_ids:
+            row.finish_reason = "stop"
+        elif len(row.tokens) == row.limit:
+            row.finish_reason = "length"
+
+    def _release(self) -> None:
+        """Give out complete responses; the last rows move into the holes that they leave."""
+        rows = self._rows
+        kept = [at for at, row in enumerate(rows) if row.finish_reason is None]
+        if len(kept) == len(rows):
+            return
+        self._complete += [(row.index, row.sample()) for row in rows if row.finish_reason is not None]
+        holes = [at for at in range(len(kept)) if rows[at].finish_reason is not None]
+        movers = kept[len(kept) - len(holes) :]
+        if holes:
+            self._machine.cache.copy_rows(movers, holes, max(rows[at].length for at in movers))
+            for hole, mover in zip(holes, movers, strict=True):
+                rows[hole] = rows[mover]
+        self._rows = rows[: len(kept)]
+
+
+def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
+    limit = response_limit(request, options)
+    numbers = None if options.greedy else uniforms(seed, request.prompt.id, request.sample_index, limit)
+    return _Response(index, request, tuple(request.prompt.tokens.tolist()), limit, numbers)

@@ -1,0 +1,77 @@
+"""Decoding steps recorded as CUDA graphs: one launch instead of some dozen a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.engines.embedded.cache import Cache
+from aligner.engines.embedded.decoder import Decoder, Step
+
+_COLUMNS = 256
+"""Steps are recorded for multiples of so many columns, and for powers of two of rows."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    step: Step
+    logits: Tensor
+
+
+class GraphedForward:
+    """Replays a step of as many rows and columns, or a few more, where there are no prompts to run.
+
+    A recorded step knows the addresses of weights and cache: `forget` it when one of them moves.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is any recorded step."""
+        return bool(self._recorded)
+
+    def forget(self) -> None:
+        """Drop every recorded step."""
+        self._recorded.clear()
+
+    def forward(self, step: Step, cache: Cache) -> Tensor:
+        """What the decoder's own `forward` returns; valid until the next call."""
+        rows = len(step.tokens)
+        if step.prompts is not None or rows == 0:
+            return self._decoder.forward(step, cache)
+        wanted_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
+        wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, cache.size.columns)
+        recorded = self._recorded.get((wanted_rows, wanted_columns))
+        if recorded is None:
+            recorded = self._record(wanted_rows, wanted_columns, step, cache)
+            self._recorded[wanted_rows, wanted_columns] = recorded
+        self._fill(recorded.step, step)
+        recorded.graph.replay()
+        return recorded.logits[:rows]
+
+    def _fill(self, recorded: Step, step: Step) -> None:
+        """The rows past the step's are free ones: what is computed for them is written at their first column."""
+        rows = len(step.tokens)
+        recorded.tokens[:rows] = step.tokens
+        recorded.positions[:rows] = step.positions
+        recorded.positions[rows:] = 0
+
+    def _record(self, rows: int, columns: int, step: Step, cache: Cache) -> _Recorded:
+        fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns)
+        self._fill(fixed, step)
+        # A first run outside the graph, on another stream, lets libraries allocate what they need.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._decoder.forward(fixed, cache)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._decoder.forward(fixed, cache)
+        return _Recorded(graph, fixed, logits)

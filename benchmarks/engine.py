@@ -1,0 +1,231 @@
+"""Tokens per second of the embedded engine, beside transformers' `generate` and beside the matrix products alone.
+
+Random weights, fp32. The engine runs as one replica (DP') a core with one thread each, or as one with all threads, and
+transformers in one process with one thread or all: each side tries both and goes on with its best. Both sample for the same
+prompts. First every response has the same length; then lengths are mixed (uniform), and transformers decodes a batch until
+its longest response is complete, while the engine gives free rows to the responses that wait. Neither knows the lengths
+beforehand: they stand for the stop tokens of a trained model.
+
+`gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows on the same cores, over the
+step's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks.models import MODELS, shape_of, write_model
+from benchmarks.processes import Group, Way
+
+CORES = len(os.sched_getaffinity(0))
+WAYS = {way.name: way for way in (Way("1 replica", CORES), Way(f"{CORES} replicas", 1, {"data": CORES}))}
+PEER_WAYS = (Way("1 thread", 1), Way(f"{CORES} threads", CORES))
+SHORTEST, LONGEST = 8, 64
+MIXED_BATCHES = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """Responses to generate: each one's length; `samples` in a row have the same prompt."""
+
+    lengths: tuple[int, ...]
+    samples: int
+    prompt_tokens: int
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """The token ids of each response's prompt."""
+        draw = random.Random(0)
+        count = -(-len(self.lengths) // self.samples)
+        prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(count)]
+        return [prompts[index // self.samples] for index in range(len(self.lengths))]
+
+
+class Replica:
+    """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
+
+    def __init__(self, directory: str, model: str, way: Way, batch: int) -> None:
+        import torch
+
+        from aligner.config.schema import Engine
+        from aligner.engines.embedded.engine import EmbeddedEngine
+
+        self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
+        self._rows = -(-batch // self._replicas)
+        self._engine = EmbeddedEngine(self._shape, Engine(batch_size=self._rows), rank=0, seed=1)
+        self._engine.load_directory(Path(directory))
+        self._inputs = {
+            width: torch.randn(self._rows, width) for width in (self._shape.hidden_size, self._shape.ffn_hidden_size)
+        }
+
+    def generate(self, work: Work) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        self._steps(work)
+        return time.perf_counter() - begin
+
+    def decoding_step(self, work: Work) -> float:
+        """Seconds of a step after the first, which runs the prompts."""
+        steps = self._steps(work)[1:]
+        return sum(steps) / len(steps)
+
+    def products(self) -> float:
+        """Seconds of one decoding step's matrix products, and nothing else."""
+        import torch
+        import torch.nn.functional as F
+
+        repeats, matrices = 8, [tensor for tensor in self._engine.matrices if tensor.dim() == 2]
+        with torch.inference_mode():
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                for weight in matrices:
+                    F.linear(self._inputs[weight.shape[1]], weight)
+        return (time.perf_counter() - begin) / repeats
+
+    def _steps(self, work: Work) -> list[float]:
+        import torch
+
+        from aligner.data.types import Prompt
+        from aligner.engines.protocol import GenerationRequest, SamplingOptions
+
+        requests = [
+            GenerationRequest(Prompt(index // work.samples, "", torch.tensor(prompt)), index % work.samples, length)
+            for index, (prompt, length) in enumerate(zip(work.prompts(self._shape.vocab_size), work.lengths, strict=True))
+            if index // work.samples % self._replicas == self._replica
+        ]
+        generation = self._engine.start(requests, SamplingOptions(max(work.lengths)))
+        seconds = []
+        while not generation.done:
+            begin = time.perf_counter()
+            generation.step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+
+class Peer:
+    """transformers' generate."""
+
+    def __init__(self, directory: str, batch: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.disable_progress_bar()
+        self._batch = batch
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def generate(self, work: Work) -> float:
+        """Seconds."""
+        import torch
+
+        prompts = torch.tensor(work.prompts(self._model.config.vocab_size))
+        begin = time.perf_counter()
+        for first in range(0, len(prompts), self._batch):
+            part, longest = prompts[first : first + self._batch], max(work.lengths[first : first + self._batch])
+            self._model.generate(
+                part,
+                attention_mask=torch.ones_like(part),
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - begin
+
+
+def best_way(ways: Sequence[Way], make: Callable[[Way], Callable[[], Any]], work: Work) -> Way:
+    """The way that takes the fewest seconds."""
+
+    def seconds(way: Way) -> float:
+        with Group(way, make(way)) as group:
+            group.call("generate", Work((2,) * CORES * work.samples, work.samples, work.prompt_tokens))  # allocates
+            return group.call("generate", work)
+
+    return ways[0] if len(ways) == 1 else min(ways, key=seconds)
+
+
+def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    draw = random.Random(1)
+    equal = Work((args.new_tokens,) * args.batch, args.samples_per_prompt, args.prompt_tokens)
+    lengths = tuple(draw.randint(SHORTEST, LONGEST) for _ in range(MIXED_BATCHES * args.batch))
+    mixed = Work(lengths, args.samples_per_prompt, args.prompt_tokens)
+
+    def ours(way: Way) -> Callable[[], Any]:
+        return functools.partial(Replica, directory, args.model, way, args.batch)
+
+    def peer(_: Way) -> Callable[[], Any]:
+        return functools.partial(Peer, directory, args.batch)
+
+    sides = {"ours": (best_way(args.ways, ours, equal), ours)}
+    if not args.no_transformers:
+        sides["peer"] = (best_way(PEER_WAYS, peer, equal), peer)
+    seconds: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        groups = {side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()}
+        for _ in range(args.repeats):
+            for side, group in groups.items():
+                seconds.setdefault(f"{side}_equal", []).append(group.call("generate", equal))
+            seconds.setdefault("step", []).append(groups["ours"].call("decoding_step", equal))
+            seconds.setdefault("products", []).append(groups["ours"].call("products"))
+        for side, group in groups.items():
+            seconds[f"{side}_mixed"] = [group.call("generate", mixed)]
+    ways = {side: way.name for side, (way, _) in sides.items()}
+    return report(ways, {name: min(values) for name, values in seconds.items()}, equal, mixed)
+
+
+def report(ways: dict[str, str], best: dict[str, float], equal: Work, mixed: Work) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ours": ways["ours"],
+        "tokens_per_s": sum(equal.lengths) / best["ours_equal"],
+        "step_s": best["step"],
+        "gemm_fraction": best["products"] / best["step"],
+        "mixed_tokens_per_s": sum(mixed.lengths) / best["ours_mixed"],
+    }
+    if "peer" in ways:
+        result |= {
+            "transformers": ways["peer"],
+            "transformers_tokens_per_s": sum(equal.lengths) / best["peer_equal"],
+            "transformers_mixed_tokens_per_s": sum(mixed.lengths) / best["peer_mixed"],
+            "ratio": best["peer_equal"] / best["ours_equal"],
+            "mixed_ratio": best["peer_mixed"] / best["ours_mixed"],
+        }
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2_135m", help="whose shape to give the model")
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at a time, over all replicas")
+    parser.add_argument("--new-tokens", type=int, default=32, help="length of every response, where all are equal")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--samples-per-prompt", type=int, default=8)
+    parser.add_argument("--way", choices=sorted(WAYS), help="how the engine uses the cores; the best way when not given")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of equal lengths, the best of which counts")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args(arguments)
+    args.ways = [WAYS[args.way]] if args.way else list(WAYS.values())
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(directory, args.model)
+        result = {"model": args.model, "batch": args.batch, "new_tokens": args.new_tokens} | measure(args, directory)
+    if args.json:
+        print(json.dumps({"benchmark": "engine", **result}))
+    else:
+        for key, value in result.items():
+            print(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+
+
+if __name__ == "__main__":
+    main()

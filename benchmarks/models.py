@@ -1,0 +1,67 @@
+"""The models that benchmarks measure: real shapes, random weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from aligner.config.families import read_config
+from aligner.config.model_shape import ModelShape
+
+MODELS: dict[str, dict[str, Any]] = {
+    "smollm2_135m": {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    },
+    "llama_125m": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+}
+"""Hugging Face configurations of Llamas."""
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of one of the models."""
+    return read_config({"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **MODELS[model]}, model)
+
+
+def write_model(directory: str, model: str) -> None:
+    """Write one of the models, with random weights; in a process of its own, for transformers' threads end with it."""
+    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(directory, MODELS[model]))
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        raise SystemExit(f"the model's weights could not be written (exit code {writer.exitcode})")
+
+
+def _write(directory: str, config: dict[str, Any]) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(directory)

@@ -1,0 +1,89 @@
+"""The processes that a benchmark compares.
+
+Each lives in its own process, started with its own thread count and stopped by the `Group` that started it, and does what
+it is told over a pipe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to use the cores: a name, threads a process, and (for our trainer) a Megatron layout."""
+
+    name: str
+    threads: int
+    layout: dict[str, int] | None = None
+
+    @property
+    def processes(self) -> int:
+        layout = self.layout or {}
+        return layout.get("data", 1) * layout.get("pipeline", 1)
+
+
+def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    try:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        worker = make()
+        while (message := pipe.recv()) is not None:
+            name, args = message
+            pipe.send((True, getattr(worker, name)(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+class Group:
+    """The processes of one way, as a context manager; they end with it."""
+
+    def __init__(self, way: Way, make: Callable[[], Any]) -> None:
+        """Each process calls `make`, and then the methods of what it returns."""
+        self.way, self._make = way, make
+        self._workers: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Group:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        for rank in range(self.way.processes):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.way.processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(self.way.threads),
+            }
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._make, environment), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in self._workers:
+            if process.is_alive():
+                pipe.send(None)
+            process.join(timeout=5)
+            process.kill()
+            process.join()
+
+    def call(self, method: str, *args: Any) -> float:
+        """The slowest process's answer."""
+        for _, pipe in self._workers:
+            pipe.send((method, args))
+        answers = [pipe.recv() for _, pipe in self._workers]
+        for good, value in answers:
+            if not good:
+                raise RuntimeError(value)
+        return max(value for _, value in answers)

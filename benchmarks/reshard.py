@@ -1,0 +1,257 @@
+"""How fast weights go from a trainer's layout into an engine's, beside a plain transfer of the same bytes.
+
+One process a rank over gloo on this machine: the trainer's and the engine's in worlds of their own, or together
+(`--colocated`). The plain transfer moves, between the same ranks over the same link, as many bytes from one contiguous
+buffer to another (and copies as many as stay on their rank); it takes turns with the publishes. Seconds are the slowest
+rank's, of the best repeat.
+
+`peak_extra_bytes` is the most by which a rank's resident memory rose above what it was before a publish (the kernel's
+high-water mark, set back before each); `staging_bytes` is what the publisher itself says of its buffers; `staged_bytes`
+is the second set of weights that lets an engine serve the old version meanwhile, which exists before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from aligner.config.schema import EngineParallel, Parallel
+from aligner.config.weights import weight_table
+from aligner.errors import AlignerError
+from aligner.resharding.link import Link
+from aligner.resharding.plan import TransferPlan, plan_resharding
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.transport import slice_shape
+from aligner.resharding.verify import verify
+from benchmarks.models import MODELS, shape_of
+
+SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert"}
+PLAIN_MESSAGE = 32 << 20
+TIMEOUT = timedelta(seconds=120)
+
+
+class Receiver:
+    """An engine's two sets of weights: one serves while the other is written; a commit exchanges them."""
+
+    group_bytes = None
+
+    def __init__(self, plan: TransferPlan, rank: int) -> None:
+        shapes = {name: slice_shape(plan.specs[name], piece) for name, piece in plan.target.get(rank, {}).items()}
+        self.serving, self._written = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._written.values())
+
+    def begin_update(self, version: int) -> Receiver:
+        return self
+
+    def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        return self._written
+
+    def load(self, names: Sequence[str]) -> None:
+        """They are in their places."""
+
+    def commit(self) -> None:
+        self.serving, self._written = self._written, self.serving
+
+    def abort(self) -> None:
+        """The weights that serve have not been touched."""
+
+
+class Plain:
+    """The same bytes between the same ranks, without tensors: contiguous, already there, in large messages."""
+
+    def __init__(self, plan: TransferPlan, link: Link) -> None:
+        def buffer(source: int, target: int) -> tuple[Tensor, ...]:
+            size = plan.itemsize * sum(transfer.numel for transfer in plan.between(source, target))
+            return torch.zeros(size, dtype=torch.uint8).split(PLAIN_MESSAGE) if size else ()
+
+        self._link, rank, size = link, link.rank, link.size
+        self._local = [(part, torch.zeros_like(part)) for part in buffer(rank, rank)]
+        self._rounds = [
+            (to, buffer(rank, to), from_, buffer(from_, rank))
+            for to, from_ in (((rank + distance) % size, (rank - distance) % size) for distance in range(1, size))
+        ]
+
+    def run(self) -> float:
+        """Seconds on this rank."""
+        begin = time.perf_counter()
+        for source, target in self._local:
+            target.copy_(source)
+        posted = 0
+        for to, sending, from_, receiving in self._rounds:
+            for place in range(max(len(sending), len(receiving))):
+                self._link.post(
+                    [(part, to) for part in sending[place : place + 1]],
+                    [(part, from_) for part in receiving[place : place + 1]],
+                )
+                posted += 1
+                if posted == 2:
+                    self._link.complete()
+                    posted -= 1
+        for _ in range(posted):
+            self._link.complete()
+        return time.perf_counter() - begin
+
+
+def memory(what: str) -> int:
+    """A figure of this process's memory in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what + ":"))
+
+
+def most(link: Link, value: float) -> float:
+    """The largest of all ranks' values; every rank has come so far."""
+    values = torch.zeros(link.size, dtype=torch.float64)
+    values[link.rank] = value
+    link.all_reduce(values)
+    return float(values.max())
+
+
+def join(args: argparse.Namespace, plan: TransferPlan, rank: int, port: int) -> Link:
+    """A world for each role, or one for both, and a link over all."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    trainers = args.source.ranks
+    role, at, size = ("trainer", rank, trainers) if rank < trainers else ("engine", rank - trainers, args.target.ranks)
+    dist.init_process_group("gloo", store=PrefixStore(role, store), rank=at, world_size=size)
+    return Link(store, rank, plan.labels, timeout=TIMEOUT)
+
+
+def make_shards(plan: TransferPlan, rank: int) -> dict[str, Tensor]:
+    """This rank's weights; replicas hold the same."""
+    shards = {}
+    for index, spec in enumerate(plan.table):
+        if (piece := plan.source.get(rank, {}).get(spec.name)) is not None:
+            whole = torch.rand(spec.shape, generator=torch.Generator().manual_seed(index))
+            shards[spec.name] = (
+                whole if piece.axis is None else whole.narrow(piece.axis, piece.start, piece.stop - piece.start).clone()
+            )
+    return shards
+
+
+def measure(rank: int, port: int, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    plan = make_plan(args)
+    planning = time.perf_counter() - begin
+    link = join(args, plan, rank, port)
+    shards, receiver, plain = make_shards(plan, rank), Receiver(plan, rank), Plain(plan, link)
+    publisher = Publisher(
+        plan,
+        link,
+        read=shards.__getitem__ if rank in plan.source else None,
+        begin_update=receiver.begin_update if rank in plan.target else None,
+        bucket_bytes=args.bucket_mib << 20,
+        verify_every=0,
+    )
+    first = publisher.publish(0)  # verified; what happens once happens here
+    plain.run()
+    publishing, moving, extra, staging = [], [], [], first.staging_bytes
+    for version in range(1, args.repeats + 1):
+        most(link, 0)
+        moving.append(most(link, plain.run()))
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+        before = memory("VmRSS")
+        most(link, 0)
+        stats = publisher.publish(version)
+        extra.append(memory("VmHWM") - before)
+        staging = max(staging, stats.staging_bytes)
+        publishing.append(most(link, stats.seconds))
+    with link.agreement("the published weights are not the trainer's"):
+        verify(plan, link, torch.float32, shards.__getitem__, receiver.serving)
+    figures = {
+        "peak_extra_bytes": int(most(link, max(extra))),
+        "staging_bytes": int(most(link, staging)),
+        "staged_bytes": int(most(link, receiver.staged_bytes)),
+        "verified": True,
+        "verify_s": most(link, first.verify_seconds or 0.0),
+    }
+    if rank == 0:
+        moved = sum(plan.bytes_received(at) + plan.bytes_local(at) for at in range(link.size))
+        report(args, plan, moved, {"plan_s": planning, "publish_s": min(publishing), "plain_s": min(moving)} | figures)
+    most(link, 0)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, plan: TransferPlan, moved: int, figures: dict[str, Any]) -> None:
+    """Print one JSON object, or the same in words."""
+    result = {
+        "benchmark": "reshard",
+        "model": args.model,
+        "source": args.source_text,
+        "target": args.target_text,
+        "worlds": 1 if args.colocated else 2,
+        "bucket_bytes": args.bucket_mib << 20,
+        "bytes_remote": sum(plan.bytes_received(at) for at in range(len(plan.labels))),
+        "bytes_local": sum(plan.bytes_local(at) for at in range(len(plan.labels))),
+        "gb_per_s": moved / figures["publish_s"] / 1e9,
+        "link_gb_per_s": moved / figures["plain_s"] / 1e9,
+        "link_fraction": figures["plain_s"] / figures["publish_s"],
+        **figures,
+    }
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            print(f"{key:>18}  {value:.4g}" if isinstance(value, float) else f"{key:>18}  {value}")
+
+
+def make_plan(args: argparse.Namespace) -> TransferPlan:
+    shape = shape_of(args.model)
+    first = 0 if args.colocated else args.source.ranks
+    return plan_resharding(weight_table(shape), shape.num_layers, args.source, args.target, first_engine_rank=first)
+
+
+def layout(text: str, allowed: Sequence[str]) -> dict[str, Any]:
+    """Sizes by name, of a text such as tp=2,pp=2."""
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in allowed or not size.isdigit() or int(size) < 1:
+            raise SystemExit(f"{text!r}: {part!r} is not NAME=SIZE with NAME one of {', '.join(allowed)}")
+        sizes[SHORT[name]] = int(size)
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="tp=2,pp=2", help="the trainer's layout, of tp, pp, dp, cp, ep")
+    parser.add_argument("--target", default="tp=2,dp=1", help="the engine's layout, of tp and dp")
+    parser.add_argument("--model", choices=MODELS, default="llama_125m")
+    parser.add_argument("--colocated", action="store_true", help="the engine's ranks are the trainer's first ones")
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args()
+    args.source_text, args.target_text = args.source, args.target
+    args.source = Parallel(**layout(args.source, tuple(SHORT)))
+    args.target = EngineParallel(**layout(args.target, ("tp", "dp")))
+    if args.colocated and args.target.ranks > args.source.ranks:
+        parser.error(f"the engine has {args.target.ranks} ranks, more than the {args.source.ranks} that it shares")
+    try:
+        make_plan(args)
+    except AlignerError as error:
+        parser.error(str(error))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = args.source.ranks + (0 if args.colocated else args.target.ranks)
+    spawn(measure, (store.port, args), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Whether an engine is refused where it can not run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from aligner.config import engines, placement
+from aligner.config.checks import check
+from aligner.config.compose import compose_config
+from aligner.config.engines import engine_kind_problems
+from aligner.config.schema import Engine
+from aligner.errors import ConfigError
+from tests.config.test_layouts import DENSE, EXPERTS
+
+TENSORRT_LLM = Engine(kind="tensorrt_llm", update="in_place")
+
+
+@pytest.fixture
+def gpu_image(monkeypatch):
+    """A machine that has what TensorRT-LLM needs."""
+    monkeypatch.setattr(engines, "has_gpu", lambda: True)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+
+
+def problems(**changes):
+    shape = changes.pop("shape", DENSE)
+    return list(engine_kind_problems(dataclasses.replace(TENSORRT_LLM, **changes), shape))
+
+
+def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(placement, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check(compose_config(["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]))
+    packages, gpu = str(caught.value).splitlines()
+    assert packages.startswith("engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM")
+    assert gpu == "engine.kind=tensorrt_llm: this machine has no GPU; use engine=embedded"
+
+
+@pytest.mark.usefixtures("gpu_image")
+def test_tensorrt_llm_runs_what_it_can() -> None:
+    assert problems() == problems(shape=EXPERTS) == problems(precision="bf16") == []
+
+
+@pytest.mark.usefixtures("gpu_image")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp32"}, "engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16"),
+        ({"update": "atomic"}, "engine.update=atomic: TensorRT-LLM overwrites its weights; allowed: in_place"),
+        ({"shape": dataclasses.replace(DENSE, family="gpt2")}, "it does not run models of the gpt2 kind, it does: llama,"),
+    ],
+)
+def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
+    (problem,) = problems(**changes)
+    assert message in problem
+
+
+def test_the_embedded_engine_needs_nothing_of_it() -> None:
+    assert problems(kind="embedded", precision="fp32", update="atomic") == []

@@ -1,0 +1,50 @@
+"""The embedded engine's log-probs are Megatron's, for every family that Megatron trains here, at one and two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.config.model_source import directory_shape
+from aligner.config.schema import Engine, EngineParallel
+from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from tests.megatron import families, jobs
+
+LENGTHS = (3, 9, 1, 9)
+NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
+
+
+def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
+    """Samples of an engine over the world's ranks, and the largest difference of a log-prob to Megatron's."""
+    generator = torch.Generator().manual_seed(5)
+    shape = directory_shape(Path(directory), "model.path")
+    prompts = [
+        Prompt(index, "", torch.randint(2, shape.vocab_size, (length,), generator=generator))
+        for index, length in enumerate(LENGTHS)
+    ]
+    # Fewer rows than responses, so that some join while others are half-way.
+    settings = Engine(parallel=EngineParallel(tensor=tensor), batch_size=3)
+    engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
+    engine.load_directory(Path(directory))
+    requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
+    samples = engine.generate(requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
+    batch = collate(samples, pad_token_id=0)
+    scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
+    return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_logprobs_are_megatrons(pool, tmp_path, family):
+    directory = str(families.save(family, tmp_path))
+    ((alone, error),) = pool.run(sample_and_score, 1, directory, 1)
+    assert error < 1e-4
+    for samples, error in pool.run(sample_and_score, 2, directory, 2):
+        assert error < 1e-4
+        assert [sample.tokens.tolist() for sample in samples] == [sample.tokens.tolist() for sample in alone]
+    assert [len(sample.engine_logprobs) for sample in alone] == list(NEW_TOKENS)
+    assert len({tuple(sample.tokens.tolist()) for sample in alone}) == len(alone)

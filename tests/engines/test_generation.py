@@ -1,0 +1,320 @@
+"""Continuous batching: what shares a pass, what changes when, and that no sample ever depends on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.schema import Engine
+from aligner.data.types import Prompt, Sample
+from aligner.engines.embedded.decoder import Step
+from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
+from tests.engines.test_embedded import (
+    load_transformers,
+    make_engine,
+    make_prompts,
+    make_requests,
+    response,
+    save_llama,
+    save_model,
+    shape_of,
+)
+
+OPTIONS = SamplingOptions(12)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def other_directory(tmp_path_factory) -> Path:
+    """Other weights of the same shape."""
+    path = save_llama(tmp_path_factory.mktemp("other"), tied=True)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def mixed_requests(samples: int = 4) -> list[GenerationRequest]:
+    """Limits from 2 to 12 tokens, in no order."""
+    return [
+        GenerationRequest(request.prompt, request.sample_index, 2 + 7 * index % 11)
+        for index, request in enumerate(make_requests(samples))
+    ]
+
+
+def observed(engine: EmbeddedEngine) -> list[Step]:
+    """The steps that an engine runs from now on."""
+    steps: list[Step] = []
+    forward = engine._machine.forward
+
+    def observe(step, cache):
+        steps.append(step)
+        return forward(step, cache)
+
+    engine._machine.forward = observe
+    return steps
+
+
+def assert_same(samples: list[Sample], others: list[Sample]) -> None:
+    assert [response(sample) for sample in samples] == [response(sample) for sample in others]
+    for sample, other in zip(samples, others, strict=True):
+        torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_samples_are_the_same_whatever_number_of_rows_they_share(directory, rows):
+    requests = mixed_requests()
+    samples = make_engine(directory, batch_size=rows).generate(requests, OPTIONS)
+    alone = [make_engine(directory).generate([request], OPTIONS)[0] for request in requests]
+    assert_same(samples, alone)
+    assert [len(response(sample)) for sample in samples] == [request.max_new_tokens for request in requests]
+
+
+def test_samples_are_the_same_in_any_order_and_however_replicas_share_them(directory):
+    requests = mixed_requests()
+    expected = make_engine(directory).generate(requests, OPTIONS)
+    order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = make_engine(directory, batch_size=3).generate([requests[at] for at in order], OPTIONS)
+    assert_same(shuffled, [expected[at] for at in order])
+    halves = [make_engine(directory, rank=replica).generate(requests[replica::2], OPTIONS) for replica in (0, 1)]
+    assert_same(halves[0], expected[0::2])
+    assert_same(halves[1], expected[1::2])
+
+
+def test_a_free_row_is_given_to_the_next_response(directory):
+    requests = [GenerationRequest(prompt, 0, limit) for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)]
+    engine = make_engine(directory, batch_size=2)
+    steps = observed(engine)
+    engine.generate(requests, OPTIONS)
+    # The short ones run one after another beside the long one: 9 steps, not 2 + 9 + 2.
+    assert len(steps) == 9
+
+
+def test_a_prompt_is_run_once_for_all_its_samples(directory):
+    engine = make_engine(directory, batch_size=3)
+    steps = observed(engine)
+    prompt = make_prompts()[3]
+    # Samples of one prompt join together at first, and later beside siblings that still run.
+    engine.generate([GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))], OPTIONS)
+    assert [len(step.prompts.tokens) for step in steps if step.prompts is not None] == [len(prompt.tokens)]
+    engine = make_engine(directory)
+    steps = observed(engine)
+    engine.generate(make_requests(4), OPTIONS)
+    distinct = {tuple(prompt.tokens.tolist()) for prompt in make_prompts()}
+    assert sum(len(step.prompts.lengths) for step in steps if step.prompts is not None) == len(distinct)
+
+
+def test_responses_are_given_out_as_they_complete(directory):
+    engine = make_engine(directory)
+    generation = engine.start(mixed_requests(1), OPTIONS)
+    steps = []
+    while not generation.done:
+        steps.append([(index, len(response(sample))) for index, sample in generation.step()])
+    lengths = {index: length for step in steps for index, length in step}
+    assert lengths == {index: request.max_new_tokens for index, request in enumerate(mixed_requests(1))}
+    assert all(length == number for number, step in enumerate(steps, start=1) for _, length in step)
+    assert generation.step() == []
+
+
+def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
+    directory = save_model(tmp_path, "llama", max_position_embeddings=4096)
+    # A token's keys and values: 2 x 3 layers x 2 heads x 8 dimensions in 4 bytes.
+    prompts = [Prompt(index, "", torch.arange(700) % 200) for index in range(3)]
+    requests = [GenerationRequest(prompt, 0) for prompt in prompts]
+    free, short = make_engine(directory), make_engine(directory, kv_cache_mib=1)
+    steps = observed(short)
+    assert_same(short.generate(requests, SamplingOptions(4)), free.generate(requests, SamplingOptions(4)))
+    rows = (1 << 20) // (2 * 3 * 2 * 8 * 4 * 703)
+    assert max(len(step.tokens) for step in steps) == min(3, rows)
+    assert short._machine.cache.nbytes <= 1 << 20
+    long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
+    with pytest.raises(AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"):
+        short.generate([*requests, long], SamplingOptions(4))
+    assert len(short.generate(requests, SamplingOptions(4))) == 3
+
+
+def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):
+    """An open update to a directory's weights, all written."""
+    source = make_engine(directory).weights
+    update = engine.begin_update(version, in_flight)
+    for name, view in update.views(list(source)).items():
+        view.copy_(source[name])
+    update.load(list(source))
+    return update
+
+
+@pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
+def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(directory, other_directory, update_kind):
+    engine = make_engine(directory, update=update_kind, batch_size=7)
+    requests = make_requests(2)
+    before, after = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    generation = engine.start(requests, OPTIONS)
+    samples = dict(pair for _ in range(5) for pair in generation.step())
+    begin(engine, other_directory, 1, "interrupt").commit()
+    while not generation.done:
+        samples |= generation.step()
+    assert len(samples) == 10
+    for index, sample in samples.items():
+        versions = sample.weight_versions.tolist()
+        assert versions == sorted(versions)
+        kept = versions.count(0)
+        assert kept in (0, 5)  # seven had a row, three waited
+        assert response(sample)[:kept] == response(before[index])[:kept]
+        if kept == 0:
+            assert response(sample) == response(after[index])
+    assert sum(sample.weight_versions[0] == 1 for sample in samples.values()) == 3
+    # From the sixth token on, log-probs are those of the new weights, given the whole text so far.
+    model = load_transformers(other_directory)
+    for sample in samples.values():
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        new = sample.weight_versions == 1
+        torch.testing.assert_close(sample.engine_logprobs[new], wanted[new], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
+def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weights(directory, other_directory, update_kind):
+    engine = make_engine(directory, update=update_kind, batch_size=7)
+    requests = make_requests(2)
+    before, after = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    generation = engine.start(requests, OPTIONS)
+    generation.step()
+    begin(engine, other_directory, 1, "finish").commit()
+    samples: dict[int, Sample] = {}
+    while not generation.done:
+        samples |= generation.step()
+    versions = [set(samples[index].weight_versions.tolist()) for index in range(len(requests))]
+    assert sorted(map(tuple, versions)) == [(0,)] * 7 + [(1,)] * 3
+    for index, version in enumerate(versions):
+        assert response(samples[index]) == response((before if version == {0} else after)[index])
+
+
+def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, other_directory):
+    engine, requests = make_engine(directory), make_requests()
+    old, new = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    for version in (1, 2):
+        update = begin(engine, other_directory, version)
+        assert_same(engine.generate(requests, OPTIONS), old)
+        assert engine.version == 0
+        update.abort()
+        assert_same(engine.generate(requests, OPTIONS), old)
+    begin(engine, other_directory, 3).commit()
+    assert_same(engine.generate(requests, OPTIONS), new)
+    begin(engine, directory, 4).commit()  # the two sets of weights change places again
+    assert_same(engine.generate(requests, OPTIONS), old)
+    assert engine.version == 4
+
+
+def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
+    engine = make_engine(directory, update="in_place")
+    update = begin(engine, directory, 6)
+    with pytest.raises(AlignerError, match="no weights: the update to version 6 is under way"):
+        engine.generate(make_requests(), OPTIONS)
+    update.abort()
+    with pytest.raises(AlignerError, match="the update to version 6 failed and had begun to overwrite them; publish again"):
+        engine.generate(make_requests(), OPTIONS)
+    begin(engine, directory, 7).commit()
+    assert len(engine.generate(make_requests(), OPTIONS)) == 5
+
+
+def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
+    engine = make_engine(directory)
+    update = engine.begin_update(1)
+    with pytest.raises(AlignerError, match="an update to version 2 can not begin: the one to version 1 is still open"):
+        engine.begin_update(2)
+    names = list(engine.weights)
+    with pytest.raises(AlignerError, match=r"no weight called lm_head.weight, score.weight"):
+        update.views(["lm_head.weight", names[0], "score.weight"])
+    update.load(names[2:])
+    with pytest.raises(AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"):
+        update.commit()
+    update.abort()
+    with pytest.raises(AlignerError, match="the update to version 1 has ended already"):
+        update.commit()
+    assert engine.version == 0
+
+
+def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
+    engine = make_engine(directory)
+    before = engine.generate(make_requests(), OPTIONS)
+    begin(engine, directory, 1).commit()
+    held = engine.nbytes
+    generation = engine.start(make_requests(), OPTIONS)
+    with pytest.raises(AlignerError, match="responses are under way"):
+        engine.sleep()
+    generation.cancel()
+    engine.sleep()
+    assert engine.nbytes < held
+    for attempt in (lambda: engine.generate(make_requests(), OPTIONS), lambda: engine.begin_update(2)):
+        with pytest.raises(AlignerError, match=r"the engine sleeps .* wake it first"):
+            attempt()
+    engine.wake()
+    assert_same(engine.generate(make_requests(), OPTIONS), before)
+    engine.sleep(keep_weights=False)
+    engine.sleep(keep_weights=False)
+    assert engine.nbytes == 0
+    engine.wake()
+    assert engine.version is None
+    with pytest.raises(AlignerError, match="dropped when the engine went to sleep"):
+        engine.generate(make_requests(), OPTIONS)
+    begin(engine, directory, 2).commit()
+    assert_same(engine.generate(make_requests(), OPTIONS), before)
+
+
+def test_a_second_generation_waits_for_the_first(directory):
+    engine = make_engine(directory)
+    first = engine.start(make_requests(), OPTIONS)
+    with pytest.raises(AlignerError, match="generating already"):
+        engine.start(make_requests(), OPTIONS)
+    first.cancel()
+    assert first.done
+    assert len(engine.generate(make_requests(), OPTIONS)) == 5
+
+
+def test_no_response_ends_before_its_least_length(directory):
+    stops = tuple(range(0, 200, 2))
+    engine, requests = make_engine(directory), make_requests(4)
+    for greedy in (False, True):
+        early = engine.generate(requests, SamplingOptions(12, stop_token_ids=stops, greedy=greedy))
+        late = engine.generate(requests, SamplingOptions(12, min_new_tokens=6, stop_token_ids=stops, greedy=greedy))
+        assert min(len(response(sample)) for sample in early) < 6 < max(len(response(sample)) for sample in late)
+        for sample in late:
+            assert not set(response(sample)[:6]) & set(stops)
+            assert sample.finish_reason == ("stop" if response(sample)[-1] in stops else "length")
+    # What is forbidden keeps its share of the distribution.
+    model = load_transformers(directory)
+    for sample in late:
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
+
+
+def test_weights_of_another_owner_are_used_where_they_are(directory):
+    from aligner.engines.embedded.weights import parameters
+
+    owner = make_engine(directory)
+    theirs = {name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name}
+    engine = EmbeddedEngine(shape_of(directory), Engine(update="shared"), 0, 7, shared=theirs)
+    update = engine.begin_update(0)
+    for name, view in update.views(list(owner.weights)).items():
+        if view.data_ptr() != owner.weights[name].data_ptr():
+            view.copy_(owner.weights[name])
+    update.load(list(owner.weights))
+    update.commit()
+    assert_same(engine.generate(make_requests(), OPTIONS), owner.generate(make_requests(), OPTIONS))
+    shared = sum(parameter.numel * 4 for parameter in parameters(shape_of(directory), 1) if parameter.name in theirs)
+    assert engine.weights["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
+        owner.weights["model.layers.0.mlp.up_proj.weight"].data_ptr()
+    )
+    assert engine._weights.nbytes <= owner._weights.nbytes - shared

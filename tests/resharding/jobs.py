@@ -1,0 +1,228 @@
+"""What a rank does in the tests of publishing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from aligner.config.schema import EngineParallel, Parallel
+from aligner.config.weights import weight_table
+from aligner.errors import AlignerError
+from aligner.resharding.link import Link
+from aligner.resharding.plan import TransferPlan, plan_resharding
+from aligner.resharding.publisher import Publisher, PublishStats
+from aligner.resharding.verify import verify
+from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
+from tests.resharding.sink import Sink
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def make_plan(trainer: Parallel, engine: EngineParallel, separate: bool = False, itemsize: int = 4) -> TransferPlan:
+    """A tied model, so that the embedding lives on two stages; with experts where the layout cuts them."""
+    shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
+    first = trainer.ranks if separate else 0
+    return plan_resharding(weight_table(shape), LAYERS, trainer, engine, first_engine_rank=first, itemsize=itemsize)
+
+
+class Rank:
+    """One process's publisher and engine, and the weights that it publishes: those of a seed, the version."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        link: Link,
+        *,
+        bucket_bytes: int = 1 << 14,
+        verify_every: int = 1,
+        group_bytes: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        sink: Sink | None = None,
+    ) -> None:
+        self.plan, self.link = plan, link
+        self.sink = sink or Sink(plan, link.rank, group_bytes, dtype)
+        self.before_read: Callable[[str], None] = lambda name: None
+        self.whole: dict[str, Tensor] = {}
+        self.publisher = Publisher(
+            plan,
+            link,
+            read=self.read if link.rank in plan.source else None,
+            begin_update=self.sink.begin_update if link.rank in plan.target else None,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            verify_every=verify_every,
+            group_bytes=group_bytes,
+        )
+
+    def read(self, name: str) -> Tensor:
+        self.before_read(name)
+        return cut(self.whole[name], self.plan.source[self.link.rank][name])
+
+    def publish(self, version: int) -> PublishStats:
+        self.whole = whole_weights(self.plan.table, version)
+        return self.publisher.publish(version)
+
+    def check(self, version: int) -> None:
+        """The engine serves this version, bit for bit."""
+        slices = self.plan.target.get(self.link.rank, {})
+        assert self.sink.version == (version if slices else None)
+        whole = whole_weights(self.plan.table, version)
+        for name, piece in slices.items():
+            assert torch.equal(self.sink.front[name], cut(whole[name], piece).to(self.sink.dtype)), name
+
+    def failed_publish(self, version: int) -> dict[str, Any]:
+        """What a publish that fails says, how long it took, and how often the engine aborted."""
+        begin, aborted = time.monotonic(), self.sink.aborted
+        try:
+            self.publish(version)
+        except AlignerError as error:
+            seconds = time.monotonic() - begin
+            return {"error": str(error), "seconds": seconds, "aborted": self.sink.aborted - aborted}
+        raise AssertionError("it was published")
+
+
+def colocated(trainer: Parallel, engine: EngineParallel, timeout: timedelta = TIMEOUT, **settings: Any) -> Rank:
+    itemsize = settings.get("dtype", torch.float32).itemsize
+    plan = make_plan(trainer, engine, itemsize=itemsize)
+    return Rank(plan, Link.of_world(plan.labels, timeout=timeout), **settings)
+
+
+def separate(trainer: Parallel, engine: EngineParallel, port: int, **settings: Any) -> Rank:
+    """The rank of one of two worlds, each with a default group of its own; the first process hosts their store."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT)
+    role, at, size = (
+        ("trainer", rank, trainer.ranks) if rank < trainer.ranks else ("engine", rank - trainer.ranks, engine.ranks)
+    )
+    dist.init_process_group("gloo", store=dist.PrefixStore(role, store), rank=at, world_size=size)
+    plan = make_plan(trainer, engine, separate=True)
+    return Rank(plan, Link(store, rank, plan.labels, timeout=TIMEOUT), **settings)
+
+
+def publish_twice(*args: Any, **settings: Any) -> dict[str, int]:
+    """Publish, with other weights each time, and compare the engine's with the whole tensors' slices."""
+    rank = (separate if len(args) == 3 else colocated)(*args, **settings)
+    for version in (1, 2):
+        stats = rank.publish(version)
+        rank.check(version)
+    world = dist.get_world_size()
+    rank.link.all_reduce(torch.zeros(1))  # nobody leaves, with the store, before the others are done
+    assert rank.sink.aborted == 0
+    held = sum(tensor.nbytes for tensor in rank.sink.front.values())
+    assert (stats.bytes_local + stats.bytes_remote, stats.bytes_remote) == (held, rank.plan.bytes_received(rank.link.rank))
+    return {"staging": stats.staging_bytes, "world": world}
+
+
+class FaultyMemory(dict[str, Tensor]):
+    """Views of which one never keeps its last element."""
+
+    bad = ""
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        if name == self.bad:
+            tensor.view(-1)[-1] = 12345.0
+        return tensor
+
+
+def break_one_rank(kind: str, rank: Rank) -> None:
+    """Let this rank's next publish go wrong."""
+    sink = rank.sink
+    if kind == "read":
+
+        def fail(name: str) -> None:
+            if name == "model.norm.weight":
+                raise OSError("the disk is gone")
+
+        rank.before_read = fail
+    elif kind == "open":
+        sink.open = sink.begin_update(7)
+    elif kind == "late":
+        rank.before_read = lambda name: time.sleep(3 if name == "model.norm.weight" else 0)
+    elif kind == "fit":
+        del sink.shapes["model.embed_tokens.weight"]
+        sink.shapes["model.norm.weight"] = (17,)
+        sink.shapes["model.layers.3.self_attn.o_proj.weight"] = (3, 3)
+    elif kind == "memory":
+        sink.memory = FaultyMemory
+        FaultyMemory.bad = "model.layers.1.mlp.up_proj.weight"
+
+
+def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
+    """Version 1 is published; version 2 goes wrong on one rank; then a third over the same link, and one over another."""
+    layouts = Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2)
+    rank = colocated(*layouts, timeout=timedelta(seconds=timeout_s))
+    rank.publish(1)
+    rank.check(1)
+    before = {name: tensor.clone() for name, tensor in rank.sink.front.items()}
+    if rank.link.rank == at:
+        break_one_rank(kind, rank)
+    result = rank.failed_publish(2)
+    assert rank.sink.version == 1
+    assert all(torch.equal(rank.sink.front[name], tensor) for name, tensor in before.items())
+    again = rank.failed_publish(3)
+    assert again["seconds"] < 1
+    dist.barrier()
+    link = Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1)
+    fresh = Rank(rank.plan, link)
+    fresh.publish(4)
+    fresh.check(4)
+    dist.barrier()
+    return result | {"again": again["error"]}
+
+
+def compare_with_one_bit_turned(at: int, name: str) -> str:
+    """What verification says of an engine that was right until one bit of one tensor on one rank was turned."""
+    rank = colocated(Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2))
+    rank.publish(1)
+    verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
+    if rank.link.rank == at:
+        rank.sink.front[name].view(torch.int32).flatten()[-1] ^= 1
+    try:
+        verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
+    except AlignerError as error:
+        return str(error)
+    return ""
+
+
+def count_verifications(verify_every: int, publishes: int) -> list[bool]:
+    rank = colocated(Parallel(data=2), EngineParallel(data=2), verify_every=verify_every)
+    return [rank.publish(version).verify_seconds is not None for version in range(publishes)]
+
+
+def refuse_construction() -> list[str]:
+    """What a publisher says that does not fit its plan or link."""
+    plan = make_plan(Parallel(data=2), EngineParallel(data=2))
+    link = Link.of_world(plan.labels, timeout=TIMEOUT)
+    larger = make_plan(Parallel(data=2, tensor=2), EngineParallel(data=2))
+    cases: list[dict[str, Any]] = [
+        {"plan": plan, "read": None, "begin_update": None, "bucket_bytes": 1 << 14},
+        {"plan": larger, "dtype": torch.bfloat16, "bucket_bytes": 1 << 14},
+        {"plan": plan, "bucket_bytes": 100},
+    ]
+    told = []
+    for case in cases:
+        keywords = {"read": lambda name: torch.zeros(1), "begin_update": Sink(plan, link.rank).begin_update, "verify_every": 0}
+        try:
+            Publisher(**{"link": link, **keywords, **case})
+        except AlignerError as error:
+            told.append(str(error))
+    return told
+
+
+def arrive_alone(timeout_s: float) -> str:
+    """What the first of three ranks hears when the others do not come."""
+    if dist.get_rank() == 0:
+        try:
+            Link.of_world(["trainer rank 0", "trainer rank 1", "engine rank 0"], timeout=timedelta(seconds=timeout_s))
+        except AlignerError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,74 @@
+"""An engine's receiving side and nothing else: two sets of weights, of which the back one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.resharding.plan import TransferPlan
+from aligner.resharding.transport import slice_shape
+
+
+class Sink:
+    """The weights that serve, by name, and their version."""
+
+    def __init__(
+        self, plan: TransferPlan, rank: int, group_bytes: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        slices = plan.target.get(rank, {})
+        self.shapes = {name: slice_shape(plan.specs[name], piece) for name, piece in slices.items()}
+        self.dtype, self.group_bytes = dtype, group_bytes
+        self.memory: type[dict[str, Tensor]] = dict
+        self.before_load: Callable[[], None] = lambda: None
+        self.front: dict[str, Tensor] = self.empty(self.shapes)
+        self.version: int | None = None
+        self.aborted = 0
+        self.open: SinkUpdate | None = None
+
+    def begin_update(self, version: int) -> SinkUpdate:
+        if self.open is not None:
+            raise AlignerError("another update is open")
+        self.open = SinkUpdate(self, version)
+        return self.open
+
+    def empty(self, names: Sequence[str] | Mapping[str, object]) -> dict[str, Tensor]:
+        """Tensors full of NaN: what is not written shows."""
+        return self.memory((name, torch.full(self.shapes[name], float("nan"), dtype=self.dtype)) for name in names)
+
+
+class SinkUpdate:
+    """With a limit on its groups, views are made for each group and taken away by its load."""
+
+    def __init__(self, sink: Sink, version: int) -> None:
+        self._sink, self._version = sink, version
+        self._views: dict[str, Tensor] = {} if sink.group_bytes else sink.empty(sink.shapes)
+        self._loaded: dict[str, Tensor] = {}
+
+    @property
+    def group_bytes(self) -> int | None:
+        return self._sink.group_bytes
+
+    def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        if self._sink.group_bytes:
+            assert not self._views, "the group before has not been loaded"
+            self._views = self._sink.empty(names)
+            held = sum(view.nbytes for view in self._views.values())
+            assert len(names) <= 1 or held <= self._sink.group_bytes
+        return self._views
+
+    def load(self, names: Sequence[str]) -> None:
+        self._sink.before_load()
+        self._loaded |= {name: self._views[name].clone() for name in names}
+        if self._sink.group_bytes:
+            self._views = {}
+
+    def commit(self) -> None:
+        assert self._loaded.keys() == self._sink.front.keys()
+        self._sink.front, self._sink.version, self._sink.open = self._loaded, self._version, None
+
+    def abort(self) -> None:
+        self._sink.aborted += 1
+        self._sink.open = None
