@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
 
 _ROLES = ("critic", "reward")
+_SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -70,23 +72,62 @@ def _parser() -> argparse.ArgumentParser:
         rank=True,
     )
     _add_convert(commands)
+    _add_generate(commands)
     return parser
 
 
 def _add_convert(commands: Any) -> None:
     what = "write a checkpoint's model, or a Hugging Face directory's, as a Hugging Face directory"
     command = commands.add_parser("convert", help=what, description=what, allow_abbrev=False)
-    command.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy or critic, or a Hugging"
-        " Face directory",
-    )
+    command.add_argument("source", type=Path, metavar="SOURCE", help=_SOURCE.format(" or critic"))
     command.add_argument("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB")
     command.set_defaults(run=_convert)
+
+
+def _add_generate(commands: Any) -> None:
+    what = "draw responses to prompts from a checkpoint's policy, or a Hugging Face directory's model, into a JSONL file"
+    command = commands.add_parser("generate", help=what, description=what, allow_abbrev=False)
+    add = command.add_argument
+    add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
+    add(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=".jsonl with a `prompt` key a line, or .txt with a prompt a line; - reads standard input",
+    )
+    add(
+        "--prompts-format",
+        choices=("jsonl", "txt"),
+        help="where the name does not say it; txt for standard input if not given",
+    )
+    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order")
+    add("--overwrite", action="store_true", help="replace the output where it exists")
+    add("--samples", type=_at_least(1), default=1, metavar="K", help="responses a prompt (1)")
+    add("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="longest response, in tokens (128)")
+    add("--min-new-tokens", type=int, default=0, metavar="N", help="no end-of-sequence token before so many tokens (0)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (1)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw among the K most probable tokens; 0: among all (0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens whose probabilities reach P (1)")
+    add("--greedy", action="store_true", help="take the most probable token instead of drawing")
+    add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token")
+    add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)")
+    add("--engine", choices=("embedded", "tensorrt_llm"), default="embedded", help="generation backend (embedded)")
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)")
+    add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)")
+    add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given")
+    command.set_defaults(run=_generate)
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least {smallest}")
+        return int(text)
+
+    return whole_number
 
 
 def _config(parsed: argparse.Namespace) -> Config:
@@ -184,6 +225,55 @@ def _convert(parsed: argparse.Namespace) -> None:
         )
     for notice in notices:
         print(f"aligner: note: {notice}", file=sys.stderr)
+    print(parsed.output)
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    # Threads that spin while they wait cost a factor of ten where cores are shared; it counts only before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it leaves no unfinished file behind
+    try:
+        _generate_samples(parsed)
+    except KeyboardInterrupt:
+        _print_error(f"interrupted; {parsed.output} was not written")
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _generate_samples(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from aligner.config.schema import Engine
+    from aligner.data.export import find_source
+    from aligner.data.prompts import read_prompts
+    from aligner.engines import generate
+
+    prompts = read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
+    sampling = (
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "greedy",
+        "stop_at_eos",
+        "seed",
+        "samples",
+    )
+    job = generate.plan_job(find_source(parsed.source), prompts, **{name: getattr(parsed, name) for name in sampling})
+    chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
+    settings = Engine(kind=parsed.engine, update="in_place", **chosen)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading the model", total=len(job.requests))
+
+        def show(now: generate.Progress) -> None:
+            progress.update(task, completed=now.samples, description=f"generating, {now.tokens_per_s:.0f} tokens/s")
+
+        done = generate.generate(job, settings, parsed.output, overwrite=parsed.overwrite, progress=show)
+    print(f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s", file=sys.stderr)
     print(parsed.output)
 
 

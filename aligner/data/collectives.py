@@ -9,39 +9,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from aligner.data.types import Sample
 
 _STOP, _LENGTH = 0, 1
 
 
-def is_distributed() -> bool:
-    """Whether there is any other rank."""
-    return dist.is_initialized() and dist.get_world_size() > 1
+def is_distributed(group: ProcessGroup | None = None) -> bool:
+    """Whether there is any other rank in the group (None: in the world)."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def broadcast_json(value: Any, source: int = 0) -> Any:
-    """`source`'s JSON value on every rank. Collective."""
-    if not is_distributed():
+def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = None) -> Any:
+    """The JSON value of the group's rank `source` on every rank. Collective."""
+    if not is_distributed(group):
         return value
-    data = json.dumps(value).encode() if dist.get_rank() == source else b""
+    data = json.dumps(value).encode() if dist.get_rank(group) == source else b""
     length = torch.tensor([len(data)])
-    dist.broadcast(length, source)
+    dist.broadcast(length, group=group, group_src=source)
     buffer = torch.frombuffer(bytearray(data.ljust(int(length))), dtype=torch.uint8)
-    dist.broadcast(buffer, source)
+    dist.broadcast(buffer, group=group, group_src=source)
     return json.loads(buffer.numpy().tobytes())
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON value, in rank order, on every rank. Collective."""
-    if not is_distributed():
+def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON value, in rank order, on every rank of the group. Collective."""
+    if not is_distributed(group):
         return [value]
     data = json.dumps(value).encode()
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(data)]))
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     width = int(max(lengths))
     buffers = [torch.empty(width, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8))
+    dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group=group)
     return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aligner.config.families import read_config
 from aligner.config.lora import adapter_map
 from aligner.config.model_source import directory_shape
 from aligner.config.paths import RunPaths
@@ -26,7 +27,7 @@ from aligner.config.schema import Lora
 from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, complete_steps
 from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
-from aligner.data.weight_files import assemble, tensor_files, weight_problems
+from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
 from aligner.errors import AlignerError, ConfigError
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,15 +48,25 @@ _COMPANIONS = (
 
 @dataclass(frozen=True)
 class Source:
-    """A model that can be written as a Hugging Face directory."""
+    """A model that can be written as a Hugging Face directory, or loaded."""
 
     config: dict[str, Any]
     entries: tuple[TensorEntry, ...]
     """Its tensors, as the files are to hold them."""
     read: Callable[[str], Tensor]
-    """A tensor, by name."""
+    """A tensor of a file, by name."""
     companions: Path
     """The directory with the tokenizer's files."""
+    head: Head
+    step: int = 0
+    """Training steps behind a run's checkpoint."""
+
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """The whole tensors of the model's weight table, by name: those that lie in one tensor of a file at a time."""
+        table = weight_table(read_config(self.config, "the model"), self.head)
+        for name, specs in stored_tensors(table).items():
+            stored = self.read(name)
+            yield {spec.name: _part(stored, spec) for spec in specs}
 
 
 def parse_size(text: str) -> int:
@@ -99,6 +110,11 @@ def find_source(path: Path) -> Source:
     return _directory_source(path)
 
 
+def _part(stored: Tensor, spec: TensorSpec) -> Tensor:
+    axis, start = spec.stored.axis, spec.stored.start
+    return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
+
+
 def _checkpoint_source(directory: Path) -> Source:
     reader = CheckpointReader(directory)
     manifest = reader.manifest
@@ -121,11 +137,14 @@ def _checkpoint_source(directory: Path) -> Source:
         ((_, tensor),) = assemble(by_name[name], merged)
         return tensor
 
+    step = re.fullmatch(r"step_(\d+)", directory.absolute().parent.name)
     return Source(
         manifest.model,
         tuple(TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored.shape) for name, specs in by_name.items()),
         read,
         Path(os.path.normpath(directory / manifest.source)),
+        manifest.head,
+        int(step[1]) if step else 0,
     )
 
 
@@ -144,11 +163,12 @@ def _directory_source(directory: Path) -> Source:
             return TensorEntry(name, DTYPES[piece.get_dtype()], tuple(piece.get_shape()))
 
     def read(name: str) -> Tensor:
+        name = file_name(name, files)
         with safe_open(str(files[name]), framework="pt") as tensors:
             return tensors.get_tensor(name)
 
     try:
-        return Source(config, tuple(entry(name) for name in files), read, directory)
+        return Source(config, tuple(entry(name) for name in files), read, directory, head)
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,30 +33,43 @@ def load_prompts(data: Data) -> list[PromptText]:
 
     Raises ConfigError for none at all, an unreadable file or line, or an empty prompt, with its place.
     """
-    if data.path is None:
-        prompts = [PromptText(text, f"data.prompts[{index}]") for index, text in enumerate(data.prompts)]
-    else:
-        prompts = list(_read_file(Path(data.path)))
-    if not prompts:
+    if data.path is not None:
+        return read_prompts(Path(data.path), "data.path=")
+    if not data.prompts:
+        raise ConfigError("data: no prompts; give data.path=FILE")
+    return _none_empty(PromptText(text, f"data.prompts[{index}]") for index, text in enumerate(data.prompts))
+
+
+def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptText]:
+    """The prompts of a file, or of standard input where the path is `-`, in their order.
+
+    `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the file was
+    given with, for messages. Raises ConfigError, as `load_prompts` does.
+    """
+    standard_input = str(path) == "-"
+    kind = kind or ("txt" if standard_input else path.suffix.removeprefix("."))
+    if kind not in _PARSERS:
         raise ConfigError(
-            f"data.path={data.path}: the file is empty" if data.path else "data: no prompts; give data.path=FILE"
+            f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {', '.join(f'.{kind}' for kind in _PARSERS)}"
         )
+    name = "standard input" if standard_input else str(path)
+    try:
+        content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
+        lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
+    if lines == [""]:
+        raise ConfigError(f"{key}{path}: the file is empty")
+    return _none_empty(_PARSERS[kind](line, f"{name}:{number}") for number, line in enumerate(lines, start=1))
+
+
+def _none_empty(prompts: Iterable[PromptText]) -> list[PromptText]:
+    checked = []
     for prompt in prompts:
         if not prompt.text.strip():
             raise ConfigError(f"{prompt.origin}: the prompt is empty")
-    return prompts
-
-
-def _read_file(path: Path) -> Iterator[PromptText]:
-    parsers = {".jsonl": _parse_json_line, ".txt": lambda line, origin: PromptText(line, origin)}
-    if path.suffix not in parsers:
-        raise ConfigError(f"data.path={path}: unknown kind of file {path.suffix!r}; allowed: {', '.join(parsers)}")
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                yield parsers[path.suffix](line.rstrip("\n"), f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path={path} cannot be read: {error}") from error
+        checked.append(prompt)
+    return checked
 
 
 def _parse_json_line(line: str, origin: str) -> PromptText:
@@ -70,6 +84,9 @@ def _parse_json_line(line: str, origin: str) -> PromptText:
     return PromptText(record.pop("prompt"), origin, record)
 
 
+_PARSERS: Mapping[str, Callable[[str, str], PromptText]] = {"jsonl": _parse_json_line, "txt": PromptText}
+
+
 class PromptStream:
     """An endless stream of prompts: one pass over them after another, each in an order of its own when shuffled.
 
@@ -82,7 +99,8 @@ class PromptStream:
         """Tokenize all prompts; ConfigError for one that cannot be tokenized or has more than `max_prompt_tokens`."""
         if not prompts:
             raise ConfigError("there are no prompts")
-        self._prompts = [(prompt, _tokenize(prompt, tokenizer, max_prompt_tokens)) for prompt in prompts]
+        allowed = f"data.max_prompt_tokens={max_prompt_tokens}"
+        self._prompts = [(prompt, tokenize(prompt, tokenizer, max_prompt_tokens, allowed)) for prompt in prompts]
         self._seed = seed
         self._shuffle = shuffle
 
@@ -105,14 +123,13 @@ class PromptStream:
         return Prompt(id=position, text=prompt.text, tokens=tokens, metadata=prompt.metadata)
 
 
-def _tokenize(prompt: PromptText, tokenizer: Tokenizer, limit: int) -> Tensor:
+def tokenize(prompt: PromptText, tokenizer: Tokenizer, limit: int, allowed: str) -> Tensor:
+    """int64 [P], at least one token and at most `limit`, which messages call `allowed`; ConfigError for what is not so."""
     try:
         tokens = tokenizer.encode(prompt.text)
     except AlignerError as error:
         raise ConfigError(f"{prompt.origin}: {error}") from error
     if not 1 <= tokens.numel() <= limit:
         shown = prompt.text if len(prompt.text) <= 80 else prompt.text[:77] + "..."
-        raise ConfigError(
-            f"{prompt.origin}: the prompt has {tokens.numel()} tokens, allowed: 1 to data.max_prompt_tokens={limit}: {shown!r}"
-        )
+        raise ConfigError(f"{prompt.origin}: the prompt has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}")
     return tokens

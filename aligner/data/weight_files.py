@@ -53,7 +53,7 @@ def _stored_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _file_name(name: str, files: Container[str]) -> str:
+def file_name(name: str, files: Container[str]) -> str:
     """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in front."""
     bare = name.partition(".")[2]
     return bare if name not in files and bare in files else name
@@ -70,9 +70,9 @@ def weight_problems(
     files = tensor_files(directory)
     shapes = _stored_shapes(files)
     wanted = {spec.stored.name: spec.stored.shape for spec in table}
-    named = {_file_name(name, files): shape for name, shape in wanted.items()}
+    named = {file_name(name, files): shape for name, shape in wanted.items()}
     missing = [
-        f"{name} {wanted[name]} is missing" for name in wanted if _file_name(name, files) not in files and name not in optional
+        f"{name} {wanted[name]} is missing" for name in wanted if file_name(name, files) not in files and name not in optional
     ]
     misshapen = [
         f"{name} is {shapes[name]}, must be {shape}" for name, shape in named.items() if shapes.get(name, shape) != shape
@@ -99,12 +99,12 @@ def read_slices(
     files = tensor_files(directory)
     by_file: dict[Path, list[TensorSpec]] = {}
     for spec in table:
-        if spec.name in slices and (file := files.get(_file_name(spec.stored.name, files))):
+        if spec.name in slices and (file := files.get(file_name(spec.stored.name, files))):
             by_file.setdefault(file, []).append(spec)
     for file, held in by_file.items():
         with _opened(file) as tensors:
             for spec in held:
-                whole = tensors.get_slice(_file_name(spec.stored.name, files))
+                whole = tensors.get_slice(file_name(spec.stored.name, files))
                 yield spec.name, whole[_ranges(spec, slices[spec.name])]
 
 

@@ -1,0 +1,188 @@
+"""Samples of a stored model, written to a file: what `aligner generate` does."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from aligner.config.families import read_config
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import Engine
+from aligner.data.export import Source
+from aligner.data.prompts import PromptText, tokenize
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Prompt, Sample
+from aligner.engines.build import build_engine
+from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError, ConfigError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is."""
+
+    samples: int
+    """Complete responses."""
+    tokens: int
+    """Of the complete responses."""
+    seconds: float
+    """Since generation began."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens a second, those of complete responses."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated; whatever can be wrong with it has been looked at."""
+
+    source: Source
+    shape: ModelShape
+    tokenizer: Tokenizer
+    prompts: Sequence[Prompt]
+    samples: int
+    """Responses a prompt."""
+    options: SamplingOptions
+    seed: int
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and of a response to it."""
+        return max(prompt.tokens.numel() for prompt in self.prompts) + self.options.max_new_tokens
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """In the order of the output: each prompt's samples in a row."""
+        return [GenerationRequest(prompt, index) for prompt in self.prompts for index in range(self.samples)]
+
+
+def plan_job(
+    source: Source,
+    prompts: Sequence[PromptText],
+    *,
+    samples: int,
+    seed: int,
+    stop_at_eos: bool,
+    max_new_tokens: int,
+    **sampling: Any,
+) -> Job:
+    """The job of drawing so many responses to each prompt; `sampling` is what else SamplingOptions takes.
+
+    A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model that generates no text
+    or has no tokenizer, sampling options that do not fit, and a prompt that leaves no room for the response, by its place.
+    """
+    shape = read_config(source.config, "the model's config.json")
+    if source.head != "vocabulary":
+        raise ConfigError("SOURCE is a value or reward model, which generates no text; give a policy or a language model")
+    if not (source.companions / "tokenizer.json").is_file():
+        raise ConfigError(f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}")
+    stops = shape.eos_token_ids if stop_at_eos else ()
+    try:
+        options = SamplingOptions(max_new_tokens, stop_token_ids=stops, **sampling)
+    except AlignerError as error:
+        raise ConfigError(str(error)) from error
+    if options.greedy and samples > 1:
+        raise ConfigError(f"{samples} samples a prompt, all greedy, would be the same; draw one, or do not be greedy")
+    longest = shape.max_positions - max_new_tokens
+    if longest < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions, prompt included")
+    tokenizer = Tokenizer(source.companions)
+    allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
+    tokenized = [
+        Prompt(place, prompt.text, tokenize(prompt, tokenizer, longest, allowed), prompt.metadata)
+        for place, prompt in enumerate(prompts)
+    ]
+    return Job(source, shape, tokenizer, tokenized, samples, options, seed)
+
+
+def generate(
+    job: Job, settings: Engine, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
+) -> Progress:
+    """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
+
+    The lines are in the order of the job's requests. The file takes its name when it is complete, and nothing is left of
+    it when this fails. `progress` is told after every step of the engine. Raises ConfigError where `output` can not be
+    written, or exists and is not to be overwritten, and where the engine can not run here.
+    """
+    with _written(output, overwrite) as file:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        engine = build_engine(
+            job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
+        )
+        load(engine, job.source)
+        return _write(job, engine.start(job.requests, job.options), file, progress)
+
+
+def load(engine: GenerationEngine, source: Source) -> None:
+    """Put a stored model's weights into an engine of one rank; their version is the training step, 0 without one."""
+    update = engine.begin_update(source.step)
+    try:
+        for tensors in source.weights():
+            views = update.views(list(tensors))
+            for name, tensor in tensors.items():
+                views[name].copy_(tensor)
+            update.load(list(tensors))
+        update.commit()
+    except BaseException:
+        update.abort()
+        raise
+
+
+@contextmanager
+def _written(output: Path, overwrite: bool) -> Iterator[TextIO]:
+    """A file under a temporary name, which takes that of `output` when the block ends well."""
+    if output.is_dir() or (output.exists() and not overwrite):
+        advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
+        raise ConfigError(f"{output}: {advice}")
+    temporary = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    try:
+        file = temporary.open("x", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+    try:
+        with file:
+            yield file
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(job: Job, generation: Generation, file: TextIO, progress: Callable[[Progress], None]) -> Progress:
+    waiting: dict[int, Sample] = {}
+    """Complete samples that have to follow others, by place."""
+    done, written, started = Progress(0, 0, 0.0), 0, time.monotonic()
+    while not generation.done:
+        complete = generation.step()
+        waiting |= complete
+        while written in waiting:
+            file.write(json.dumps(_record(job, waiting.pop(written)), ensure_ascii=False) + "\n")
+            written += 1
+        tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
+        done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
+        progress(done)
+    return done
+
+
+def _record(job: Job, sample: Sample) -> dict[str, Any]:
+    prompt, response = job.prompts[sample.prompt_id], sample.tokens[sample.prompt_length :]
+    return {
+        "prompt": prompt.text,
+        "response": job.tokenizer.decode(response),
+        "prompt_index": prompt.id,
+        "sample_index": sample.sample_index,
+        "finish_reason": sample.finish_reason,
+        "tokens": response.tolist(),
+        "logprobs": sample.engine_logprobs.tolist(),
+        "weight_version": int(sample.weight_versions[0]),
+        "metadata": dict(prompt.metadata),
+    }
