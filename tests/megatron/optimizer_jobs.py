@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor
 
 from aligner.config.schema import EngineParallel
-from aligner.config.weights import engine_slices, trainer_slices
 from aligner.data.model_directory import read_shape
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.policy import Policy
-from aligner.resharding.plan import plan_transfers
+from aligner.resharding.link import Link
+from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
 from tests.megatron import jobs
+from tests.resharding.sink import Sink
 
 # A value to put into the gradient of a weight, at an update.
 Poison = Mapping[int, tuple[str, float]]
@@ -157,16 +159,12 @@ def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], 
         actor.train(experience, jobs.loss)
     weights, world = actor.runner.weights, actor.world
     engine = EngineParallel(tensor=1, data=world.size)
-    plan = plan_transfers(
-        weights.table,
-        {rank: trainer_slices(weights.table, actor.runner.shape.num_layers, world.layout, rank) for rank in range(world.size)},
-        {rank: engine_slices(weights.table, engine, rank) for rank in range(world.size)},
-    )
-    views = {spec.name: torch.zeros(spec.shape) for spec in weights.table}
-    publisher = Publisher(plan, world.rank, weights.read, views, lambda version: None, bucket_bytes=1 << 20, verify_every=1)
+    plan = plan_resharding(weights.table, actor.runner.shape.num_layers, world.layout, engine)
+    link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
+    publisher = Publisher(plan, link, read=weights.read, begin_update=sink.begin_update, bucket_bytes=1 << 20, verify_every=1)
     publisher.publish(version=1)
     worlds.shutdown()
-    return views
+    return sink.front
 
 
 def adapted_checkpoint(

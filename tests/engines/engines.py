@@ -1,0 +1,144 @@
+"""Engines of every kind behind one function, a tiny model for them, and publishing without a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.families import read_config
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import Engine, EngineParallel
+from aligner.config.weights import stored_tensors, weight_table
+from aligner.data.types import Prompt, Sample
+from aligner.engines.protocol import GenerationEngine, GenerationRequest, InFlight
+from aligner.resharding.update import WeightUpdate
+
+VOCABULARY, CONTEXT = 120, 48
+SETTINGS = Engine(
+    parallel=EngineParallel(tensor=1, data=1), precision="fp32", sleep=True, update="in_place", cuda_graphs=False, bucket_mib=1
+)
+KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
+
+
+def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def shape_of(directory: Path) -> ModelShape:
+    return read_config(json.loads((directory / "config.json").read_text()), str(directory))
+
+
+def reference_model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@contextmanager
+def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Iterator[GenerationEngine]:
+    """An engine without weights."""
+    if kind == "tensorrt_llm":
+        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+        from tests.engines.tensorrt_llm.fake import installed
+
+        with installed():
+            engine = TensorRTLLMEngine(
+                directory,
+                shape_of(directory),
+                dataclasses.replace(SETTINGS, **settings),
+                0,
+                seed,
+                device="cpu",
+                dtype=torch.float32,
+            )
+            yield engine
+            engine.shutdown()
+    else:
+        from aligner.engines.embedded.engine import EmbeddedEngine
+
+        chosen = dataclasses.replace(SETTINGS, update=kind.partition("-")[2], **settings)
+        yield EmbeddedEngine(shape_of(directory), chosen, 0, seed)
+
+
+def file_tensors(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
+    """Load a directory's tensors, in groups as small as the update wants them."""
+    tensors, limit = file_tensors(directory), update.group_bytes
+    names = [name for name in stored_tensors(weight_table(shape_of(directory))) if name != leave_out]
+    groups: list[list[str]] = [[]]
+    for name in names:
+        if limit is not None and groups[-1] and sum(tensors[one].nbytes for one in (*groups[-1], name)) > limit:
+            groups.append([])
+        groups[-1].append(name)
+    for group in groups:
+        views = update.views(group)
+        for name in group:
+            views[name].copy_(tensors[name])
+        update.load(group)
+
+
+def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: InFlight = "finish") -> None:
+    update = engine.begin_update(version, in_flight)
+    write(update, directory)
+    update.commit()
+
+
+def prompts(count: int = 4) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = (3, 7, 1, 7, 5, 2)[:count]
+    return [Prompt(at, "", torch.randint(0, VOCABULARY, (n,), generator=generator)) for at, n in enumerate(lengths)]
+
+
+def requests(samples: int = 1, count: int = 4) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, index) for prompt in prompts(count) for index in range(samples)]
+
+
+def response(sample: Sample) -> list[int]:
+    return sample.tokens[sample.prompt_length :].tolist()
+
+
+def whole_logprobs(model: Any, sample: Sample, temperature: float) -> Tensor:
+    """[R]: of the response's tokens, by a full forward pass."""
+    with torch.no_grad():
+        logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+
+
+def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
+    """The next `count` tokens by transformers."""
+    everything = torch.ones_like(tokens)[None]  # token 0 may be part of a prompt
+    generated = model.generate(tokens[None], attention_mask=everything, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return generated[0, len(tokens) :].tolist()

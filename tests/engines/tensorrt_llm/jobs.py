@@ -1,0 +1,103 @@
+"""What the worker ranks run: Megatron, and the engine on the same ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import EngineParallel
+from aligner.config.weights import weight_table
+from aligner.engines.protocol import SamplingOptions
+from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+from aligner.errors import AlignerError
+from aligner.megatron import world as worlds
+from aligner.megatron.policy import Policy
+from aligner.resharding.link import Link
+from aligner.resharding.plan import plan_resharding
+from aligner.resharding.publisher import Publisher
+from tests.engines import engines
+from tests.engines.tensorrt_llm.fake import FakeLLM, installed
+from tests.megatron import jobs
+
+
+def _replica(size: int) -> dist.ProcessGroup | None:
+    starts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+    return None if size == 1 else groups[dist.get_rank() // size]
+
+
+def _engine(directory: Any, layout: EngineParallel) -> TensorRTLLMEngine:
+    settings = dataclasses.replace(engines.SETTINGS, parallel=layout)
+    rank, group = dist.get_rank(), _replica(layout.tensor)
+    return TensorRTLLMEngine(
+        directory, engines.shape_of(directory), settings, rank, 7, group, device="cpu", dtype=torch.float32
+    )
+
+
+def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0) -> Publisher:
+    plan = plan_resharding(weight_table(shape), shape.num_layers, actor.world.layout, engine.weight_layout)
+    labels = [f"rank {rank}" for rank in range(actor.world.size)]
+    link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
+    return Publisher(
+        plan,
+        link,
+        read=actor.runner.weights.read,
+        begin_update=engine.begin_update,
+        bucket_bytes=1 << 14,
+        verify_every=1,
+        group_bytes=16 << 10,
+    )
+
+
+def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, data: int) -> dict[str, Any]:
+    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the engine's weights."""
+    actor = jobs.policy(str(directory), trainer)
+    shape = engines.shape_of(directory)
+    actor.train(jobs.make_experience(shape.vocab_size), jobs.loss)
+    with installed():
+        engine = _engine(directory, EngineParallel(tensor=tensor, data=data))
+        _publisher(actor, engine, shape).publish(1)
+        samples = engine.generate(engines.requests(2), SamplingOptions(6, temperature=0.9))
+        greedy = engine.generate(engines.requests(), SamplingOptions(6, greedy=True))
+        result = {
+            "slices": {name: (cut, part.numpy()) for name, (cut, part) in jobs.slices(actor.runner.weights).items()},
+            "samples": [(engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples],
+            "greedy": [engines.response(sample) for sample in greedy],
+            "versions": {version for sample in samples for version in sample.weight_versions.tolist()},
+            "whole": [{name: whole.numpy() for name, whole in llm.whole_weights().items()} for llm in FakeLLM.made],
+        }
+        engine.shutdown()
+    worlds.shutdown()
+    return result
+
+
+def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: int) -> dict[str, Any]:
+    """A publish that one worker can not take, what is said about it, and another publish."""
+    actor = jobs.policy(str(directory), trainer)
+    shape, said = engines.shape_of(directory), {}
+    with installed():
+        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        _publisher(actor, engine, shape).publish(1)
+        for llm in FakeLLM.made:
+            llm.broken_worker = 1
+        broken = _publisher(actor, engine, shape, 1)
+        for what, action in (
+            ("publish", lambda: broken.publish(2)),
+            ("generate", lambda: engine.generate(engines.requests(), SamplingOptions(2))),
+        ):
+            try:
+                action()
+            except AlignerError as error:
+                said[what] = str(error)
+        said["version"] = engine.version
+        for llm in FakeLLM.made:
+            llm.broken_worker = None
+        _publisher(actor, engine, shape, 2).publish(3)
+        said["again"] = engine.generate(engines.requests(), SamplingOptions(2))[0].weight_versions.tolist()
+        engine.shutdown()
+    worlds.shutdown()
+    return said

@@ -1,0 +1,58 @@
+"""Weights on one CUDA device: over NCCL to the rank itself, and by handle into another process."""
+
+from __future__ import annotations
+
+import base64
+import multiprocessing
+import pickle
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from aligner.resharding.ipc import ipc_handles
+from aligner.resharding.link import Link
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_a_link_on_a_gpu_moves_sums_and_agrees():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    link = Link(store, 0, ["trainer rank 0"], timeout=timedelta(seconds=60), device=device)
+    sent, received = torch.randn(1 << 20, device=device), torch.zeros(1 << 20, device=device)
+    with link.agreement("it failed"):
+        for start in (0, 1 << 19):
+            half = slice(start, start + (1 << 19))
+            link.post([(sent[half], 0)], [(received[half], 0)])
+        link.complete()
+        link.complete()
+        link.all_reduce(sent)
+    assert torch.equal(sent, received)
+    link.close()
+
+
+def overwrite(pipe: Connection, text: str) -> None:
+    """Open tensors by handle, and set them to twice their values."""
+    for _, (function, arguments) in pickle.loads(base64.b64decode(text)):
+        function(*arguments).mul_(2)
+    torch.cuda.synchronize()
+    pipe.send(None)
+
+
+def test_another_process_opens_the_same_memory():
+    tensor = torch.arange(8.0, device="cuda")
+    torch.cuda.synchronize()
+    (text,) = ipc_handles({"weight": tensor}, "this").values()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=overwrite, args=(theirs, text), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(120)
+        assert torch.equal(tensor.cpu(), 2 * torch.arange(8.0))
+    finally:
+        process.join(timeout=30)
+        process.kill()
