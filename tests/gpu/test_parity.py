@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from tests.megatron import families
 from tests.megatron.test_families import largest_errors
-from tests.worker_pool import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # bf16 keeps 8 bits of a number, and the error of a sum grows with the model's depth.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """The environment of a world of one."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setitem(os.environ, "MASTER_PORT", str(free_port()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class GraphedForward:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._pool: Any = None
 
     @property
     def recorded(self) -> bool:
@@ -39,6 +41,7 @@ class GraphedForward:
     def forget(self) -> None:
         """Drop every recorded step."""
         self._recorded.clear()
+        self._pool = None
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """What the decoder's own `forward` returns; valid until the next call."""
@@ -72,6 +75,7 @@ class GraphedForward:
             self._decoder.forward(fixed, cache)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one at a time runs: they share what they compute in
+        with torch.cuda.graph(graph, pool=self._pool):
             logits = self._decoder.forward(fixed, cache)
         return _Recorded(graph, fixed, logits)

@@ -1,0 +1,134 @@
+"""The embedded engine on one CUDA device: bf16, recorded steps, sleep, and updates in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import Engine, Parallel
+from aligner.config.weights import weight_table
+from aligner.engines.embedded.engine import EmbeddedEngine
+from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.resharding.link import Link
+from aligner.resharding.plan import plan_resharding
+from aligner.resharding.publisher import Publisher
+from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
+from tests.megatron import families
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+OPTIONS = SamplingOptions(12)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def make_engine(directory: Path, **settings) -> EmbeddedEngine:
+    engine = EmbeddedEngine(shape_of(directory), Engine(**settings), rank=0, seed=7, device="cuda")
+    engine.load_directory(directory)
+    return engine
+
+
+def largest_difference(directory: Path, samples) -> float:
+    """To the log-probs of transformers in fp32 on the CPU."""
+    model, differences = load_transformers(directory), []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        differences.append((sample.engine_logprobs - wanted).abs())
+    return float(torch.cat(differences).mean())
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2)])
+def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precision, tolerance):
+    path = families.save(family, tmp_path)
+    options = SamplingOptions(8)
+    vocabulary = shape_of(path).vocab_size
+    prompts = [dataclasses.replace(prompt, tokens=prompt.tokens % vocabulary) for prompt in make_prompts()]
+    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
+    samples = make_engine(path, precision=precision).generate(requests, options)
+    assert largest_difference(path, samples) < tolerance
+
+
+def test_recorded_steps_draw_what_others_draw(directory):
+    recorded = make_engine(directory, precision="fp32")
+    samples = recorded.generate(make_requests(4), OPTIONS)
+    plain = make_engine(directory, precision="fp32", cuda_graphs=False).generate(make_requests(4), OPTIONS)
+    assert recorded._graphs is not None and recorded._graphs.recorded
+    assert [response(sample) for sample in samples] == [response(sample) for sample in plain]
+    for sample, other in zip(samples, plain, strict=True):
+        torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-4, rtol=0)
+    assert [response(sample) for sample in recorded.generate(make_requests(4), OPTIONS)] == [
+        response(sample) for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("kind", ["atomic", "in_place"])
+def test_recorded_steps_see_new_weights(directory, kind):
+    engine = make_engine(directory, precision="fp32", update=kind)
+    before = engine.generate(make_requests(), OPTIONS)
+    update = engine.begin_update(1)
+    for name, view in update.views(list(engine.weights)).items():
+        view.copy_(engine.weights[name].flip(-1).clone())
+        update.load([name])
+    update.commit()
+    after = engine.generate(make_requests(), OPTIONS)
+    assert [response(sample) for sample in before] != [response(sample) for sample in after]
+    assert all(sample.weight_versions.tolist() == [1] * 12 for sample in after)
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights):
+    path = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
+    empty = torch.cuda.memory_allocated()
+    engine = make_engine(path)
+    before = engine.generate(make_requests(8), OPTIONS)
+    held = torch.cuda.memory_allocated() - empty
+    engine.sleep(keep_weights=keep_weights)
+    assert torch.cuda.memory_allocated() - empty < 0.1 * held
+    engine.wake()
+    if not keep_weights:
+        engine.load_directory(path)
+    assert [response(sample) for sample in engine.generate(make_requests(8), OPTIONS)] == [
+        response(sample) for sample in before
+    ]
+
+
+def test_a_colocated_publish_writes_in_place(directory, one_rank):
+    """No second copy of the weights: what the publish allocates is less than a tenth of them."""
+    shape = shape_of(directory)
+    table = weight_table(shape)
+    engine = make_engine(directory, precision="fp32", update="in_place")
+    weights = {spec.name: torch.randn(spec.shape, device="cuda") for spec in table}
+    places = {name: view.data_ptr() for name, view in engine.weights.items()}
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    try:
+        plan = plan_resharding(table, shape.num_layers, Parallel(), engine.weight_layout)
+        link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
+        publisher = Publisher(
+            plan,
+            link,
+            read=weights.__getitem__,
+            begin_update=engine.begin_update,
+            bucket_bytes=1 << 20,
+            verify_every=1,
+        )
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        publisher.publish(1)
+        assert torch.cuda.max_memory_allocated() - held < sum(tensor.nbytes for tensor in weights.values())
+        link.close()
+    finally:
+        dist.destroy_process_group()
+    assert {name: view.data_ptr() for name, view in engine.weights.items()} == places
+    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
+    assert engine.version == 1
