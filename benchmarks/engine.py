@@ -175,12 +175,11 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         groups = {side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()}
         for _ in range(args.repeats):
-            for side, group in groups.items():
-                seconds.setdefault(f"{side}_equal", []).append(group.call("generate", equal))
+            for name, work in (("equal", equal), ("mixed", mixed)):
+                for side, group in groups.items():
+                    seconds.setdefault(f"{side}_{name}", []).append(group.call("generate", work))
             seconds.setdefault("step", []).append(groups["ours"].call("decoding_step", equal))
             seconds.setdefault("products", []).append(groups["ours"].call("products"))
-        for side, group in groups.items():
-            seconds[f"{side}_mixed"] = [group.call("generate", mixed)]
     ways = {side: way.name for side, (way, _) in sides.items()}
     return report(ways, {name: min(values) for name, values in seconds.items()}, equal, mixed)
 
@@ -212,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--way", choices=sorted(WAYS), help="how the engine uses the cores; the best way when not given")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of equal lengths, the best of which counts")
+    parser.add_argument("--repeats", type=int, default=2, help="measurements, the best of which counts")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)

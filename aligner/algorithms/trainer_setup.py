@@ -50,7 +50,9 @@ def train(config: Config) -> None:
     start = checkpoints.latest() if config.run.resume else None
     services = connect(config, world, start)
     try:
-        build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints, start).run()
+        trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints, start)
+        trainer.run()
+        trainer.rollouts.close()
     finally:
         services.close()
     worlds.shutdown()

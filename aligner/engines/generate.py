@@ -119,8 +119,11 @@ def generate(
         engine = build_engine(
             job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
         )
-        load(engine, job.source)
-        return _write(job, engine.start(job.requests, job.options), file, progress)
+        try:
+            load(engine, job.source)
+            return _write(job, engine.start(job.requests, job.options), file, progress)
+        finally:
+            engine.shutdown()
 
 
 def load(engine: GenerationEngine, source: Source) -> None:

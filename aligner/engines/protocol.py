@@ -147,3 +147,7 @@ class GenerationEngine(Protocol):
     def wake(self) -> None:
         """Take the memory back. Weights that were dropped have to be published again."""
         ...
+
+    def shutdown(self) -> None:
+        """End the processes that the engine started, if any; it is not used again."""
+        ...

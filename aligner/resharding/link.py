@@ -144,9 +144,9 @@ class Link:
 
     def complete(self) -> None:
         """Wait for the oldest `post`. Raises AlignerError naming the peer that is gone or did not answer in time."""
-        while self._pending[0]:
-            self._wait(self._pending[0][0][1])
-            del self._pending[0][0]
+        while self._pending[0]:  # the last first: when that is there the others are too, and nobody has to be woken for them
+            self._wait(self._pending[0][-1][1])
+            del self._pending[0][-1]
         self._pending.popleft()
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -224,17 +224,17 @@ class Link:
         return self._group
 
     def _wait(self, peers: tuple[int, ...]) -> None:
-        """Wait for the first operation of the oldest post, which is with these peers."""
+        """Wait for the last operation of the oldest post, which is with these peers."""
         begin = time.monotonic()
         try:
-            while self._nccl and not self._pending[0][0][0].is_completed():  # NCCL itself does not notice a dead peer
+            while self._nccl and not self._pending[0][-1][0].is_completed():  # NCCL itself does not notice a dead peer
                 waited = time.monotonic() - begin
                 if waited > self.timeout.total_seconds():
                     raise RuntimeError("timed out")
                 if waited > 1 and self._store.check([self._key("decision")]):
                     raise LostPeer("it gave up, since another rank had failed", ())
                 time.sleep(1e-4 if waited < 1 else 0.05)
-            self._pending[0][0][0].wait(self.timeout)
+            self._pending[0][-1][0].wait(self.timeout)
         except RuntimeError as error:
             raise self._lost(peers, begin) from error
 

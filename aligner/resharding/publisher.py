@@ -91,14 +91,13 @@ class Publisher:
         update: WeightUpdate | None = None
         staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
         with ExitStack() as undo:
-            with self._link.agreement(failure):
-                if self._begin_update is not None:
-                    update = self._begin_update(version)
-                    undo.callback(update.abort)
-                    self._check_group_bytes(update)
             for group, order in self._groups:
                 names = list(group.target.get(self._link.rank, ()))
                 with self._link.agreement(failure):
+                    if update is None and self._begin_update is not None:
+                        update = self._begin_update(version)
+                        undo.callback(update.abort)
+                        self._check_group_bytes(update)
                     views = {} if update is None else update.views(names)
                     self._check(group, views)
                 with self._link.agreement(failure):

@@ -20,7 +20,7 @@ class WeightUpdate(Protocol):
         ...
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Where to write these tensors."""
+        """Where to write these tensors; those that the engine does not have are left out."""
         ...
 
     def load(self, names: Sequence[str]) -> None:

@@ -77,6 +77,10 @@ class Rollouts:
             values=PendingRows(tuple(values)),
         )
 
+    def close(self) -> None:
+        """Shut the engine down. Collective."""
+        self._engine.shutdown()
+
     def _generate(self, prompts: list[Prompt]) -> list[Sample]:
         requests = [
             GenerationRequest(prompt, index) for prompt in prompts for index in range(self._settings.samples_per_prompt)

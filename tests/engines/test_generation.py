@@ -233,8 +233,7 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     with pytest.raises(AlignerError, match="an update to version 2 can not begin: the one to version 1 is still open"):
         engine.begin_update(2)
     names = list(engine.weights)
-    with pytest.raises(AlignerError, match=r"no weight called lm_head.weight, score.weight"):
-        update.views(["lm_head.weight", names[0], "score.weight"])
+    assert list(update.views(["lm_head.weight", names[0], "score.weight"])) == names[:1]
     update.load(names[2:])
     with pytest.raises(AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"):
         update.commit()

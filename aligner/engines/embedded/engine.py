@@ -213,6 +213,9 @@ class EmbeddedEngine:
             self._weights.storage.copy_(self._host_copy)
             self._host_copy = None
 
+    def shutdown(self) -> None:
+        """Nothing to end: the engine has no processes of its own."""
+
     def _allocate(self) -> EngineWeights:
         weights = EngineWeights(self._layout, self._device, self._dtype, self._shared)
         self._machine.decoder.use(weights.tensors)

@@ -21,11 +21,9 @@ class EmbeddedUpdate:
         self._open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Where to write these tensors: this rank's slices."""
+        """Where to write these tensors: this rank's slices of those that there are."""
         self._check_open()
-        if unknown := [name for name in names if name not in self._views]:
-            raise AlignerError(f"the engine has no weight called {', '.join(unknown)}")
-        return {name: self._views[name] for name in names}
+        return {name: self._views[name] for name in names if name in self._views}
 
     def load(self, names: Sequence[str]) -> None:
         """These tensors have been written."""

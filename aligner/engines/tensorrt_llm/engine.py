@@ -208,7 +208,7 @@ class TensorRTLLMEngine:
         if self._under_way:
             raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
         if not self._asleep:
-            self._lead("going to sleep", lambda client: client.release())
+            self._lead("going to sleep", self._release)
             self._asleep = self._cache_asleep = True
         if not keep_weights and self._version is not None:
             self._version = None
@@ -237,6 +237,11 @@ class TensorRTLLMEngine:
     def _check_weights(self) -> None:
         if self._version is None:
             raise AlignerError(f"the engine has no weights: {self._missing}")
+
+    def _release(self, client: Client) -> None:
+        if self._cache_asleep:  # more can not be released beside what is
+            client.resume_cache()
+        client.release()
 
     def _lead(self, what: str, action: Any) -> None:
         def act() -> None:

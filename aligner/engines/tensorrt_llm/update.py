@@ -59,16 +59,12 @@ class StreamedUpdate:
         return self._group_bytes
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Whole tensors in the engine's precision, on this rank's device.
-
-        Raises AlignerError for names that the model does not have.
-        """
+        """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
         self._check_open()
-        if unknown := [name for name in names if name not in self._specs]:
-            raise AlignerError(f"the model has no weights {', '.join(unknown)}")
-        for name in names:
+        known = [name for name in names if name in self._specs]
+        for name in known:
             self._views[name] = torch.empty(self._specs[name].shape, dtype=self._dtype, device=self._device)
-        return {name: self._views[name] for name in names}
+        return {name: self._views[name] for name in known}
 
     def load(self, names: Sequence[str]) -> None:
         """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""

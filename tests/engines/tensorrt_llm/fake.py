@@ -328,6 +328,8 @@ class FakeLLM:
     async def release(self, tags: Sequence[str]) -> None:
         self._check_tags(tags)
         assert not self.running
+        if self.released:
+            raise RuntimeError(f"{self.released} is released already: resume it first")
         self.calls.append("release")
         self.stale_prefixes = self.stale_prefixes or self.has_prefixes
         self.released |= set(tags)

@@ -145,6 +145,19 @@ def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory
 
 
 @pytest.mark.usefixtures("newest")
+def test_an_engine_that_woke_without_weights_can_sleep_again(directory, wanted):
+    engine, _ = start(directory)
+    for version in (0, 1):
+        engine.sleep(keep_weights=False)
+        engine.wake()
+        engine.sleep(keep_weights=False)
+        engine.wake()
+        publish(engine, directory, version)
+        assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
 def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory, wanted):
     engine, _ = start(directory)
     publish(engine, directory, 0)
