@@ -13,7 +13,7 @@ COPY aligner aligner
 RUN python3 -c "from importlib.metadata import version as v; print(*(f'{n}=={v(n)}' for n in ('torch', 'numpy')), sep='\n')" > held.txt \
     && pip install --no-cache-dir --no-deps megatron-core==0.16.1 . \
     && pip install --no-cache-dir --constraint held.txt \
-        "hydra-core>=1.3.2,<1.4" "nvidia-pytriton==0.7.0" "psutil>=5.9" "rich>=13" "tensorboard>=2.18" "vaderSentiment>=3.3.2"
+        "hydra-core>=1.3.2,<1.4" "nvidia-pytriton==0.7.0" "psutil>=5.9" "ray>=2.40" "rich>=13" "tensorboard>=2.18" "vaderSentiment>=3.3.2"
 
 # A base image that does not fit fails here and not on the cluster. TensorRT-LLM, transformer-engine and apex load the
 # driver when they are imported, and a build has none: they are looked up.
@@ -29,7 +29,7 @@ for line in Path("held.txt").read_text().split():
 assert int(version("numpy").split(".")[0]) < 2, f"numpy {version('numpy')}: nvidia-pytriton needs one below 2"
 assert version("tensorrt_llm").startswith("1.2."), f"tensorrt_llm {version('tensorrt_llm')}: 1.2 is needed"
 assert version("megatron-core") == "0.16.1", f"megatron-core {version('megatron-core')}: 0.16.1 is needed"
-for name in ("transformer_engine", "apex", "transformers", "tokenizers", "safetensors"):
+for name in ("ray", "transformer_engine", "apex", "transformers", "tokenizers", "safetensors"):
     assert importlib.util.find_spec(name), f"{name} is not in the base image"
 for name in ("torch", "hydra", "pytriton.triton", "tritonclient.grpc", "aligner.cli", "aligner.config.compose"):
     importlib.import_module(name)

@@ -132,7 +132,7 @@ def build_colocated_engine(config: Config, shape: ModelShape, world: World, poli
         model_directory(config),
         rank=world.rank,
         seed=config.seed,
-        group=_replica_group(layout, world.rank),
+        group=_replica_group(layout, world.rank, timedelta(seconds=config.cluster.collective_timeout_s)),
         device=world.device,
         shared=weights.parameters_cut_alike(engine_slices(weights.table, layout, world.rank))
         if config.engine.update == "shared"
@@ -141,11 +141,11 @@ def build_colocated_engine(config: Config, shape: ModelShape, world: World, poli
     )
 
 
-def _replica_group(layout: EngineParallel, rank: int) -> dist.ProcessGroup | None:
+def _replica_group(layout: EngineParallel, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
     if layout.tensor == 1:
         return None
     members = [list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)]
-    groups = [dist.new_group(ranks) for ranks in members]  # every rank takes part in making every group
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # every rank takes part in making every group
     return groups[rank // layout.tensor]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from aligner.config.engines import engine_kind_problems
+from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, item_size
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
 from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
@@ -129,10 +129,18 @@ def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine_update(config: Config) -> Iterator[str]:
-    if config.engine.update == "shared" and config.actor.lora.rank:
+    if config.engine.update != "shared":
+        return
+    if config.actor.lora.rank:
         yield (
             f"engine.update=shared: the engine would serve the trainer's own tensors, without the adapters of"
             f" actor.lora.rank={config.actor.lora.rank}; allowed with adapters: atomic, in_place"
+        )
+    engine, actor = (item_size(precision) for precision in (config.engine.precision, config.actor.precision))
+    if engine != actor:
+        yield (
+            f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
+            f" are {engine} and {actor} bytes a number here; shared tensors need one precision"
         )
 
 
@@ -176,11 +184,21 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
     described = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
     if longest > shape.max_positions:
         yield f"{described}: {longest} tokens, but the model has {shape.max_positions} positions"
+    budget, token = config.engine.kv_cache_mib, _cache_bytes_per_token(config, shape)
+    if budget is not None and token * (longest - 1) > budget << 20:
+        yield (
+            f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens ({described}), need"
+            f" {token * (longest - 1) / 2**20:.1f} MiB"
+        )
     roles = ["actor", "critic"] + (["reward"] if config.reward.kind == "model" else [])
     for role in roles:
-        budget = value_at(config, f"{role}.micro_batch_tokens")
-        if budget < longest:
-            yield f"{role}.micro_batch_tokens={budget}: must hold the longest sequence, {longest} tokens ({described})"
+        tokens = value_at(config, f"{role}.micro_batch_tokens")
+        if tokens < longest:
+            yield f"{role}.micro_batch_tokens={tokens}: must hold the longest sequence, {longest} tokens ({described})"
+
+
+def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    return cache_bytes_per_token(shape, config.engine.parallel.tensor, item_size(config.engine.precision))
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -13,6 +13,16 @@ TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
 _ELSE = "use engine=embedded"
 
 
+def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
+    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks, at so many bytes a number."""
+    return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
+
+
+def item_size(precision: str) -> int:
+    """Bytes of a number at a precision; auto is bf16 where there is a GPU."""
+    return 2 if precision == "bf16" or (precision == "auto" and has_gpu()) else 4
+
+
 def engine_kind_problems(engine: Engine, shape: ModelShape) -> Iterator[str]:
     """One line for each thing that keeps the engine from running; nothing is imported for it."""
     if engine.kind != "tensorrt_llm":

@@ -114,7 +114,8 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that serve; None before the first update, and after a sleep that dropped them."""
+        """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
+        and after a sleep that dropped them."""
         ...
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
@@ -132,7 +133,8 @@ class GenerationEngine(Protocol):
     def begin_update(self, version: int, in_flight: InFlight = "finish") -> WeightUpdate:
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
 
-        Until then, and after an `abort`, the engine keeps its version. Raises AlignerError when another update is open or
+        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
+        weights has none from the first one on until a commit. Raises AlignerError when another update is open or
         the engine sleeps.
         """
         ...

@@ -21,6 +21,8 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
     if not len(tokens):
         return [f"prompt {prompt.id} is empty; it needs at least one token"]
     problems = []
+    if request.sample_index < 0:
+        problems.append(f"prompt {prompt.id}: sample_index={request.sample_index} must be at least 0")
     if limit < max(1, options.min_new_tokens):
         problems.append(
             f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"

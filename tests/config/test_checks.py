@@ -28,6 +28,14 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["rollout.min_response_tokens=17"], "min_response_tokens=17: it is above rollout.max_response_tokens=16"),
         (["algorithm.truncated_importance=row"], "algorithm.truncated_importance=row: allowed: none, token, sequence"),
         (["algorithm.truncated_importance_cap=0.5"], "algorithm.truncated_importance_cap=0.5: must be at least 1"),
+        (
+            ["engine.update=shared", "engine.precision=fp32", "actor.precision=bf16"],
+            "engine.update=shared: engine.precision=fp32 and actor.precision=bf16 are 4 and 2 bytes a number",
+        ),
+        (
+            ["engine.kv_cache_mib=1", "data.max_prompt_tokens=2000", "model.config.max_position_embeddings=4096"],
+            "engine.kv_cache_mib=1: keys and values of the longest sequence",
+        ),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),
         (["actor.optimizer.min_learning_rate=1"], "actor.optimizer.min_learning_rate=1.0: it is above"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.config.schema import Engine
 from aligner.data.types import Prompt, Sample
+from aligner.engines.embedded.cache import CacheSize
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
@@ -317,3 +319,78 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
         owner.weights["model.layers.0.mlp.up_proj.weight"].data_ptr()
     )
     assert engine._weights.nbytes <= owner._weights.nbytes - shared
+
+
+def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory, monkeypatch):
+    engine = make_engine(directory)
+    before = engine.generate(make_requests(), OPTIONS)
+    engine.sleep(keep_weights=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedEngine, "_allocate", lambda _: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            engine.wake()
+    with pytest.raises(AlignerError, match="sleeps"):
+        engine.begin_update(1)
+    engine.wake()
+    begin(engine, directory, 1).commit()
+    assert_same(engine.generate(make_requests(), OPTIONS), before)
+
+
+def test_weights_that_are_not_numbers_are_named_and_leave_no_trace(directory):
+    engine = make_engine(directory)
+    before = engine.generate(make_requests(), OPTIONS)
+    for options in (OPTIONS, SamplingOptions(12, greedy=True), SamplingOptions(12, top_p=0.9)):
+        update = begin(engine, directory, 1)
+        update.views(["model.norm.weight"])["model.norm.weight"][0] = float("nan")
+        update.commit()
+        with pytest.raises(AlignerError, match=r"not finite: .* version 1"):
+            engine.generate(make_requests(), options)
+        begin(engine, directory, 2).commit()
+        assert_same(engine.generate(make_requests(), OPTIONS), before)
+
+
+def test_a_step_that_failed_can_be_taken_again(directory):
+    engine = make_engine(directory, batch_size=7)
+    expected = make_engine(directory).generate(make_requests(2), OPTIONS)
+    generation = engine.start(make_requests(2), OPTIONS)
+    samples = dict(pair for _ in range(3) for pair in generation.step())
+    forward = engine._machine.forward
+
+    def fail_half_way(step, cache):
+        cache.keys[1].zero_()
+        raise RuntimeError("out of memory")
+
+    engine._machine.forward = fail_half_way
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generation.step()
+    engine._machine.forward = forward
+    while not generation.done:
+        samples |= generation.step()
+    assert_same([samples[index] for index in range(10)], expected)
+
+
+def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
+    engine = make_engine(save_model(tmp_path, "llama", max_position_embeddings=4096))
+    steps = observed(engine)
+    prompts = [Prompt(index, "", torch.arange(length) % 200) for index, length in enumerate([3000, *range(2, 20)])]
+    engine.generate([GenerationRequest(prompt, 0) for prompt in prompts], SamplingOptions(2))
+    padded = [len(step.prompts.lengths) * step.prompts.width for step in steps if step.prompts is not None]
+    assert len(padded) > 1
+    assert max(padded) <= 8192
+
+
+def test_a_larger_cache_takes_the_place_of_the_smaller_one(directory):
+    engine = make_engine(directory)
+    engine.generate(make_requests()[:1], OPTIONS)
+    cache = engine._machine.cache
+    held = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.new_zeros.default:
+                held.append(cache.keys.numel())
+            return function(*args, **kwargs or {})
+
+    with Watch():
+        cache.resize(CacheSize(cache.size.rows, 2 * cache.size.columns))
+    assert held == [0]

@@ -36,27 +36,28 @@ def make_engine(directory: Path, **settings) -> EmbeddedEngine:
     return engine
 
 
-def largest_difference(directory: Path, samples) -> float:
-    """To the log-probs of transformers in fp32 on the CPU."""
-    model, differences = load_transformers(directory), []
+def differences(directory: Path, samples) -> torch.Tensor:
+    """Of each log-prob to that of transformers in fp32 on the CPU."""
+    model, found = load_transformers(directory), []
     for sample in samples:
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
         wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
-        differences.append((sample.engine_logprobs - wanted).abs())
-    return float(torch.cat(differences).mean())
+        found.append((sample.engine_logprobs - wanted).abs())
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("family", families.CONFIGS)
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2)])
-def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precision, tolerance):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precision):
     path = families.save(family, tmp_path)
     options = SamplingOptions(8)
     vocabulary = shape_of(path).vocab_size
     prompts = [dataclasses.replace(prompt, tokens=prompt.tokens % vocabulary) for prompt in make_prompts()]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
     samples = make_engine(path, precision=precision).generate(requests, options)
-    assert largest_difference(path, samples) < tolerance
+    difference = differences(path, samples)
+    assert (difference.max() < 1e-4) if precision == "fp32" else (difference.mean() < 5e-2)
 
 
 def test_recorded_steps_draw_what_others_draw(directory):
@@ -94,6 +95,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     before = engine.generate(make_requests(8), OPTIONS)
     held = torch.cuda.memory_allocated() - empty
     engine.sleep(keep_weights=keep_weights)
+    engine.sleep(keep_weights=keep_weights)
     assert torch.cuda.memory_allocated() - empty < 0.1 * held
     engine.wake()
     if not keep_weights:
@@ -103,8 +105,9 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     ]
 
 
-def test_a_colocated_publish_writes_in_place(directory, one_rank):
+def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     """No second copy of the weights: what the publish allocates is less than a tenth of them."""
+    directory = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
     shape = shape_of(directory)
     table = weight_table(shape)
     engine = make_engine(directory, precision="fp32", update="in_place")
@@ -125,7 +128,7 @@ def test_a_colocated_publish_writes_in_place(directory, one_rank):
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         publisher.publish(1)
-        assert torch.cuda.max_memory_allocated() - held < sum(tensor.nbytes for tensor in weights.values())
+        assert torch.cuda.max_memory_allocated() - held < 0.1 * sum(tensor.nbytes for tensor in weights.values())
         link.close()
     finally:
         dist.destroy_process_group()

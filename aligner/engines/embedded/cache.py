@@ -19,11 +19,6 @@ class CacheSize:
     columns: int
 
 
-def bytes_per_token(shape: ModelShape, tensor: int, dtype: torch.dtype) -> int:
-    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks."""
-    return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * dtype.itemsize
-
-
 def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) -> CacheSize:
     """As many rows of `columns` tokens as the budget holds, up to `most_rows`.
 
@@ -68,7 +63,7 @@ class Cache:
         shape = (*self._leading, size.rows, heads, size.columns, width)
         elements = torch.Size(shape).numel()
         if elements > self._storage.numel():
-            self._storage = self._storage.new_empty(0)  # free first: both together may not fit
+            self.free()  # first: both together may not fit
             self._storage = self._storage.new_zeros(elements)  # what is masked is multiplied with 0, and may not be NaN
         self.keys, self.values = self._storage[:elements].view(shape)
         self.size = size
@@ -79,6 +74,10 @@ class Cache:
         self._storage = self._storage.new_empty(0)
         self.size = CacheSize(0, 0)
         self.keys = self.values = torch.empty(0)
+
+    def clear(self) -> None:
+        """Forget numbers that are not finite, which would outlive the sequences that they came from."""
+        self._storage.zero_()
 
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
         """Copy the first `width` columns of some rows over others."""

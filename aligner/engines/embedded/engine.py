@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.config.engines import cache_bytes_per_token
 from aligner.config.layouts import engine_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import engine_slices, weight_table
 from aligner.data.types import Sample
 from aligner.data.weight_files import read_slices
-from aligner.engines.embedded.cache import Cache, bytes_per_token, fit
+from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
@@ -67,7 +68,7 @@ class EmbeddedEngine:
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
         self._graphs = GraphedForward(decoder) if graphed else None
         self._machine = Machine(decoder, cache, self._graphs.forward if self._graphs else decoder.forward, self._device)
-        self._token_bytes = bytes_per_token(shape, tensor, self._dtype)
+        self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._why_no_weights = "none were published yet"
         self._generation: EmbeddedGeneration | None = None
         self._update: EmbeddedUpdate | None = None
@@ -193,7 +194,7 @@ class EmbeddedEngine:
         if not keep_weights:
             self._machine.version, self._host_copy = None, None
             self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
-        elif self._device.type != "cpu" and self.version is not None:
+        elif self._device.type != "cpu" and self.version is not None and self._host_copy is None:
             self._host_copy = torch.empty_like(self._weights.storage, device="cpu", pin_memory=True)
             self._host_copy.copy_(self._weights.storage)
         if self._device.type != "cpu" or not keep_weights:
@@ -206,12 +207,12 @@ class EmbeddedEngine:
         """Take the memory back, with the weights that were kept."""
         if not self._asleep:
             return
-        self._asleep = False
         if not self._weights.views:
             self._weights = self._allocate()
         if self._host_copy is not None:
             self._weights.storage.copy_(self._host_copy)
             self._host_copy = None
+        self._asleep = False  # last: who runs out of memory above may try again
 
     def shutdown(self) -> None:
         """Nothing to end: the engine has no processes of its own."""
@@ -224,15 +225,21 @@ class EmbeddedEngine:
     def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
         """Make the cache hold rows for these requests' longest sequence; its last token needs none."""
         longest = max(len(request.prompt.tokens) + response_limit(request, options) for request in requests) - 1
-        if self._device.type == "cuda":
-            longest = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
-        size = fit(self._token_bytes, longest, min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib)
-        held = self._machine.cache.size
-        # A larger cache serves as well, and on GPUs its graphs do; on a CPU narrow rows are read faster.
-        if self._graphs and held.rows >= size.rows and held.columns >= size.columns:
-            return
+        wanted, budget = min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib
+        size = fit(self._token_bytes, longest, wanted, budget)
+        if self._graphs is not None:
+            # Graphs know the cache's shape: a larger one serves as well, and a new one is made for like lengths too.
+            held = self._machine.cache.size
+            if held.columns >= longest and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows:
+                return
+            rounded = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
+            size = CacheSize(size.rows, rounded) if self._fits(size.rows, rounded) else size
         if self._machine.cache.resize(size):
             self._forget_graphs()
+
+    def _fits(self, rows: int, columns: int) -> bool:
+        budget = self._settings.kv_cache_mib
+        return budget is None or rows * columns * self._token_bytes <= budget << 20
 
     def _end_update(self, target: EngineWeights, version: int, in_flight: InFlight, ok: bool) -> None:
         in_place = target is self._weights

@@ -18,7 +18,7 @@ from aligner.engines.protocol import GenerationRequest, SamplingOptions, respons
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
-"""Prompts are admitted until they have so many tokens, so that a step's activations stay small."""
+"""Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
 
 
 @dataclass
@@ -101,10 +101,11 @@ class EmbeddedGeneration:
 
     def step(self) -> list[tuple[int, Sample]]:
         """One more token for every row; the responses that are complete now, each with its place among the requests."""
-        if self._machine.version is None and not self.done:
-            raise AlignerError("the engine has no weights, or sleeps: responses can not go on; wake it and publish weights")
         if self._waiting or self._rows:
-            self._advance(admit=True)
+            if self._machine.version is None and not self._complete:
+                raise AlignerError("the engine has no weights: responses go on once new ones are published")
+            if self._machine.version is not None:
+                self._advance(admit=True)
         complete, self._complete = self._complete, []
         return complete
 
@@ -127,11 +128,24 @@ class EmbeddedGeneration:
         joining, beginning = self._admit() if admit else ([], [])
         step = self._plan([*self._rows, *joining], beginning)
         self._rows += joining + beginning
-        with torch.inference_mode():
-            tokens, logprobs = self._draw(self._machine.forward(step, self._machine.cache))
+        try:
+            with torch.inference_mode():
+                tokens, logprobs = self._draw(self._machine.forward(step, self._machine.cache))
+            self._check_finite(logprobs)
+        except BaseException:
+            self.restart_rows()  # who steps on must not build on keys and values that may not be there
+            raise
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             self._record(row, token, logprob)
         self._release()
+
+    def _check_finite(self, logprobs: Tensor) -> None:
+        if not bool(logprobs.isfinite().all()):
+            self._machine.cache.clear()
+            raise AlignerError(
+                f"the engine computed a log-probability that is not finite: are there NaN or infinite weights in version"
+                f" {self._machine.version}?"
+            )
 
     def _admit(self) -> tuple[list[_Response], list[_Response]]:
         """Those that join a sibling's prompt, and those whose own tokens have to be run."""
@@ -139,7 +153,7 @@ class EmbeddedGeneration:
         joining: list[_Response] = []
         beginning: list[_Response] = []
         siblings = {row.prompt: at for at, row in enumerate(self._rows)}
-        budget, distinct = _PROMPT_TOKENS, set[tuple[int, ...]]()
+        distinct, width = set[tuple[int, ...]](), 0
         while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
             response = self._waiting[0]
             sibling = None if response.tokens else siblings.get(response.prompt)
@@ -149,10 +163,10 @@ class EmbeddedGeneration:
                 continue
             context = (*response.prompt, *response.tokens)
             if context not in distinct:
-                if distinct and len(context) > budget:
+                if distinct and (len(distinct) + 1) * max(width, len(context)) > _PROMPT_TOKENS:
                     break
                 distinct.add(context)
-                budget -= len(context)
+                width = max(width, len(context))
             beginning.append(self._waiting.popleft())
         return joining, beginning
 

@@ -48,7 +48,8 @@ def choose(
         if options.top_k or options.top_p < 1:
             drawn_from = _truncate(weights, total, options.top_k, options.top_p)
             chunks, cumulative = _cumulate(drawn_from)
-        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:])
+        # Where there is a NaN the last entry is found, which may be padding.
+        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:]).clamp_max_(weights.shape[1] - 1)
     logprob = weights.gather(1, token).double().log_()
     logprob = logprob - total.log() if normalizer is None else logprob + best - normalizer
     return token.squeeze(1), logprob.squeeze(1).float()
@@ -93,4 +94,5 @@ def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """First entry of each row above `target`, kept within [0, the row's total): its own share is never zero."""
     ceiling = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
-    return torch.searchsorted(cumulative, target.clamp_min(0.0).minimum(ceiling), right=True)
+    found = torch.searchsorted(cumulative, target.clamp_min(0.0).minimum(ceiling), right=True)
+    return found.clamp_max_(cumulative.shape[1] - 1)  # where there is a NaN nothing is above
