@@ -169,6 +169,7 @@ def build_publisher(config: Config, shape: ModelShape, world: World, policy: Pol
         bucket_bytes=settings.bucket_mib << 20,
         verify_every=settings.verify_every,
         group_bytes=engine.group_bytes,
+        copied=weights.copied,
     )
 
 

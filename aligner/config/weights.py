@@ -36,6 +36,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     axis: int | None
     """Dimension that tensor parallelism cuts evenly; None: every tensor-parallel rank holds all of it."""
+    unit: int = 1
+    """How much of that dimension belongs together, so that no cut goes through it: an attention head."""
     layer: int | None = None
     """Decoder layer that it belongs to; None: an embedding, final norm or head."""
     stages: tuple[str, ...] = ()
@@ -132,6 +134,8 @@ def _spec(
 ) -> TensorSpec:
     shape = tuple(sizes[size] for size in weight.sizes)
     axis = weight.cut
+    units = {"query": sizes["head"], "key": sizes["head"], "qkv": sizes["head"] * sizes["qkv"] // sizes["key"]}
+    unit = 1 if axis is None else units.get(weight.sizes[axis], 1)
     if weight.transposed:
         shape = shape[::-1]
         axis = None if axis is None else 1 - axis
@@ -145,6 +149,7 @@ def _spec(
         name=weight.name.format(layer=layer, expert=expert),
         shape=shape,
         axis=axis,
+        unit=unit,
         layer=layer,
         stages=stages,
         expert=expert,

@@ -171,6 +171,11 @@ class LoraWeights(NamedWeights):
         product = torch.addmm(weight.T.float() if adapter.weight.transposed else weight.float(), up, down, alpha=self._scale)
         return (product.T if adapter.weight.transposed else product).to(weight.dtype)
 
+    @property
+    def copied(self) -> frozenset[str]:
+        """The weights of which `read` gives a copy: those with adapters too."""
+        return super().copied.union(self._map.keys() & self.slices.keys())
+
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Run as the model was before training, whose weights never change."""

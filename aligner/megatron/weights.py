@@ -99,6 +99,11 @@ class NamedWeights:
         """This rank's slice of a weight."""
         return self.gather(name, self.parameter(name).data)
 
+    @property
+    def copied(self) -> frozenset[str]:
+        """The weights of which `read` gives a copy and not the parameter's own memory."""
+        return frozenset(name for name in self if self.specs[name].part in ("query", "key", "value"))
+
     def write(self, name: str, tensor: Tensor) -> None:
         """Set this rank's slice of a weight."""
         self.scatter(name, self.parameter(name).data, tensor)

@@ -81,8 +81,10 @@ class Link:
         generation: int = 0,
         store_host: str = "the process that hosts the store",
     ) -> None:
-        """Collective. `labels` names every rank, in order, in errors, and `store_host` the process whose end ends the store;
-        no wait is longer than `timeout`.
+        """Collective. `labels` names every rank, in order, in errors, and `store_host` the process whose end ends the store.
+
+        `timeout` bounds each wait for another rank. An agreement that fails can take several: that for a transfer, that
+        for the decision, and a few seconds for the others' reasons.
 
         Raises AlignerError naming the ranks that did not come; a further try needs the next generation too.
         """
@@ -158,8 +160,9 @@ class Link:
     def agreement(self, failure: str) -> Iterator[None]:
         """Do something on every rank: the block ends well on all of them, or raises on all.
 
-        Collective. A single entry of the store decides, so that no rank can think otherwise than another. `failure` heads
-        the error, which tells what went wrong on which ranks, and which ones did not answer within the timeout.
+        Collective. A single entry of the store decides, so that no rank can think otherwise than another; the store's
+        host must live until all of them have returned, which its own return does not say. `failure` heads the error, which
+        tells what went wrong on which ranks, and which ones did not answer within the timeout.
         """
         self._open_group()
         self._agreements += 1

@@ -200,11 +200,13 @@ def _uneven_trainer(table: Sequence[TensorSpec], num_layers: int, layout: Parall
 
 
 def _uneven(table: Iterable[TensorSpec], key: str, size: int) -> Iterator[str]:
-    """One line for each kind of tensor, counted over layers and experts, that does not divide."""
+    """One line for each kind of tensor, counted over layers and experts, whose units do not divide."""
     kinds: dict[str, None] = {}
     for spec in table:
-        if spec.axis is not None and (total := spec.shape[spec.axis]) % size:
-            kinds[f"{key}={size}: dimension {spec.axis} of {re.sub(r'[.][0-9]+[.]', '.*.', spec.name)} has {total}"] = None
+        if spec.axis is not None and (total := spec.shape[spec.axis]) % (size * spec.unit):
+            heads = f", {total // spec.unit} heads of {spec.unit}" if spec.unit > 1 else ""
+            kind = re.sub(r"[.][0-9]+[.]", ".*.", spec.name)
+            kinds[f"{key}={size}: dimension {spec.axis} of {kind} has {total}{heads}"] = None
     yield from kinds
 
 

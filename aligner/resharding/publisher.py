@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -50,12 +50,14 @@ class Publisher:
         bucket_bytes: int,
         verify_every: int,
         group_bytes: int | None = None,
+        copied: Container[str] = (),
     ) -> None:
         """`read` gives this rank's source slices and is None on a rank that has none; `begin_update(version)` opens the
         update of this rank's engine and is None on a rank without one.
 
         Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on every rank: most bytes of
-        tensors that the engine takes at a time; None where all its views exist at once.
+        tensors that the engine takes at a time; None where all its views exist at once. `copied` names the tensors of which
+        `read` gives a copy, not the trainer's own memory: they are staged, and one such copy lives at a time.
         Raises AlignerError when these do not fit the plan or the link.
         """
         rank, problems = link.rank, []
@@ -71,7 +73,7 @@ class Publisher:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
         self._plan, self._link, self._dtype = plan, link, dtype
         self._read = read or _no_source
-        self._begin_update = begin_update
+        self._copied, self._begin_update = copied, begin_update
         self._group_bytes, self._verify_every = group_bytes, verify_every
         self._groups = [(group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)]
         self._count = 0
@@ -82,7 +84,7 @@ class Publisher:
 
         Raises AlignerError on every rank, naming the ranks where something failed and what it was, and those that did not
         answer; the link is broken then. Unless the failure was in the last step, an engine's taking what it had received,
-        every engine has aborted its update.
+        every engine has aborted its update; in that step only those have that failed in it.
         """
         begin = time.perf_counter()
         verifies = self._count == 0 or (self._verify_every > 0 and self._count % self._verify_every == 0)
@@ -102,18 +104,22 @@ class Publisher:
                     self._check(group, views)
                 with self._link.agreement(failure):
                     copy_local(group, self._link.rank, read, views)
-                    staging = max(staging, Exchange(group, self._link, self._dtype, read, views).run(order))
+                    exchange = Exchange(group, self._link, self._dtype, read, views, self._copied)
+                    staging = max(staging, exchange.run(order))
                     if verifies:
                         start = time.perf_counter()
                         verify(group, self._link, self._dtype, read, views)
                         verify_seconds += time.perf_counter() - start
-                with self._link.agreement(failure):  # ranks of an engine may load together: all of them have to come
-                    if update is not None:
+                    if self._group_bytes is None and update is not None:
                         update.load(names)
-            undo.pop_all()
-        with self._link.agreement(f"weights version {version} may serve on some ranks and not on others"):
-            if update is not None:
-                update.commit()
+                if self._group_bytes is not None:
+                    with self._link.agreement(failure):  # ranks of an engine may load together: all of them have to come
+                        if update is not None:
+                            update.load(names)
+            with self._link.agreement(f"weights version {version} may serve on some ranks and not on others"):
+                if update is not None:
+                    update.commit()
+                undo.pop_all()
         return PublishStats(
             self._plan.bytes_local(self._link.rank),
             self._plan.bytes_received(self._link.rank),

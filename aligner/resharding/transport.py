@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,8 +19,9 @@ from aligner.resharding.plan import Transfer, TransferPlan, extent
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
 
-_BATCHES_PER_BUCKET = 4
-"""Two batches are under way each way, so that one moves while another is packed or unpacked."""
+_IN_FLIGHT = 2
+"""Batches under way each way: one moves while another is packed or unpacked."""
+_BATCHES_PER_BUCKET = 2 * _IN_FLIGHT
 _SMALL_BYTES = 1 << 18
 """Pieces below this share a message: packing them costs less than a message for each."""
 
@@ -153,16 +155,15 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
 def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
     """Copy what this rank already holds into its views; nothing where a view is the source itself."""
     for transfer in plan.local(rank):
-        source, view = given(plan, transfer, read), wanted(plan, transfer, views)
-        if not _same_memory(source, view):
-            view.copy_(source)
+        _copy(given(plan, transfer, read), wanted(plan, transfer, views))
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def _copy(source: Tensor, view: Tensor) -> None:
     def place(tensor: Tensor) -> tuple[object, ...]:
         return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
 
-    return place(one) == place(other)
+    if place(source) != place(view):
+        view.copy_(source)
 
 
 class ReadOnce:
@@ -200,34 +201,45 @@ class Exchange:
     """Sends and receives one rank's remote pieces.
 
     Two batches are under way each way. A message that is one contiguous piece of the travelling dtype is sent from, or
-    received into, its own place; only the others take staging memory.
+    received into, its own place; only the others take staging memory. Of the tensors in `copied`, of which `read` makes
+    copies, a message that is the whole copy is sent from there; a part would keep all of the copy alive, and is staged.
     """
 
-    def __init__(self, plan: TransferPlan, link: Link, dtype: torch.dtype, read: Read, views: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        link: Link,
+        dtype: torch.dtype,
+        read: Read,
+        views: Mapping[str, Tensor],
+        copied: Container[str] = (),
+    ) -> None:
         self._plan, self._link, self._dtype, self._read, self._views = plan, link, dtype, read, views
+        self._copied = copied
         self._staging: dict[tuple[str, int], Tensor] = {}
         self._posted: deque[tuple[list[_Carried], list[_Carried]]] = deque()
+        self._most_copies = 0
 
     def run(self, order: Sequence[Step]) -> int:
         """Take these steps; returns the bytes of staging memory that it took, at most a bucket."""
         for number, step in enumerate(order):
-            self._post(step, number % 2)
-            if len(self._posted) == 2:
+            self._post(step, number % _IN_FLIGHT)
+            if len(self._posted) == _IN_FLIGHT:
                 self._complete()
         while self._posted:
             self._complete()
-        return sum(buffer.nbytes for buffer in self._staging.values())
+        return self._most_copies + sum(buffer.nbytes for buffer in self._staging.values())
 
     def _post(self, step: Step, slot: int) -> None:
-        sent = self._carry(step.sending, self._rows, ("out", slot))
+        sent = self._carry(step.sending, self._own_rows, ("out", slot))
         received = self._carry(step.receiving, self._place, ("in", slot))
         for carried in sent:
             if carried.staged:
                 for piece, packed in carried.parts():
-                    rows = self._rows(piece)
-                    packed.view(rows.shape).copy_(rows)
+                    self._pack(piece, packed)
         self._link.post([(each.tensor, step.to) for each in sent], [(each.tensor, step.from_) for each in received])
         self._posted.append((sent, received))  # what is sent has to live until it has left
+        self._most_copies = max(self._most_copies, sum(self._bytes_of_copies(sent) for sent, _ in self._posted))
 
     def _complete(self) -> None:
         """Wait for the oldest step, and put what it brought into its place."""
@@ -239,14 +251,31 @@ class Exchange:
                     place = self._place(piece)
                     place.copy_(packed.view(place.shape))
 
+    def _pack(self, piece: Piece, packed: Tensor) -> None:
+        rows = self._rows(piece)
+        packed.view(rows.shape).copy_(rows)
+
+    def _own_rows(self, piece: Piece) -> Tensor | None:
+        transfer = piece.transfer
+        held = slice_shape(self._plan.specs[transfer.name], self._plan.source[transfer.source][transfer.name])
+        is_part = piece.numel < math.prod(held)
+        return None if is_part and transfer.name in self._copied else self._rows(piece)
+
+    def _bytes_of_copies(self, sent: list[_Carried]) -> int:
+        own = (carried for carried in sent if not carried.staged)
+        return sum(carried.tensor.nbytes for carried in own if carried.message[0].transfer.name in self._copied)
+
     def _rows(self, piece: Piece) -> Tensor:
         return given(self._plan, piece.transfer, self._read)[piece.start : piece.stop]
 
     def _place(self, piece: Piece) -> Tensor:
         return wanted(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
 
-    def _carry(self, batch: Batch, locate: Callable[[Piece], Tensor], slot: tuple[str, int]) -> list[_Carried]:
-        """What each message travels in; `slot` names the staging memory, which the step before the last has left."""
+    def _carry(self, batch: Batch, locate: Callable[[Piece], Tensor | None], slot: tuple[str, int]) -> list[_Carried]:
+        """What each message travels in: what `locate` finds, or staging memory.
+
+        `slot` names the staging memory, which the step before the last has left.
+        """
         own = [self._travelling(locate(message[0])) if len(message) == 1 else None for message in batch]
         sizes = [0 if tensor is not None else numel_of_message(message) for message, tensor in zip(batch, own, strict=True)]
         staging = self._buffer(slot, sum(sizes)).split(sizes)
@@ -255,8 +284,10 @@ class Exchange:
             for message, tensor, part in zip(batch, own, staging, strict=True)
         ]
 
-    def _travelling(self, tensor: Tensor) -> Tensor | None:
+    def _travelling(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, when it can be sent or received as it is."""
+        if tensor is None:
+            return None
         fits = tensor.is_contiguous() and tensor.dtype == self._dtype and tensor.device == self._link.device
         return tensor if fits else None
 

@@ -32,5 +32,5 @@ class WeightUpdate(Protocol):
         ...
 
     def abort(self) -> None:
-        """The update failed somewhere: the engine stays at, or returns to, the version it had."""
+        """The update failed somewhere: the engine stays at the version it had, or has none if that was overwritten."""
         ...

@@ -82,8 +82,10 @@ def _source_sums(plan: TransferPlan, plan_atoms: list[_Atom], link: Link, dtype:
     for index, atom in enumerate(plan_atoms):
         if atom.holder == link.rank:
             held = plan.source[link.rank][atom.spec.name]
-            given = part(read(atom.spec.name), atom.spec, held, atom.axis, atom.start, atom.stop)
+            whole = read(atom.spec.name)
+            given = part(whole, atom.spec, held, atom.axis, atom.start, atom.stop)
             sums[index] = checksum(given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start)
+            del whole, given  # before another is read: it may be a copy
     return sums
 
 

@@ -63,7 +63,9 @@ def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def slices(weights: NamedWeights) -> Slices:
-    """This rank's slices of the weights."""
+    """This rank's slices of the weights; those that are not called copies lie in their parameters."""
+    for name in set(weights) - weights.copied:
+        assert weights.read(name).untyped_storage().data_ptr() == weights.parameter(name).untyped_storage().data_ptr(), name
     return {name: (weights.slices[name], weights.read(name).clone()) for name in weights}
 
 

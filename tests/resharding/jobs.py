@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import weight_table
+from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding
+from aligner.resharding.plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.publisher import Publisher, PublishStats
 from aligner.resharding.verify import verify
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
@@ -45,6 +46,7 @@ class Rank:
         group_bytes: int | None = None,
         dtype: torch.dtype = torch.float32,
         sink: Sink | None = None,
+        copied: Container[str] = (),
     ) -> None:
         self.plan, self.link = plan, link
         self.sink = sink or Sink(plan, link.rank, group_bytes, dtype)
@@ -59,6 +61,7 @@ class Rank:
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,
             group_bytes=group_bytes,
+            copied=copied,
         )
 
     def read(self, name: str) -> Tensor:
@@ -95,10 +98,11 @@ def colocated(trainer: Parallel, engine: EngineParallel, timeout: timedelta = TI
 
 
 def separate(trainer: Parallel, engine: EngineParallel, port: int, **settings: Any) -> Rank:
-    """The rank of one of two worlds, each with a default group of its own; the first process hosts their store."""
+    """The rank of one of two worlds, each with a default group of its own; `port` is that of the store that they share."""
     rank = dist.get_rank()
+    dist.barrier()  # rank 0 takes the default group's store with it: all have to be connected
     dist.destroy_process_group()
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     role, at, size = (
         ("trainer", rank, trainer.ranks) if rank < trainer.ranks else ("engine", rank - trainer.ranks, engine.ranks)
     )
@@ -121,6 +125,35 @@ def publish_twice(*args: Any, **settings: Any) -> dict[str, int]:
     return {"staging": stats.staging_bytes, "world": world}
 
 
+class CopyingRank(Rank):
+    """Whose every read makes a copy, as a fused parameter's parts need; counts the bytes of copies that live at once."""
+
+    alive = most_alive = 0
+
+    def read(self, name: str) -> Tensor:
+        copy = super().read(name).numpy().copy()
+        self._count(copy.nbytes)
+        weakref.finalize(copy, self._count, -copy.nbytes)  # the tensor's memory refers to the array
+        return torch.from_numpy(copy)
+
+    def _count(self, nbytes: int) -> None:
+        self.alive += nbytes
+        self.most_alive = max(self.most_alive, self.alive)
+
+
+def send_halves_of_copies() -> tuple[int, int]:
+    """One rank sends half of each of twelve tensors of 1 MiB, of which it reads copies; bytes of copies and staging."""
+    table = tuple(TensorSpec(f"w{index}", (512, 512), 0) for index in range(12))
+    held = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
+    wanted = {spec.name: Slice(spec.name, 0, 0, 256) for spec in table}
+    plan = plan_transfers(table, {0: held}, {1: wanted})
+    rank = CopyingRank(plan, Link.of_world(plan.labels, timeout=TIMEOUT), bucket_bytes=8 << 20, copied=held)
+    stats = rank.publish(1)
+    rank.check(1)
+    dist.barrier()
+    return rank.most_alive, stats.staging_bytes
+
+
 class FaultyMemory(dict[str, Tensor]):
     """Views of which one never keeps its last element."""
 
@@ -131,6 +164,10 @@ class FaultyMemory(dict[str, Tensor]):
         if name == self.bad:
             tensor.view(-1)[-1] = 12345.0
         return tensor
+
+
+def fail_commit() -> None:
+    raise OSError("the old weights can not be freed")
 
 
 def break_one_rank(kind: str, rank: Rank) -> None:
@@ -157,11 +194,14 @@ def break_one_rank(kind: str, rank: Rank) -> None:
 
 
 def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
-    """Version 1 is published; version 2 goes wrong on one rank; then a third over the same link, and one over another."""
-    layouts = Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2)
-    rank = colocated(*layouts, timeout=timedelta(seconds=timeout_s))
+    """Version 1 is published; version 2 goes wrong on one rank over a link of its own; then a third over the same link, and
+    one over another."""
+    rank = colocated(Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2))
     rank.publish(1)
     rank.check(1)
+    dist.barrier()
+    link = Link.of_world(rank.plan.labels, timeout=timedelta(seconds=timeout_s), generation=1)
+    rank = Rank(rank.plan, link, sink=rank.sink)
     before = {name: tensor.clone() for name, tensor in rank.sink.front.items()}
     if rank.link.rank == at:
         break_one_rank(kind, rank)
@@ -171,12 +211,29 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
     again = rank.failed_publish(3)
     assert again["seconds"] < 1
     dist.barrier()
-    link = Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1)
+    link = Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=2)
     fresh = Rank(rank.plan, link)
     fresh.publish(4)
     fresh.check(4)
     dist.barrier()
     return result | {"again": again["error"]}
+
+
+def fail_to_commit(at: int) -> dict[str, Any]:
+    """The last step of version 2 fails on one rank; then the same engines take version 3 over another link."""
+    rank = colocated(Parallel(tensor=2), EngineParallel(data=2))
+    rank.publish(1)
+    if rank.link.rank == at:
+        rank.sink.before_commit = fail_commit
+    result = rank.failed_publish(2)
+    rank.check(1 if rank.link.rank == at else 2)
+    rank.sink.before_commit = lambda: None
+    dist.barrier()
+    rank = Rank(rank.plan, Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1), sink=rank.sink)
+    rank.publish(3)
+    rank.check(3)
+    dist.barrier()
+    return result
 
 
 def compare_with_one_bit_turned(at: int, name: str) -> str:
@@ -190,12 +247,16 @@ def compare_with_one_bit_turned(at: int, name: str) -> str:
         verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
     except AlignerError as error:
         return str(error)
+    finally:
+        dist.barrier()
     return ""
 
 
 def count_verifications(verify_every: int, publishes: int) -> list[bool]:
     rank = colocated(Parallel(data=2), EngineParallel(data=2), verify_every=verify_every)
-    return [rank.publish(version).verify_seconds is not None for version in range(publishes)]
+    verified = [rank.publish(version).verify_seconds is not None for version in range(publishes)]
+    dist.barrier()
+    return verified
 
 
 def refuse_construction() -> list[str]:
@@ -215,6 +276,7 @@ def refuse_construction() -> list[str]:
             Publisher(**{"link": link, **keywords, **case})
         except AlignerError as error:
             told.append(str(error))
+    dist.barrier()
     return told
 
 

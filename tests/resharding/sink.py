@@ -23,6 +23,7 @@ class Sink:
         self.dtype, self.group_bytes = dtype, group_bytes
         self.memory: type[dict[str, Tensor]] = dict
         self.before_load: Callable[[], None] = lambda: None
+        self.before_commit: Callable[[], None] = lambda: None
         self.front: dict[str, Tensor] = self.empty(self.shapes)
         self.version: int | None = None
         self.aborted = 0
@@ -66,6 +67,7 @@ class SinkUpdate:
             self._views = {}
 
     def commit(self) -> None:
+        self._sink.before_commit()
         assert self._loaded.keys() == self._sink.front.keys()
         self._sink.front, self._sink.version, self._sink.open = self._loaded, self._version, None
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -148,6 +149,29 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
     assert told.count("q_proj") == 2  # one line a kind and side, not one a layer
     with pytest.raises(AlignerError, match="3 layers before the last stage's 1 do not divide by 2 stages"):
         plan_resharding(table, LAYERS, Parallel(pipeline=3, last_stage_layers=1), EngineParallel())
+
+
+@pytest.mark.parametrize(("family", "key_heads"), [("llama", 3), ("gpt_neox", 9)])
+def test_heads_are_not_cut_in_half(family, key_heads):
+    shape = replace(tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36)
+    with pytest.raises(AlignerError) as caught:
+        plan_resharding(weight_table(shape), LAYERS, Parallel(), EngineParallel(tensor=2))
+    told = str(caught.value).splitlines()[1:]
+    wanted = {
+        "llama": [
+            "engine tensor=2: dimension 0 of model.layers.*.self_attn.q_proj.weight has 36, 9 heads of 4",
+            "engine tensor=2: dimension 0 of model.layers.*.self_attn.k_proj.weight has 12, 3 heads of 4",
+            "engine tensor=2: dimension 0 of model.layers.*.self_attn.v_proj.weight has 12, 3 heads of 4",
+            "engine tensor=2: dimension 1 of model.layers.*.self_attn.o_proj.weight has 36, 9 heads of 4",
+        ],
+        "gpt_neox": [
+            "engine tensor=2: dimension 0 of gpt_neox.layers.*.attention.query_key_value.weight has 108, 9 heads of 12",
+            "engine tensor=2: dimension 0 of gpt_neox.layers.*.attention.query_key_value.bias has 108, 9 heads of 12",
+            "engine tensor=2: dimension 1 of gpt_neox.layers.*.attention.dense.weight has 36, 9 heads of 4",
+        ],
+    }
+    assert told == wanted[family]
+    plan_resharding(weight_table(shape), LAYERS, Parallel(), EngineParallel(tensor=3))
 
 
 def table_of(rows: int) -> tuple[TensorSpec, ...]:

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from aligner.config.schema import EngineParallel, Parallel
 from aligner.resharding.transport import copy_local
 from aligner.resharding.verify import checksum
 from tests.resharding import jobs
 from tests.resharding.jobs import publish_twice
-from tests.worker_pool import free_port
 
 SMALLEST = 4 * 32 * 4
 """A bucket whose messages hold one row of the widest tensor."""
@@ -59,7 +59,8 @@ def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine)
 )
 def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
     ranks = trainer.ranks + engine.ranks
-    results = pool.run(publish_twice, ranks, trainer, engine, free_port(), bucket_bytes=SMALLEST)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = pool.run(publish_twice, ranks, trainer, engine, store.port, bucket_bytes=SMALLEST)
     assert [result["world"] for result in results] == [trainer.ranks] * trainer.ranks + [engine.ranks] * engine.ranks
 
 
@@ -94,6 +95,19 @@ def test_a_failure_on_one_rank_is_told_on_all_and_the_old_version_serves(pool, k
         # Another update's owner ends it, not this one's.
         assert result["aborted"] == (0 if (kind, rank) == ("open", at) else 1)
         assert "is broken, connect anew" in result["again"]
+
+
+def test_a_rank_that_can_not_commit_aborts_and_can_take_the_next_version(pool):
+    for rank, result in enumerate(pool.run(jobs.fail_to_commit, 2, 1)):
+        assert "version 2 may serve on some ranks and not on others" in result["error"]
+        assert "trainer rank 1: the old weights can not be freed" in result["error"]
+        assert result["aborted"] == rank
+
+
+def test_one_copy_lives_at_a_time_where_the_source_makes_copies(pool):
+    (most_alive, staging), _ = pool.run(jobs.send_halves_of_copies, 2)
+    assert most_alive == 1 << 20
+    assert 1 << 20 < staging <= 4 << 20
 
 
 def test_a_rank_that_is_too_slow_is_named(pool):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from aligner.config.engines import cache_bytes_per_token
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine
 from aligner.engines.tensorrt_llm.features import find, known, sleep_arguments
@@ -24,7 +25,7 @@ def cache_tokens(shape: ModelShape, settings: Engine, dtype: torch.dtype, contex
     """
     if settings.kv_cache_mib is None:
         return None
-    token_bytes = 2 * shape.num_layers * (shape.num_kv_heads // settings.parallel.tensor) * shape.head_dim * dtype.itemsize
+    token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
     tokens = (settings.kv_cache_mib << 20) // token_bytes
     if tokens < context:
         raise ConfigError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,35 @@ from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.errors import AlignerError
 
 
+@contextlib.contextmanager
+def ending_on_failure(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` when the block raises; when that fails too, the error tells both."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as failure:
+            raise AlignerError(f"{error}; then TensorRT-LLM could not be ended: {failure}") from error
+        raise
+
+
+@dataclass
+class Call:
+    """A method of every worker, which runs."""
+
+    future: Future[list[Any]]
+    answers: list[Any] = field(default_factory=list)
+    """The workers', in rank order, once all have answered."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it ended, well or not."""
+        return self.future.done()
+
+
 class Client:
-    """One TensorRT-LLM instance and its workers."""
+    """One TensorRT-LLM instance and its workers, which end with this process if not before."""
 
     def __init__(
         self,
@@ -38,18 +67,19 @@ class Client:
         """Start one worker on each of `devices`, the machine's indices; it has no weights yet."""
         self._workers, self._timeout_s = settings.parallel.tensor, settings.tensorrt_llm.timeout_s
         self._update_timeout_s = settings.update_timeout_s
+        self._end = contextlib.ExitStack()  # all of it is tried, whatever fails of it
         self._loop = EventLoop("tensorrt-llm")
-        try:
+        self._end.callback(self._loop.close)
+        with ending_on_failure(self.shutdown):
             with environment(worker_environment(os.environ, devices)):
                 package = load_package()  # which starts MPI where a launcher's variables ask for it
                 arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype, context)
                 self._tags = memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
+                self._end.callback(self._llm.shutdown)
                 self._loop.run("starting", self._llm.setup_async(), self._timeout_s)
-        except BaseException:
-            self._loop.close()
-            raise
-        self._responder = Responder(self._llm, package.SamplingParams, seed, self._timeout_s)
+            self._responder = Responder(self._llm, package.SamplingParams, seed, self._timeout_s)
+        atexit.register(self.shutdown)
 
     def devices(self) -> list[str]:
         """The workers' GPUs, in rank order, as GPU-… identifiers."""
@@ -105,21 +135,21 @@ class Client:
         self._loop.run("taking memory back", self._llm.resume(list(self._tags[1])), self._timeout_s)
 
     def shutdown(self) -> None:
-        """End the workers."""
-        self._llm.shutdown()
-        self._loop.close()
+        """End the workers; once is enough."""
+        atexit.unregister(self.shutdown)
+        self._end.close()
 
     @contextlib.contextmanager
-    def calling(self, method: str, *arguments: Any) -> Iterator[None]:
+    def calling(self, method: str, *arguments: Any) -> Iterator[Call]:
         """A method of every worker, which runs while the block does. Raises AlignerError unless every one succeeds."""
-        future = self._loop.submit(self._llm.collective_rpc(method, args=arguments))
+        call = Call(self._loop.submit(self._llm.collective_rpc(method, args=arguments)))
         try:
-            yield
+            yield call
         except AlignerError as error:
-            if future.done() and (reason := future.exception()):  # which is why the block's part failed
+            if call.over and (reason := call.future.exception()):  # which is why the block's part failed
                 raise AlignerError(f"TensorRT-LLM's workers failed in {method}: {reason}") from error
             raise
-        self._answers(method, future, self._update_timeout_s)
+        call.answers = self._answers(method, call.future, self._update_timeout_s)
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """A method of every worker; their answers, in rank order."""

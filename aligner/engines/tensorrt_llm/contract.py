@@ -1,7 +1,8 @@
 """What this package calls of TensorRT-LLM, and what it expects there; nothing of TensorRT-LLM is imported.
 
-The tests' fake is built from this table and refuses everything else; where the package is installed, a test compares it with
-the table.
+The tests' fake has every entry, takes its signatures from the table and refuses other keywords; where the package is
+installed, a test compares it with the table. Only two attributes of workers are not in it, `engine` and `device_id`, since
+they exist on instances alone.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A class or method, by its importable path; only the parameters that matter here are listed."""
+    """A class, method or attribute, by its importable path; only the parameters that matter here are listed."""
 
     path: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...] = ()
     fields: str | None = None
     """Path of the pydantic model whose fields are keywords too, where a signature ends in **kwargs."""
     versions: tuple[str, ...] = VERSIONS
@@ -65,8 +66,8 @@ SYMBOLS: Final = (
         ),
         fields=f"{_ARGUMENTS}.TorchLlmArgs",
     ),
-    Symbol(f"{_LLM}.setup_async", ()),
-    Symbol(f"{_LLM}.shutdown", ()),
+    Symbol(f"{_LLM}.setup_async"),
+    Symbol(f"{_LLM}.shutdown"),
     Symbol(f"{_LLM}.generate_async", _all(inputs=REQUIRED, sampling_params=None, streaming=False)),
     Symbol(f"{_LLM}.release", _all(tags=UNCOMPARED)),
     Symbol(f"{_LLM}.resume", _all(tags=UNCOMPARED)),
@@ -83,7 +84,21 @@ SYMBOLS: Final = (
     Symbol("tensorrt_llm.llmapi.KvCacheConfig", _all(enable_block_reuse=True, max_tokens=None, free_gpu_memory_fraction=0.9)),
     Symbol("tensorrt_llm.llmapi.CudaGraphConfig", _all(batch_sizes=None, max_batch_size=UNCOMPARED, enable_padding=False)),
     Symbol(f"{_ARGUMENTS}.SleepConfig", _all(restore_modes=UNCOMPARED), versions=("1.3",)),
+    Symbol("tensorrt_llm._torch.virtual_memory.ExecutorMemoryType", versions=("1.2",)),
+    Symbol(f"{_ARGUMENTS}.ExecutorMemoryType", versions=("1.3",)),
+    Symbol("tensorrt_llm.llmapi.RequestOutput.abort"),
+    Symbol("tensorrt_llm.llmapi.RequestOutput.outputs"),
+    Symbol("tensorrt_llm.llmapi.RequestOutput.__anext__"),
+    Symbol(
+        "tensorrt_llm.executor.result.CompletionOutput",
+        _all(token_ids=UNCOMPARED, logprobs=UNCOMPARED, finish_reason=UNCOMPARED),
+    ),
+    # In the workers.
     Symbol("tensorrt_llm.llmapi.rlhf_utils.WorkerExtension.update_weights", _all(ipc_handles=None)),
+    Symbol("tensorrt_llm.executor.ray_gpu_worker.RayWorkerWrapper.report_device_id"),
+    Symbol("tensorrt_llm._torch.pyexecutor.py_executor.PyExecutor.control_action"),
+    Symbol("tensorrt_llm._torch.pyexecutor.py_executor.PyExecutor.reset_prefix_cache"),
+    Symbol("tensorrt_llm._torch.utils.get_device_uuid"),
 )
 
 MEMORY_TAGS: Final = (

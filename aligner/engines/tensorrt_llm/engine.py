@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from aligner.config.weights import weight_table
 from aligner.data.types import Sample
 from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions
 from aligner.engines.requests import request_problems
-from aligner.engines.tensorrt_llm.client import Client
+from aligner.engines.tensorrt_llm.client import Client, ending_on_failure
 from aligner.engines.tensorrt_llm.environment import device_index
 from aligner.engines.tensorrt_llm.generation import ReplicaGeneration
 from aligner.engines.tensorrt_llm.replica import Replica
@@ -85,18 +85,16 @@ class TensorRTLLMEngine:
         self._uuid: str = places[self._replica.rank]["uuid"]
         self._client: Client | None = None
         self._sender: WeightSender | None = None
+        self._updates = 0
 
         def start() -> None:
             devices = worker_devices or [place["index"] for place in places]
             self._client = Client(directory, shape, settings, seed, self._context, dtype, devices)
-            try:
+            with ending_on_failure(self._client.shutdown):
                 if self._separate:
                     self._sender = WeightSender(self._client, self._device, settings.update_timeout_s)
                 else:
                     self._client.check_devices([place["uuid"] for place in places])
-            except BaseException:
-                self._client.shutdown()
-                raise
 
         self._replica.lead("starting TensorRT-LLM", start)
 
@@ -149,9 +147,13 @@ class TensorRTLLMEngine:
             raise AlignerError(
                 f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
             )
-        self._incoming = (version, in_flight)
+        self._incoming, self._updates = (version, in_flight), self._updates + 1
         self._update = StreamedUpdate(self, self._table, group_bytes=self.group_bytes, device=self._device, dtype=self._dtype)
         return self._update
+
+    def together(self, what: str, action: Callable[[], None]) -> None:
+        """Do something on every rank of the replica. Raises AlignerError on all of them when it fails on any."""
+        self._replica.gather(what, action)
 
     def overwrite(self) -> None:
         """Let the responses under way be finished or interrupted; the engine has no version from here on."""
@@ -162,13 +164,12 @@ class TensorRTLLMEngine:
 
     def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
         """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the workers read the memory itself
         if self._sender is not None:
-            self._sender.send(tensors)
+            every = self._settings.verify_every
+            self._sender.send(tensors, verifies=self._updates == 1 or (every > 0 and (self._updates - 1) % every == 0))
             return
         handles: dict[str, str] = {}
-        for mine in self._replica.gather("sharing weights", lambda: ipc_handles(tensors, self._uuid)):
+        for mine in self._replica.gather("sharing weights", lambda: self._handles(tensors)):
             handles |= mine
         self._lead("loading weights", lambda client: client.update_weights(handles))
         if self._device.type == "cuda":
@@ -224,7 +225,16 @@ class TensorRTLLMEngine:
 
     def shutdown(self) -> None:
         """End TensorRT-LLM's processes. Collective over the replica."""
-        self._lead("shutting down", lambda client: client.shutdown())
+
+        def end(client: Client) -> None:
+            sender, self._sender = self._sender, None
+            try:
+                if sender is not None:
+                    sender.close()
+            finally:
+                client.shutdown()
+
+        self._lead("shutting down", end)
 
     @property
     def _under_way(self) -> bool:
@@ -237,6 +247,11 @@ class TensorRTLLMEngine:
     def _check_weights(self) -> None:
         if self._version is None:
             raise AlignerError(f"the engine has no weights: {self._missing}")
+
+    def _handles(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the workers read the memory itself
+        return ipc_handles(tensors, self._uuid)
 
     def _release(self, client: Client) -> None:
         if self._cache_asleep:  # more can not be released beside what is

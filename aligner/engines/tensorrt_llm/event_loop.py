@@ -12,6 +12,9 @@ from aligner.errors import AlignerError
 
 T = TypeVar("T")
 
+_CLOSE_S = 10.0
+"""How long a loop that is closed has for cancelling what runs there."""
+
 
 class EventLoop:
     """An event loop on a thread of its own."""
@@ -43,8 +46,11 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what runs there and end the thread."""
-        self.run("stopping", _cancel_others(), timeout_s=10)
+        """Cancel what runs there and end the thread. A loop that is blocked can not be ended: it goes with the process."""
+        stopping = self.submit(_cancel_others())
+        if stopping not in concurrent.futures.wait([stopping], _CLOSE_S).done:
+            return
+        stopping.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

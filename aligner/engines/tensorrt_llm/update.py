@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,10 @@ from aligner.errors import AlignerError
 
 class Receiver(Protocol):
     """What an update does to its engine."""
+
+    def together(self, what: str, action: Callable[[], None]) -> None:
+        """Do something on every rank of the replica. Raises AlignerError on all of them when it fails on any."""
+        ...
 
     def overwrite(self) -> None:
         """The old weights are about to go."""
@@ -68,31 +72,17 @@ class StreamedUpdate:
 
     def load(self, names: Sequence[str]) -> None:
         """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""
-        self._check_open()
-        if unasked := [name for name in names if name not in self._views]:
-            raise AlignerError(f"views of {', '.join(unasked)} were not asked for, or are loaded already")
+        taken: dict[str, Tensor] = {}
+        self._receiver.together("taking weights", lambda: taken.update(self._take(names)))
         if not self._overwrites:
             self._overwrites = True
             self._receiver.overwrite()
-        self._written |= {name: self._views.pop(name) for name in names}
-        # Parts of one tensor of a file wait for each other.
-        complete = {
-            stored: specs for stored, specs in self._missing.items() if all(spec.name in self._written for spec in specs)
-        }
-        if not complete:
-            return
-        parts = [spec for specs in complete.values() for spec in specs]
-        self._receiver.hand_over(dict(assemble(parts, lambda spec: self._written[spec.name])))
-        for spec in parts:
-            del self._written[spec.name]
-        for stored in complete:
-            del self._missing[stored]
+        if taken:
+            self._receiver.hand_over(taken)
 
     def commit(self) -> None:
         """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were not loaded."""
-        self._check_open()
-        if self._missing:
-            raise AlignerError(f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}")
+        self._receiver.together("ending the update", self._check_complete)
         try:
             self._receiver.finish()
         finally:
@@ -102,6 +92,28 @@ class StreamedUpdate:
         """Give the update up: the engine keeps its weights if nothing has been loaded, and else has none."""
         if self._open:
             self._end()
+
+    def _take(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """The tensors of a file that are whole once these have been written; the rest wait for their other parts."""
+        self._check_open()
+        if unasked := [name for name in names if name not in self._views]:
+            raise AlignerError(f"views of {', '.join(unasked)} were not asked for, or are loaded already")
+        self._written |= {name: self._views.pop(name) for name in names}
+        complete = {
+            stored: specs for stored, specs in self._missing.items() if all(spec.name in self._written for spec in specs)
+        }
+        parts = [spec for specs in complete.values() for spec in specs]
+        tensors = dict(assemble(parts, lambda spec: self._written[spec.name]))
+        for spec in parts:
+            del self._written[spec.name]
+        for stored in complete:
+            del self._missing[stored]
+        return tensors
+
+    def _check_complete(self) -> None:
+        self._check_open()
+        if self._missing:
+            raise AlignerError(f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}")
 
     def _end(self) -> None:
         self._open = False

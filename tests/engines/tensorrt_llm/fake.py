@@ -1,4 +1,4 @@
-"""A TensorRT-LLM without GPUs: it refuses whatever the contract's table does not list, and it does generate.
+"""A TensorRT-LLM without GPUs: it refuses keywords that the contract's table does not list, and it does generate.
 
 Its signatures are those of `aligner.engines.tensorrt_llm.contract`. Its workers cut their share out of the tensors that they
 are handed, fuse it, and nothing else is kept; for generating, the shares are put together again and run by transformers.
@@ -119,18 +119,30 @@ def _fused(name: str) -> tuple[str, str] | None:
     return None
 
 
+class Executor:
+    """What a worker's `engine` is to extensions."""
+
+    def __init__(self, llm: FakeLLM, reload: Any) -> None:
+        self._llm = llm
+        self.model_engine = types.SimpleNamespace(model=None, model_loader=types.SimpleNamespace(reload=reload))
+
+    @contextlib.contextmanager
+    def control_action(self) -> Iterator[None]:
+        # TensorRT-LLM would wait until they end; with an update that is to hold them back, that is never.
+        assert not self._llm.running, "weights change under running requests"
+        yield
+
+    def reset_prefix_cache(self) -> None:
+        self._llm.has_prefixes = self._llm.stale_prefixes = False
+
+
 class Worker:
     """What a Ray worker is, as far as extensions and updates can tell."""
 
     def __init__(self, llm: FakeLLM, rank: int, size: int) -> None:
         self.llm, self.rank, self.size, self.device_id = llm, rank, size, rank
         self.parameters: dict[str, dict[str, Tensor]] = {}
-        loader = types.SimpleNamespace(reload=self._reload)
-        self.engine = types.SimpleNamespace(
-            model_engine=types.SimpleNamespace(model=None, model_loader=loader),
-            control_action=self._control_action,
-            reset_prefix_cache=self._reset_prefix_cache,
-        )
+        self.engine = Executor(llm, self._reload)
 
     def report_device_id(self) -> str:
         return self.llm.device_uuid(self.rank)
@@ -138,15 +150,6 @@ class Worker:
     def setup_engine(self) -> None: ...
 
     def submit(self) -> None: ...
-
-    @contextlib.contextmanager
-    def _control_action(self) -> Iterator[None]:
-        # TensorRT-LLM would wait until they end; with an update that is to hold them back, that is never.
-        assert not self.llm.running, "weights change under running requests"
-        yield
-
-    def _reset_prefix_cache(self) -> None:
-        self.llm.has_prefixes = self.llm.stale_prefixes = False
 
     def _reload(self, model: None, weights: Mapping[str, Tensor], allow_partial_loading: bool = False) -> None:
         assert allow_partial_loading, "a bucket is not the whole model"
@@ -202,11 +205,15 @@ class Output:
     """A request's result: awaitable, or a stream."""
 
     def __init__(self, llm: FakeLLM, prompt: list[int], params: Any, streaming: bool) -> None:
-        self.outputs = [Completion()]
+        self._outputs = [Completion()]
         self._llm, self._prompt, self._params, self._streaming = llm, prompt, params, streaming
         self._chunks: asyncio.Queue[tuple[list[int], list[Any], str | None]] = asyncio.Queue()
         self._aborted = self._done = False
         self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def outputs(self) -> list[Completion]:
+        return self._outputs
 
     def abort(self) -> None:
         self._aborted = True
@@ -414,6 +421,8 @@ def memory_types(version: str) -> type[enum.Enum]:
 def modules(version: str) -> dict[str, types.ModuleType]:
     """The release's modules, by name, as far as the contract goes."""
     names = ("tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch", "_torch.utils")
+    names = (*names, "_torch.pyexecutor", "_torch.pyexecutor.py_executor")
+    names = (*names, "executor", "executor.result", "executor.ray_gpu_worker")
     if version == "1.2":
         names = (*names, "_torch.virtual_memory")
     made = {}
@@ -434,6 +443,10 @@ def modules(version: str) -> dict[str, types.ModuleType]:
     else:
         arguments.ExecutorMemoryType = memory_types(version)
         arguments.SleepConfig = model_of("tensorrt_llm.llmapi.llm_args.SleepConfig", version)
+    made["tensorrt_llm.llmapi"].RequestOutput = Output
+    made["tensorrt_llm.executor.result"].CompletionOutput = Completion
+    made["tensorrt_llm.executor.ray_gpu_worker"].RayWorkerWrapper = Worker
+    made["tensorrt_llm._torch.pyexecutor.py_executor"].PyExecutor = Executor
     made["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension = WorkerExtension
     made["tensorrt_llm._torch.utils"].get_device_uuid = lambda device: f"CPU-{device}"
     return made

@@ -75,6 +75,24 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
     return result
 
 
+def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
+    """What each rank is told when one that does not drive fails to put its tensors together."""
+    with installed():
+        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        update = engine.begin_update(1)
+        name = "model.norm.weight"
+        if dist.get_rank() == 0:
+            update.views([name])
+        try:
+            update.load([name])
+            said = "nothing"
+        except AlignerError as error:
+            said = str(error)
+        update.abort()
+        engine.shutdown()
+    return said
+
+
 def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: int) -> dict[str, Any]:
     """A publish that one worker can not take, what is said about it, and another publish."""
     actor = jobs.policy(str(directory), trainer)

@@ -135,6 +135,8 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
     found = features.find(entry.path)
     if found is None:
         return [f"there is no {entry.path}"]
+    if not entry.parameters:
+        return []
     accepted = features.keywords(found, features.find(entry.fields) if entry.fields else None)
     if entry.fields:
         accepted = {**accepted, "backend": contract.UNCOMPARED}  # accepted beside the fields
@@ -148,6 +150,13 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
         elif parameter.default != contract.UNCOMPARED and accepted[name] != parameter.default:
             problems.append(f"{entry.path}: {name} is {accepted[name]!r} by default, not {parameter.default!r}")
     return problems
+
+
+@pytest.mark.parametrize("release", contract.VERSIONS)
+def test_the_stand_in_has_every_entry(release):
+    with installed(release):
+        entries = [entry for entry in contract.SYMBOLS if release in entry.versions]
+        assert [problem for entry in entries for problem in drift(entry, release) if "there is no" in problem] == []
 
 
 def test_drift_is_found():

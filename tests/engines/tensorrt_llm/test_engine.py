@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import torch
 
 from aligner.config.schema import Engine, EngineParallel
 from aligner.engines.protocol import SamplingOptions
-from aligner.engines.tensorrt_llm import features
+from aligner.engines.tensorrt_llm import event_loop, features
 from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.engines.tensorrt_llm.environment import device_index, environment, worker_environment
 from aligner.errors import AlignerError, ConfigError
@@ -226,6 +229,122 @@ def test_workers_on_gpus_of_their_own_get_the_weights_over_a_link(directory, wan
     stored = engines.file_tensors(directory)
     assert all(torch.equal(whole, stored[name]) for name, whole in llm.whole_weights().items())
     engine.shutdown()
+
+
+def _never_runs(manifest, *more):
+    raise RuntimeError("out of memory")
+
+
+def _breaks_after_the_first(worker):
+    from aligner.resharding.link import Link
+
+    class Breaks(Link):
+        def complete(self):
+            super().complete()
+            raise RuntimeError("out of memory")
+
+    worker._weight_link.__class__ = Breaks
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
+def test_a_link_that_one_transfer_broke_is_made_anew(directory, wanted, monkeypatch, during):
+    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallel(tensor=2, data=1), update_timeout_s=60)
+    engine, llm = start(directory, settings, worker_devices=range(2))
+    publish(engine, directory, 0)
+    begin = time.monotonic()
+    with monkeypatch.context() as patch:
+        if during:
+            _breaks_after_the_first(llm.workers[1])
+        else:
+            patch.setattr(llm.workers[1], "receive_weights", _never_runs, raising=False)
+        update = engine.begin_update(1)
+        with pytest.raises(AlignerError, match="out of memory"):
+            write(update, directory)
+        update.abort()
+    assert time.monotonic() - begin < 15
+    assert engine.version is None
+    for version in (2, 3):
+        publish(engine, directory, version)
+        assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_weights_that_come_differently_are_named_with_their_worker(directory, monkeypatch):
+    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallel(tensor=2, data=1), update_timeout_s=20)
+    engine, llm = start(directory, settings, worker_devices=range(2))
+    link = llm.workers[1]._weight_link
+    post = link.post
+    held = []
+
+    def damaged():
+        for tensor in held:
+            if tensor.dim() == 1:
+                tensor[0] += 1
+
+    def keep(sends, receives):
+        held[:] = [tensor for tensor, _ in receives]
+        post(sends, receives)
+
+    complete = link.complete
+    monkeypatch.setattr(link, "post", keep)
+    monkeypatch.setattr(link, "complete", lambda: (complete(), damaged()))
+    update = engine.begin_update(0)
+    with pytest.raises(AlignerError, match=r"other weights than were sent:\nmodel\..*norm\.weight on CPU-1") as caught:
+        write(update, directory)
+    assert "CPU-0" not in str(caught.value)
+    update.abort()
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "does not end"])
+def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
+    ended = []
+
+    async def fail(self):
+        raise RuntimeError("no GPU is free")
+
+    def shutdown(self):
+        ended.append(self)
+        if not ends:
+            raise RuntimeError("Ray is gone")
+
+    monkeypatch.setattr(FakeLLM, "setup_async", fail)
+    monkeypatch.setattr(FakeLLM, "shutdown", shutdown)
+    threads = set(threading.enumerate())
+    if ends:
+        with pytest.raises(RuntimeError, match="no GPU is free"):
+            start(directory)
+    else:
+        with pytest.raises(AlignerError, match="no GPU is free; then TensorRT-LLM could not be ended: Ray is gone"):
+            start(directory)
+    assert len(ended) == 1
+    assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", lambda call, *more: at_exit.append(call))
+    engine, llm = start(directory)
+    assert llm.workers
+    at_exit[-1]()
+    assert not llm.workers
+    engine.shutdown()
+
+
+def test_a_blocked_event_loop_can_be_closed(monkeypatch):
+    monkeypatch.setattr(event_loop, "_CLOSE_S", 0.1)
+    loop, go_on = event_loop.EventLoop("blocked"), threading.Event()
+
+    async def block():
+        go_on.wait()
+
+    loop.submit(block())
+    loop.close()
+    go_on.set()
 
 
 @pytest.mark.usefixtures("newest")

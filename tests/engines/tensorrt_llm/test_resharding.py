@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,13 @@ def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tens
     model.load_state_dict({name: torch.from_numpy(whole) for name, whole in engines_weights[0].items()}, strict=False)
     wanted = [engines.greedy(model, prompt.tokens, 6) for prompt in engines.prompts()]
     assert all(result["greedy"] == wanted for result in results)
+
+
+def test_a_rank_that_fails_before_it_hands_weights_over_is_named_on_every_rank(pool, directory):
+    begin = time.monotonic()
+    said = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
+    assert all("taking weights failed on rank 1" in one and "views of model.norm.weight" in one for one in said)
+    assert time.monotonic() - begin < 25
 
 
 def test_a_worker_that_fails_fails_the_update_on_every_rank_and_is_named(pool, directory):
