@@ -90,6 +90,17 @@ class Generation(Protocol):
         ...
 
 
+def run(generation: Generation, count: int) -> list[Sample]:
+    """Step until every one of `count` requests is answered; their samples, in order. A failure drops the rest."""
+    samples: dict[int, Sample] = {}
+    try:
+        while not generation.done:
+            samples |= generation.step()
+    finally:
+        generation.cancel()
+    return [samples[index] for index in range(count)]
+
+
 class GenerationEngine(Protocol):
     """A generator of samples, one object per engine rank.
 

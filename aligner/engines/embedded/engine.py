@@ -22,7 +22,7 @@ from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.embedded.update import EmbeddedUpdate
 from aligner.engines.embedded.weights import EngineWeights, parameters
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, response_limit
+from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, response_limit, run
 from aligner.engines.requests import request_problems
 from aligner.errors import AlignerError, ConfigError
 
@@ -133,14 +133,7 @@ class EmbeddedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """One sample per request, in order."""
-        generation = self.start(requests, options)
-        samples: dict[int, Sample] = {}
-        try:
-            while not generation.done:
-                samples |= generation.step()
-        finally:
-            generation.cancel()
-        return [samples[index] for index in range(len(requests))]
+        return run(self.start(requests, options), len(requests))
 
     def begin_update(self, version: int, in_flight: InFlight = "finish") -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""

@@ -94,11 +94,6 @@ class EmbeddedGeneration:
         """Whether every response is complete, and given out."""
         return not (self._waiting or self._rows or self._complete)
 
-    @property
-    def running(self) -> int:
-        """Responses that have a row."""
-        return len(self._rows)
-
     def step(self) -> list[tuple[int, Sample]]:
         """One more token for every row; the responses that are complete now, each with its place among the requests."""
         if self._waiting or self._rows:

@@ -18,7 +18,7 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import weight_table
 from aligner.data.types import Sample
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions
+from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, run
 from aligner.engines.requests import request_problems
 from aligner.engines.tensorrt_llm.client import Client, ending_on_failure
 from aligner.engines.tensorrt_llm.environment import device_index
@@ -132,13 +132,7 @@ class TensorRTLLMEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """One sample per request, in order."""
-        generation, samples = self.start(requests, options), dict[int, Sample]()
-        try:
-            while not generation.done:
-                samples |= generation.step()
-        finally:
-            generation.cancel()
-        return [samples[place] for place in range(len(requests))]
+        return run(self.start(requests, options), len(requests))
 
     def begin_update(self, version: int, in_flight: InFlight = "finish") -> StreamedUpdate:
         """Open an update. The old weights serve until its first `load`."""

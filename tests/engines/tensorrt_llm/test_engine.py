@@ -343,7 +343,9 @@ def test_a_blocked_event_loop_can_be_closed(monkeypatch):
         go_on.wait()
 
     loop.submit(block())
+    begin = time.monotonic()
     loop.close()
+    assert time.monotonic() - begin < 5
     go_on.set()
 
 
