@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one server role listens."""
+    """Where one server listens."""
 
     host: str
     http: int
@@ -18,12 +18,17 @@ class Endpoint:
 
 
 def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
-    """Write the addresses by role name, atomically."""
+    """Write the addresses by server group, atomically."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({role: asdict(endpoint) for role, endpoint in endpoints.items()}, indent=1) + "\n")
+    temporary.write_text(json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1) + "\n")
     temporary.replace(path)
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:
-    """Read the addresses by role name."""
-    return {role: Endpoint(**fields) for role, fields in json.loads(path.read_text()).items()}
+    """Read the addresses by server group (`config.placement.server_ranks`)."""
+    return {group: Endpoint(**fields) for group, fields in json.loads(path.read_text()).items()}
+
+
+def replicas(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:
+    """A role's servers, the first replica first: the groups `reward`, `reward.1`, and so on."""
+    return [endpoint for group, endpoint in endpoints.items() if group.partition(".")[0] == role]

@@ -29,6 +29,16 @@ class RunPaths:
         return self.root / "endpoints.json"
 
     @property
+    def access_key(self) -> Path:
+        """The key that the run's servers ask for."""
+        return self.root / "access_key"
+
+    @property
+    def journal(self) -> Path:
+        """The critic's updates since its last checkpoint."""
+        return self.root / "journal"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a training step."""
         return self.root / "metrics.jsonl"

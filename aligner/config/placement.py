@@ -41,13 +41,16 @@ def describe_layout(parallel: Parallel) -> str:
     return " ".join(parts)
 
 
+def server_ranks(config: Config) -> dict[str, int]:
+    """Number of processes of each server group: `critic`, `reward`, and the reward's further replicas `reward.1`, …."""
+    rewards = 0 if config.critic.with_reward else config.reward.replicas
+    names = ["reward", *(f"reward.{replica}" for replica in range(1, rewards))][:rewards]
+    return {"critic": config.critic.parallel.ranks, **dict.fromkeys(names, config.reward.parallel.ranks)}
+
+
 def role_ranks(config: Config) -> dict[str, int]:
     """Number of processes of each role, in the order in which they are started."""
-    return {
-        "critic": config.critic.parallel.ranks,
-        "reward": config.reward.parallel.ranks,
-        "trainer": config.actor.parallel.ranks,
-    }
+    return {**server_ranks(config), "trainer": config.actor.parallel.ranks}
 
 
 def threads_per_rank(config: Config) -> int:

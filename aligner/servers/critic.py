@@ -28,11 +28,11 @@ from aligner.servers.protocol import (
     CRITIC_TRAIN,
     PROTOCOL_VERSION,
     EndpointSpec,
-    Limits,
     array_text,
     text_array,
 )
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.validation import Limits
 
 
 def serve_critic(config: Config) -> None:

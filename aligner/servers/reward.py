@@ -18,8 +18,9 @@ from aligner.rewards.scorers import Scorer, ScoringRequest, checked_scores, reso
 from aligner.servers.backend import ValueModel
 from aligner.servers.executor import Handler
 from aligner.servers.host import Serve
-from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL, EndpointSpec, Limits, RequestError
+from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL, EndpointSpec, RequestError
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.validation import Limits
 
 
 def serve_reward(config: Config) -> None:

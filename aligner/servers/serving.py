@@ -26,12 +26,11 @@ from aligner.servers.protocol import (
     CONTROL,
     PROTOCOL_VERSION,
     EndpointSpec,
-    Limits,
     RequestError,
     array_text,
     text_array,
-    validate,
 )
+from aligner.servers.validation import Limits, validate
 
 RoleName = Literal["critic", "reward"]
 
@@ -125,7 +124,9 @@ def model_limits(config: Config, directory: Path, vocab_size: int) -> Limits:
     """The limits of a model in a Hugging Face directory."""
     path = directory / "config.json"
     shape = read_config(json.loads(path.read_text()), str(path))
-    return Limits(vocab_size, shape.max_positions, config.server.max_batch_size)
+    server = config.server
+    longest = min(shape.max_positions, server.max_sequence_length or shape.max_positions)
+    return Limits(vocab_size, longest, server.max_batch_size, server.max_request_tokens)
 
 
 def tensor(array: NDArray) -> Tensor:

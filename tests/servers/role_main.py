@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from aligner.config.schema import Config, Ports
 from aligner.rewards.scorers import ScoringRequest
 from aligner.servers.critic import run_critic
-from aligner.servers.protocol import Limits
 from aligner.servers.reward import run_function_reward, run_model_reward
+from aligner.servers.validation import Limits
 from tests.servers.tiny_model import VOCAB_SIZE, TinyValueModel
 
 CHARACTERS = string.digits + string.ascii_lowercase + " "

@@ -12,11 +12,10 @@ from aligner.servers.protocol import (
     CRITIC_TRAIN,
     REWARD_MODEL,
     EndpointError,
-    Limits,
     RequestError,
     told_error,
-    validate,
 )
+from aligner.servers.validation import Limits, validate
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 
 LIMITS = Limits(vocab_size=64, max_sequence_length=40, max_batch_size=16)

@@ -1,0 +1,120 @@
+"""What a request must be before any rank works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aligner.servers.protocol import REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model takes."""
+
+    vocab_size: int
+    max_sequence_length: int
+    max_batch_size: int
+    max_request_tokens: int = 2**22
+
+
+def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError, naming tensor, got and allowed, unless the request fits the endpoint and the model."""
+    _check_names(endpoint, arrays)
+    sizes: dict[str, int] = {}
+    for spec in endpoint.inputs:
+        if spec.name in arrays:
+            _check_tensor(spec, arrays[spec.name], sizes)
+    if "B" in sizes:
+        _check_batch(sizes, limits)
+    _check_content(arrays, limits)
+
+
+def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
+    known = [spec.name for spec in endpoint.inputs]
+    unknown = sorted(set(arrays) - set(known))
+    if unknown:
+        raise RequestError(f"{endpoint.name}: unknown tensor {', '.join(unknown)}; allowed: {', '.join(known)}")
+    missing = [spec.name for spec in endpoint.inputs if not spec.optional and spec.name not in arrays]
+    if missing:
+        raise RequestError(f"{endpoint.name}: missing tensor {', '.join(missing)}; got: {', '.join(sorted(arrays)) or 'none'}")
+    if endpoint is REWARD_MODEL and ("sentences" in arrays) == ("tokens" in arrays):
+        raise RequestError("reward_model: got both or neither of tokens and sentences, allowed: exactly one of them")
+    if "tokens" in arrays and endpoint is REWARD_MODEL and "sequence_lengths" not in arrays:
+        raise RequestError("reward_model: missing tensor sequence_lengths, which tokens need")
+
+
+def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
+    """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in `sizes`."""
+    is_bytes = array.dtype.kind in "SO"
+    if is_bytes if spec.dtype is not np.bytes_ else not is_bytes:
+        raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
+    if not is_bytes and array.dtype != spec.dtype:
+        raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
+    shown = f"[{', '.join(map(str, spec.shape))}]"
+    if array.ndim != len(spec.shape):
+        raise RequestError(f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}")
+    for dimension, got in zip(spec.shape, array.shape, strict=True):
+        if isinstance(dimension, int):
+            expected = dimension
+        elif dimension == "S-1":
+            expected = sizes["S"] - 1
+        else:
+            expected = sizes.setdefault(dimension, got)
+        if got != expected:
+            known = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise RequestError(
+                f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}" + (f" with {known}" if known else "")
+            )
+
+
+def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
+    if sizes["B"] < 1:
+        raise RequestError("the batch is empty: B=0, allowed: at least 1")
+    if not 1 <= sizes.get("S", 1) <= limits.max_sequence_length:
+        raise RequestError(f"tokens: got S={sizes['S']}, allowed: 1 to {limits.max_sequence_length}")
+    if sizes["B"] * sizes.get("S", 1) > limits.max_request_tokens:
+        raise RequestError(
+            f"tokens: got B={sizes['B']} rows of S={sizes['S']}, allowed: at most {limits.max_request_tokens} tokens a request"
+        )
+
+
+def _check_content(arrays: Arrays, limits: Limits) -> None:
+    if "tokens" in arrays:
+        _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "the vocabulary's ids")
+        width = arrays["tokens"].shape[1]
+        if "sequence_lengths" in arrays:
+            _check_range("sequence_lengths", arrays["sequence_lengths"], 1, width, "1 to S")
+    if "prompt_lengths" in arrays:
+        if "sequence_lengths" not in arrays:
+            raise RequestError("prompt_lengths: got it without sequence_lengths, allowed: together with tokens")
+        excess = arrays["prompt_lengths"] - arrays["sequence_lengths"]
+        if arrays["prompt_lengths"].min() < 0 or excess.max() > 0:
+            raise RequestError(
+                f"prompt_lengths: got {arrays['prompt_lengths'].ravel().tolist()}, allowed: 0 to the sequence's length"
+            )
+    for name in ("returns", "prev_values"):
+        if name in arrays and not np.isfinite(arrays[name]).all():
+            raise RequestError(f"{name}: got NaN or infinity, allowed: finite numbers")
+    if "mask" in arrays:
+        if not np.isin(arrays["mask"], (0.0, 1.0)).all():
+            raise RequestError("mask: got a value other than 0 and 1, allowed: 0 or 1")
+        if not arrays["mask"].any():
+            raise RequestError("mask: got no token to train on, allowed: at least one 1")
+    for name in ("sequence_number", "instance", "trace_id"):
+        if name in arrays and (arrays[name] != arrays[name].flat[0]).any():
+            raise RequestError(f"{name}: got several values, allowed: the same in every row")
+    if "sequence_number" in arrays:
+        # Values may be asked for before the first update.
+        number, lowest = int(arrays["sequence_number"].flat[0]), -1 if "sequence_lengths" in arrays else 0
+        if number < lowest:
+            raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
+
+
+def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:
+    smallest, largest = int(array.min()), int(array.max())
+    if smallest < low or largest > high:
+        raise RequestError(f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high} ({meaning})")
