@@ -17,7 +17,6 @@ from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
-_ROLES = ("critic", "reward")
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 
 
@@ -64,7 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     add("launch", _launch, "start every role of a run and wait for its end")
     add("validate", _validate, "check a configuration and print the placement of its roles; start nothing")
     add("train", _train, "one trainer rank; the launcher calls it", rank=True)
-    add("serve", _serve, "one server rank, role=critic or role=reward; the launcher calls it", rank=True)
+    add(
+        "serve",
+        _serve,
+        "one server rank, role=critic, reward, or a replica such as reward.1; the launcher calls it",
+        rank=True,
+    )
     add(
         "prepare",
         _prepare,
@@ -170,10 +174,12 @@ def _train(parsed: argparse.Namespace) -> None:
 def _serve(parsed: argparse.Namespace) -> None:
     end_with_launcher()
     roles = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
-    if len(roles) != 1 or roles[0] not in _ROLES:
-        raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(_ROLES)}")
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
     config = _config(parsed)
+    from aligner.config.placement import server_ranks
+
+    if len(roles) != 1 or roles[0] not in server_ranks(config):
+        raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(server_ranks(config))}")
     if roles[0] == "critic":
         from aligner.servers.critic import serve_critic
 
@@ -181,12 +187,13 @@ def _serve(parsed: argparse.Namespace) -> None:
     else:
         from aligner.servers.reward import serve_reward
 
-        serve_reward(config)
+        serve_reward(config, roles[0])
 
 
 def _prepare(parsed: argparse.Namespace) -> None:
     end_with_launcher()
     config = _config(parsed)
+    from aligner.config.reward_sources import FunctionSource, reward_sources
     from aligner.data.model_directory import prepare_model
     from aligner.data.prompts import PromptStream, load_prompts
     from aligner.data.tokenizer import Tokenizer
@@ -201,8 +208,9 @@ def _prepare(parsed: argparse.Namespace) -> None:
         shuffle=data.shuffle,
         max_prompt_tokens=data.max_prompt_tokens,
     )
-    if config.reward.kind == "function":
-        resolve_scorer(config.reward.function)
+    for source in reward_sources(config.reward):
+        if isinstance(source, FunctionSource):
+            resolve_scorer(source.function, f"{source.key}.function")
 
 
 def _convert(parsed: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from aligner.errors import AlignerError
 
 _HOLDS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
-    "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic_updates.json",
+    "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
     "rng": "nothing: every random stream follows from the seed and the step",
     "data": "the cursor is the step",
 }
@@ -31,7 +31,7 @@ class RunState:
     """Training steps done."""
     kl_coefficient: float
     critic_updates: int
-    """Sequence number of the critic's last update."""
+    """Numbered updates that the critic had applied: its part of the checkpoint says the same."""
 
 
 class RunCheckpoints:
@@ -45,10 +45,9 @@ class RunCheckpoints:
         """Steps with a complete checkpoint, in order."""
         return complete_steps(self._directory)
 
-    def latest(self) -> RunState | None:
-        """State of the last complete checkpoint, or None. Raises AlignerError where its manifest is of another format."""
-        steps = self.steps()
-        return RunState(**self._read(steps[-1])["state"]) if steps else None
+    def newest(self) -> list[RunState]:
+        """States of the last `checkpoint.keep` complete checkpoints, in order. Raises AlignerError for another format's."""
+        return [RunState(**self._read(step)["state"]) for step in self.steps()[-self._settings.keep :]]
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
         """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set.
@@ -61,7 +60,7 @@ class RunCheckpoints:
         return None if name is None else stats[name]
 
     def commit(self, state: RunState, metric: float | None = None) -> None:
-        """Declare a checkpoint, whose parts are complete, complete; delete those that are no longer kept."""
+        """Declare a checkpoint, whose parts are complete, complete."""
         content = {
             "format": FORMAT,
             "aligner": aligner.__version__,
@@ -74,6 +73,9 @@ class RunCheckpoints:
         temporary = manifest.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(manifest)
+
+    def prune(self) -> None:
+        """Delete the checkpoints that are no longer kept."""
         for step in sorted(set(self.steps()) - self._kept()):
             # Without its manifest it no longer counts, also when the deletion is cut short.
             (self._directory / f"step_{step}" / MANIFEST).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from aligner.observability.timer import PhaseTimer
 from aligner.resharding.publisher import Publisher
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services
+from aligner.servers.critic_client import INITIAL, CriticState
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Outcome:
     stats: dict[str, float]
     rollout: Rollout
     scores: Tensor
+
+
+def critic_states(checkpoints: Sequence[RunState]) -> list[CriticState]:
+    """The critic's states that these checkpoints hold; its initial one where there is none."""
+    return [CriticState(state.step, state.critic_updates) for state in checkpoints] or [INITIAL]
 
 
 @dataclass
@@ -66,15 +73,14 @@ class OnlineTrainer:
     loss: PolicyLoss
     kl_controller: KLController
     checkpoints: RunCheckpoints
-    start: RunState | None
-    """What to resume from; None starts at the beginning."""
+    saved: list[RunState]
+    """The newest checkpoints; the run resumes from the last, and starts at the beginning without one."""
     recorder: Recorder | None
     _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, and its metric."""
 
     def run(self) -> None:
         """Train from where the run stands to its last step."""
-        self.services.wait_ready(self.config.server.start_timeout_s)
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.publisher.publish(version=first)
@@ -137,11 +143,12 @@ class OnlineTrainer:
     def _resume(self) -> int:
         """Restore policy, critic and coefficient where there is a checkpoint to start from; the first step to do."""
         first = 0
-        if self.start is not None:
-            first = self.start.step
+        self.services.start(self.config.server.start_timeout_s, critic_states(self.saved))
+        if self.saved:
+            start = self.saved[-1]
+            first = start.step
             self.policy.load(self.paths.checkpoint(first, "policy"))
-            self.services.control_critic("restore", step=first)
-            self.kl_controller.coefficient = self.start.kl_coefficient
+            self.kl_controller.coefficient = start.kl_coefficient
         if self.recorder is not None:
             self.recorder.truncate_after(first)
         return first
@@ -149,8 +156,8 @@ class OnlineTrainer:
     def _begin_save(self, step: int, stats: dict[str, float]) -> None:
         metric = self.checkpoints.metric(stats)
         self.policy.begin_save(self.paths.checkpoint(step, "policy"))
-        critic = self.services.control_critic("begin_checkpoint", step=step)
-        self._saving = RunState(step, self.kl_controller.coefficient, critic["version"]), metric
+        critic = self.services.begin_critic_checkpoint(step)
+        self._saving = RunState(step, self.kl_controller.coefficient, critic.updates), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save()
 
@@ -160,9 +167,11 @@ class OnlineTrainer:
         if saving is None:
             return
         self.policy.finish_save()
-        self.services.control_critic("finish_checkpoint")
+        self.services.finish_critic_checkpoint()
         if self.recorder is not None:
             self.checkpoints.commit(*saving)
+            self.services.keep_critic(critic_states(self.checkpoints.newest()))
+            self.checkpoints.prune()
 
     def _record(self, step: int, outcome: Outcome, times: dict[str, float]) -> None:
         if self.recorder is None:

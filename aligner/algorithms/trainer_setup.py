@@ -7,11 +7,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.algorithms.checkpoints import RunCheckpoints
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.online import OnlineTrainer, Recorder
 from aligner.algorithms.ppo import ppo_loss
-from aligner.config.endpoints import load_endpoints
+from aligner.config.access import run_access
+from aligner.config.endpoints import load_endpoints, replicas
 from aligner.config.model_shape import ModelShape
 from aligner.config.paths import model_directory, run_paths
 from aligner.config.schema import Algorithm, Config, EngineParallel, Rollout
@@ -31,7 +32,9 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.update import WeightUpdate
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.services import Services
-from aligner.servers.client import CriticClient, RewardClient
+from aligner.servers.client import RewardClient
+from aligner.servers.critic_client import CriticClient
+from aligner.servers.journal import UpdateJournal
 
 
 def train(config: Config) -> None:
@@ -47,10 +50,9 @@ def train(config: Config) -> None:
     )
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
     checkpoints = RunCheckpoints(config)
-    start = checkpoints.latest() if config.run.resume else None
-    services = connect(config, world, start)
+    services = connect(config, world)
     try:
-        trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints, start)
+        trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
         trainer.run()
         trainer.rollouts.close()
     finally:
@@ -66,7 +68,6 @@ def build_trainer(
     world: World,
     services: Services,
     checkpoints: RunCheckpoints,
-    start: RunState | None,
 ) -> OnlineTrainer:
     """Put the parts of a trainer rank together."""
     paths, algorithm = run_paths(config), config.algorithm
@@ -103,24 +104,26 @@ def build_trainer(
         loss=build_loss(algorithm),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
-        start=start,
+        saved=checkpoints.newest() if config.run.resume else [],
         recorder=recorder,
     )
 
 
-def connect(config: Config, world: World, start: RunState | None) -> Services:
+def connect(config: Config, world: World) -> Services:
     """Clients of the run's servers, on rank 0 alone."""
     if world.rank != 0:
         return Services(None, None)
-    endpoints, server = load_endpoints(run_paths(config).endpoints), config.server
+    paths, server, access = run_paths(config), config.server, run_access(config)
+    endpoints = load_endpoints(paths.endpoints)
+    journal = UpdateJournal(paths.journal)
     critic = CriticClient(
-        endpoints["critic"],
-        server.request_timeout_s,
-        run_id=str(config.run.name),
-        first_sequence_number=0 if start is None else start.critic_updates,
-        max_batch_size=server.max_batch_size,
+        endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
     )
-    return Services(critic, RewardClient(endpoints["reward"], server.request_timeout_s, server.max_batch_size))
+    if config.critic.with_reward:
+        return Services(critic, None)
+    return Services(
+        critic, RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
+    )
 
 
 def build_colocated_engine(config: Config, shape: ModelShape, world: World, policy: Policy) -> GenerationEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -34,11 +35,12 @@ def create_access_key(config: Config) -> None:
     if config.server.guard == "none" or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(32) + "\n")
-    temporary.replace(path)
+    with contextlib.suppress(FileExistsError):  # servers that are started together agree on the first one's
+        os.link(temporary, path)
+    temporary.unlink()
 
 
 def run_access(config: Config) -> Access:

@@ -16,10 +16,12 @@ from aligner.config.keys import Key, schema_keys, value_at
 from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import critic_shape, directory_shape, read_shape
+from aligner.config.model_source import critic_shape, read_shape
 from aligner.config.paths import run_paths
 from aligner.config.ports import port_problems
+from aligner.config.reward_sources import has_reward_model, reward_problems
 from aligner.config.schema import Config, Optimizer, TrainedModel
+from aligner.config.tls import tls_problems
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
 
@@ -54,8 +56,8 @@ def check(config: Config) -> ModelShape:
         problems.append(str(error))
     if shape is not None:
         problems += [*_layouts(config, shape), *_engine_ranks(config, shape), *_lengths(config, shape)]
-    problems += [*_engine_update(config), *_reward(config), *_batches(config), *_schedule(config), *_prompts(config)]
-    problems += [*port_problems(config), *_run_directory(config)]
+    problems += [*_engine_update(config), *reward_problems(config), *_batches(config), *_schedule(config), *_prompts(config)]
+    problems += [*port_problems(config), *tls_problems(config), *_run_directory(config)]
     _raise_all(problems)
     if shape is None:  # its problem was raised above
         raise AssertionError
@@ -144,20 +146,6 @@ def _engine_update(config: Config) -> Iterator[str]:
         )
 
 
-def _reward(config: Config) -> Iterator[str]:
-    reward = config.reward
-    if reward.kind == "function":
-        if reward.parallel.ranks != 1:
-            yield f"reward.parallel: {reward.parallel.ranks} ranks, but a scoring function (reward.kind=function) has 1"
-    elif reward.path is None:
-        yield "reward.path must name a reward model directory (reward.kind=model)"
-    else:
-        try:
-            yield from layout_problems("reward.parallel", reward.parallel, directory_shape(Path(reward.path), "reward.path"))
-        except ConfigError as error:
-            yield str(error)
-
-
 def _batches(config: Config) -> Iterator[str]:
     rollout, parts, replicas = config.rollout, config.rollout.micro_batches, config.engine.parallel.data
     if rollout.min_response_tokens > rollout.max_response_tokens:
@@ -190,7 +178,7 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
             f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens ({described}), need"
             f" {token * (longest - 1) / 2**20:.1f} MiB"
         )
-    roles = ["actor", "critic"] + (["reward"] if config.reward.kind == "model" else [])
+    roles = ["actor", "critic"] + (["reward"] if has_reward_model(config.reward) else [])
     for role in roles:
         tokens = value_at(config, f"{role}.micro_batch_tokens")
         if tokens < longest:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
+from aligner.config.reward_sources import describe_sources, has_reward_model, reward_sources
 from aligner.config.schema import Config, Parallel
 from aligner.config.weights import Head, weight_table
 
@@ -67,29 +68,37 @@ def has_gpu() -> bool:
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
     engine = config.engine
-    scores = f"function {config.reward.function}" if config.reward.kind == "function" else "reward model"
+    sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
     device, threads = "cuda" if has_gpu() else "cpu", threads_per_rank(config)
-    return (
-        Placement(
-            "trainer",
-            config.actor.parallel.ranks,
-            f"{describe_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
-            f"policy, reference, {engine.kind} engine",
-            device,
-            threads,
-        ),
-        Placement(
-            "critic", config.critic.parallel.ranks, describe_layout(config.critic.parallel), "value model", device, threads
-        ),
-        Placement(
-            "reward",
-            config.reward.parallel.ranks,
-            describe_layout(config.reward.parallel) if config.reward.kind == "model" else "-",
-            scores,
-            device if config.reward.kind == "model" else "cpu",
-            threads,
-        ),
+    trainer = Placement(
+        "trainer",
+        config.actor.parallel.ranks,
+        f"{describe_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
+        f"policy, reference, {engine.kind} engine",
+        device,
+        threads,
     )
+    critic = Placement(
+        "critic",
+        config.critic.parallel.ranks,
+        describe_layout(config.critic.parallel),
+        f"value model, {sources}" if config.critic.with_reward else "value model",
+        device,
+        threads,
+    )
+    rewards = (
+        Placement(
+            group,
+            ranks,
+            describe_layout(config.reward.parallel) if has_model else "-",
+            sources,
+            device if has_model else "cpu",
+            threads,
+        )
+        for group, ranks in server_ranks(config).items()
+        if group != "critic"
+    )
+    return (trainer, critic, *rewards)
 
 
 def placement_table(config: Config) -> Table:

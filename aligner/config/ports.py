@@ -3,17 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import socket
 from collections.abc import Iterator
 
-from aligner.config.schema import Config
+import psutil
+
+from aligner.config.placement import server_ranks
+from aligner.config.schema import Config, Ports
+from aligner.errors import ConfigError
+
+PORTS_PER_SERVER = 3
+_LAST_PORT = 65535
+_ANY, _LOOPBACK = "0.0.0.0", "127.0.0.1"
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of this machine's network interface, such as eth0; an address is itself.
+
+    Raises ConfigError, naming the interfaces that there are, for a name that is none of them.
+    """
+    try:
+        return str(ipaddress.IPv4Address(interface))
+    except ValueError:
+        pass
+    known = {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+    if interface not in known:
+        raise ConfigError(
+            f"server.interface={interface}: neither an IPv4 address nor an interface of this machine;"
+            f" allowed: {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
+        )
+    return known[interface]
+
+
+def client_address(config: Config) -> str:
+    """Where this machine's clients reach the servers: over loopback when they listen everywhere."""
+    address = interface_address(config.server.interface)
+    return _LOOPBACK if address == _ANY else address
+
+
+def listening_addresses(config: Config) -> dict[str, str]:
+    """The address that each of a server's ports is on, by the port's name; HTTP is this machine's alone under TLS."""
+    address = interface_address(config.server.interface)
+    http = address if config.server.tls.certificate is None else _LOOPBACK
+    return {"http": http, "grpc": address, "metrics": address}
+
+
+def group_ports(config: Config) -> dict[str, Ports]:
+    """The ports that each server group is configured with; 0 for those that are picked at launch.
+
+    A replica's are `PORTS_PER_SERVER` above those of the one before it.
+    """
+
+    def above(ports: Ports, offset: int) -> Ports:
+        return Ports(**{name: port and port + offset for name, port in dataclasses.asdict(ports).items()})
+
+    roles, found = {"critic": config.critic.ports, "reward": config.reward.ports}, {}
+    for group in server_ranks(config):
+        role, _, replica = group.partition(".")
+        found[group] = above(roles[role], int(replica or 0) * PORTS_PER_SERVER)
+    return found
 
 
 def explicit_ports(config: Config) -> dict[str, int]:
     """The ports that the configuration fixes, by key; those left at 0 are picked at launch."""
-    roles = {"critic": config.critic.ports, "reward": config.reward.ports}
-    found = {f"{role}.ports.{name}": port for role, ports in roles.items() for name, port in dataclasses.asdict(ports).items()}
-    return {key: port for key, port in found.items() if port}
+    found = {}
+    for group, ports in group_ports(config).items():
+        role, _, replica = group.partition(".")
+        offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
+        found.update({f"{role}.ports.{name}{offset}": port for name, port in dataclasses.asdict(ports).items() if port})
+    return found
 
 
 def port_is_free(interface: str, port: int) -> bool:
@@ -32,18 +96,29 @@ def port_is_free(interface: str, port: int) -> bool:
 
 
 def port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, given twice or in use."""
+    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface."""
     interface = config.server.interface
-    taken: dict[int, str] = {}
+    if config.critic.with_reward:
+        for name, port in dataclasses.asdict(config.reward.ports).items():
+            if port:
+                yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
     try:
-        port_is_free(interface, 0)
-        for key, port in explicit_ports(config).items():
-            if port > 65535:
-                yield f"{key}={port}: a port is at most 65535"
-            elif port in taken:
-                yield f"{key}={port}: {taken[port]} has the same port"
-            elif not port_is_free(interface, port):
-                yield f"{key}={port}: the port is in use on {interface}; give another, or 0 for a free one"
-            taken.setdefault(port, key)
+        addresses = listening_addresses(config)
+        for address in addresses.values():
+            port_is_free(address, 0)
+    except ConfigError as error:
+        yield str(error)
+        return
     except OSError as error:
         yield f"server.interface={interface}: cannot listen there ({error.strerror or error})"
+        return
+    taken: dict[int, str] = {}
+    for key, port in explicit_ports(config).items():
+        address = addresses[key.split(" ")[0].rpartition(".")[2]]
+        if port > _LAST_PORT:
+            yield f"{key}={port}: a port is at most {_LAST_PORT}"
+        elif port in taken:
+            yield f"{key}={port}: {taken[port]} has the same port"
+        elif not port_is_free(address, port):
+            yield f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
+        taken.setdefault(port, key)

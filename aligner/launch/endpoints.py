@@ -9,43 +9,47 @@ import urllib.request
 from collections.abc import Iterator
 
 from aligner.config.endpoints import Endpoint
-from aligner.config.ports import explicit_ports, port_is_free
-from aligner.config.schema import Config, Ports
+from aligner.config.ports import client_address, explicit_ports, group_ports, listening_addresses, port_is_free
+from aligner.config.schema import Config
 
 # Below the range from which the kernel gives ports to outgoing connections: a port picked there would often be gone
 # again by the time a server has started.
 _FIRST_PORT, _LAST_PORT = 20000, 32000
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACK = "127.0.0.1"
 
 
 def free_ports(config: Config) -> Iterator[int]:
-    """Distinct ports that are free now on the servers' interface, in random order."""
+    """Distinct ports that are free now where the servers listen, in random order."""
     candidates = list(range(_FIRST_PORT, _LAST_PORT))
     random.SystemRandom().shuffle(candidates)
     fixed = set(explicit_ports(config).values())
+    addresses = set(listening_addresses(config).values())
     for port in candidates:
-        if port not in fixed and port_is_free(config.server.interface, port):
+        if port not in fixed and all(port_is_free(address, port) for address in addresses):
             yield port
 
 
 def pick_endpoints(config: Config, ports: Iterator[int]) -> dict[str, Endpoint]:
-    """Where the critic and the reward server listen: the configured ports, free ones for those left at 0."""
-    host = _ANY_ADDRESS.get(config.server.interface, config.server.interface)
+    """Where each server group listens: the configured ports, free ones for those left at 0."""
+    host = client_address(config)
+    return {
+        group: Endpoint(host, *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)))
+        for group, wanted in group_ports(config).items()
+    }
 
-    def endpoint(wanted: Ports) -> Endpoint:
-        return Endpoint(host, *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)))
 
-    return {"critic": endpoint(config.critic.ports), "reward": endpoint(config.reward.ports)}
+def health_address(config: Config, endpoint: Endpoint) -> str:
+    """Host and port of a server's HTTP, which alone answers without a key or a certificate whether it is healthy."""
+    return f"{_LOOPBACK if config.server.tls.certificate else endpoint.host}:{endpoint.http}"
 
 
-def is_ready(endpoint: Endpoint, model: str, timeout_s: float = 0.3) -> bool:
+def is_ready(address: str, model: str, timeout_s: float = 0.3) -> bool:
     """Whether the Triton server there, and its model, answer that they are ready."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     # No proxy: a server of this run is never behind one.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for path in ("health/ready", f"models/{model}/ready"):
         try:
-            with opener.open(f"http://{host}:{endpoint.http}/v2/{path}", timeout=timeout_s) as answer:
+            with opener.open(f"http://{address}/v2/{path}", timeout=timeout_s) as answer:
                 if answer.status != 200:
                     return False
         except (urllib.error.URLError, http.client.HTTPException, OSError):

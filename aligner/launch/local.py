@@ -9,26 +9,25 @@ from contextlib import closing
 
 from rich.console import Console
 
+from aligner.config.access import create_access_key
 from aligner.config.checks import check
 from aligner.config.compose import save_config
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory, run_paths
-from aligner.config.placement import role_ranks, threads_per_rank
+from aligner.config.placement import server_ranks, threads_per_rank
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.endpoints import free_ports, is_ready, pick_endpoints
+from aligner.launch.endpoints import free_ports, health_address, pick_endpoints
 from aligner.launch.failure import failure_error, reported_error, with_log
 from aligner.launch.interrupts import Interrupted, Interrupts
 from aligner.launch.processes import Processes, RankProcess
-from aligner.launch.roles import SERVED_MODEL, Command, rank_environment, role_command
+from aligner.launch.roles import Command, rank_environment, role_command
+from aligner.launch.servers import GRACE_S, ServerGroup
 from aligner.launch.view import RunView
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
 
 _POLL_S = 0.1
-_HEALTH_POLL_S = 0.5
-_GRACE_S = 1.0
-"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
 
 
 def launch(config: Config, command: Command = role_command) -> int:
@@ -43,6 +42,7 @@ def launch(config: Config, command: Command = role_command) -> int:
     console = Console()
     paths.root.mkdir(parents=True, exist_ok=True)
     save_config(config, paths.config)
+    create_access_key(config)
     try:
         with Interrupts() as interrupts, Processes(config.cluster.stop_timeout_s) as processes:
             run = _LocalRun(config, paths, processes, interrupts, command, console)
@@ -78,96 +78,92 @@ class _LocalRun:
         self._command = command
         self._console = console
         self._ports = free_ports(config)
+        self._threads = threads_per_rank(config)
+        self._groups: list[ServerGroup] = []
+        self._trainers: list[RankProcess] = []
 
     def prepare(self) -> None:
         """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
         directory = model_directory(self._config)
         timeout = self._config.server.start_timeout_s
-        self._start("prepare", 1, threads=1)
-        rank = self._processes.ranks[-1]
+        (rank,) = self._start("prepare", 1)
         what = "checking" if directory.exists() else "making"
         self._console.print(f"{what} the model: {directory}", markup=False, highlight=False, soft_wrap=True)
         deadline = time.monotonic() + timeout
         while rank.exit_code is None:
             self._tick()
             if time.monotonic() > deadline:
-                raise AlignerError(with_log(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank.log))
+                raise AlignerError(with_log(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank))
         if rank.exit_code == ConfigError.exit_code:
-            raise ConfigError(reported_error(rank.log))
+            raise ConfigError(reported_error(rank))
         if rank.exit_code != 0:
             raise failure_error([rank])
-        self._processes.ranks.remove(rank)
+        self._processes.forget([rank])
 
     def train(self) -> None:
-        """Start every role and wait for the trainer's end."""
+        """Start every role, wait for the trainer's end, and let the servers finish what they have taken."""
         endpoints = pick_endpoints(self._config, self._ports)
         save_endpoints(endpoints, self._paths.endpoints)
-        threads = threads_per_rank(self._config)
         with closing(RunView(self._config, self._paths, self._console)) as view:
-            for role, ranks in role_ranks(self._config).items():
-                self._start(role, ranks, threads)
-            health = _Health(self._config, endpoints, self._log_of)
+            self._groups = [self._server(group, endpoint, view.note) for group, endpoint in endpoints.items()]
+            self._trainers = self._start("trainer", self._config.actor.parallel.ranks)
             stragglers = _Stragglers(self._config)
-            trainers = [rank for rank in self._processes.ranks if rank.role == "trainer"]
-            while any(rank.exit_code != 0 for rank in trainers):
+            while any(rank.exit_code != 0 for rank in self._trainers):
                 self._tick()
                 self._raise_failures()
-                stragglers.check(trainers)
-                if (waiting := health.poll()) is not None:
-                    view.waiting_for(waiting)
+                stragglers.check(self._trainers)
+                for group in self._groups:
+                    group.poll()
+                view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
             view.finish()
+        self._drain()
 
-    def _start(self, role: str, ranks: int, threads: int) -> None:
+    def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
+        def start(restarts: int) -> list[RankProcess]:
+            return self._start(group, server_ranks(self._config)[group], restarts)
+
+        return ServerGroup(group, health_address(self._config, endpoint), self._config, self._processes, start, tell)
+
+    def _start(self, role: str, ranks: int, restarts: int = 0) -> list[RankProcess]:
         command, port = self._command(role, self._paths.config), next(self._ports)
+        started = []
         for rank in range(ranks):
-            environment = rank_environment(rank, ranks, port, threads)
-            self._processes.start(role, rank, command, environment, self._paths.log(role, rank))
+            environment = rank_environment(rank, ranks, port, self._threads)
+            log = self._paths.log(role, rank)
+            if restarts:
+                with log.open("a") as lines:
+                    lines.write(f"--- {role} is started again ({restarts} of {self._config.server.max_restarts}) ---\n")
+            started.append(self._processes.start(role, rank, command, environment, log, restarts))
+        return started
 
     def _tick(self) -> None:
         self._interrupts.check()
         time.sleep(_POLL_S)
         self._processes.poll()
 
-    def _failed(self) -> list[RankProcess]:
-        # A server has no business ending while the trainer runs, however politely.
-        return [rank for rank in self._processes.ranks if rank.exit_code or (rank.role != "trainer" and rank.exit_code == 0)]
-
     def _raise_failures(self) -> None:
-        if not self._failed():
+        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again."""
+        if not self._fatal():
             return
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             self._tick()
-        raise failure_error(self._failed())
+        fatal = self._fatal()
+        ended = [rank for group in self._groups for rank in group.ended]
+        raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal)
 
-    def _log_of(self, role: str) -> RankProcess:
-        return next(rank for rank in self._processes.ranks if rank.role == role)
+    def _fatal(self) -> list[RankProcess]:
+        lost = [rank for group in self._groups if group.lost for rank in group.ended]
+        return [*lost, *(rank for rank in self._trainers if rank.exit_code)]
 
-
-class _Health:
-    """Asks the servers whether they are healthy, until all of them are."""
-
-    def __init__(self, config: Config, endpoints: dict[str, Endpoint], first_rank: Callable[[str], RankProcess]) -> None:
-        self._timeout_s = config.server.start_timeout_s
-        self._waiting = dict(endpoints)
-        self._first_rank = first_rank
-        self._started = time.monotonic()
-        self._next = self._started
-
-    def poll(self) -> list[str] | None:
-        """The roles still waited for; None when nothing was asked. Raises AlignerError past the timeout."""
-        now = time.monotonic()
-        if now < self._next or not self._waiting:
-            return None
-        self._next = now + _HEALTH_POLL_S
-        for role, endpoint in list(self._waiting.items()):
-            if is_ready(endpoint, SERVED_MODEL[role]):
-                del self._waiting[role]
-            elif now - self._started > self._timeout_s:
-                message = f"{role} was not healthy within server.start_timeout_s={self._timeout_s:g} s"
-                raise AlignerError(with_log(message, self._first_rank(role).log))
-        return list(self._waiting)
+    def _drain(self) -> None:
+        """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is ended with the run."""
+        servers = [rank for rank in self._processes.ranks if rank.role != "trainer"]
+        self._processes.terminate(servers)
+        deadline = time.monotonic() + self._config.server.drain_timeout_s
+        while time.monotonic() < deadline and any(rank.exit_code is None for rank in servers):
+            self._tick()
 
 
 class _Stragglers:
@@ -182,4 +178,4 @@ class _Stragglers:
         running = [rank for rank in trainers if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > self._timeout_s:
             message = f"trainer rank {running[0].rank} still runs {self._timeout_s:g} s after another rank ended"
-            raise AlignerError(with_log(message, running[0].log))
+            raise AlignerError(with_log(message, running[0]))

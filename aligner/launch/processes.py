@@ -18,6 +18,8 @@ from aligner.launch.kernel import adopt_orphans
 
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
+_START = "ALIGNER_START"
+"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included."""
 
 
 @dataclass
@@ -28,6 +30,12 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
+    """Where its own part of the log begins, in bytes."""
+    mark: str
+    """Value of `_START` that only what came of this start has."""
+    restarts: int = 0
+    """How often its group had been started again by then."""
     ended_at: float | None = None
     """`time.monotonic()` at which its end was noticed."""
 
@@ -46,6 +54,7 @@ class Processes:
 
     def __init__(self, stop_timeout_s: float) -> None:
         self._stop_timeout_s = stop_timeout_s
+        self._started = 0
         self.ranks: list[RankProcess] = []
         adopt_orphans()
         self._not_ours = set(psutil.Process().children(recursive=True))
@@ -56,19 +65,23 @@ class Processes:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    def start(self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RankProcess:
+    def start(
+        self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, restarts: int = 0
+    ) -> RankProcess:
         """Start a rank in a session of its own, its output appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._started += 1
+        mark = f"{os.getpid()}-{self._started}"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 list(command),
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, _START: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        started = RankProcess(role, rank, process, log)
+            started = RankProcess(role, rank, process, log, output.tell(), mark, restarts)
         self.ranks.append(started)
         return started
 
@@ -78,12 +91,28 @@ class Processes:
             if rank.ended_at is None and rank.process.poll() is not None:
                 rank.ended_at = time.monotonic()
 
-    def stop(self) -> None:
-        """End everything: SIGTERM to each rank's process group, and what is left by `stop_timeout_s` is killed."""
-        for rank in self.ranks:
+    def terminate(self, ranks: Sequence[RankProcess]) -> None:
+        """SIGTERM to the process groups of those that still run."""
+        for rank in ranks:
             if rank.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, signal.SIGTERM)
+
+    def kill(self, ranks: Sequence[RankProcess]) -> bool:
+        """Kill these ranks and all that came of them; returns whether there was nothing left to kill."""
+        marks = {rank.mark for rank in ranks}
+        rest = [process for process in self._descendants() if _mark(process) in marks]
+        _kill(rest)
+        self._reap(rest)
+        return not rest
+
+    def forget(self, ranks: Sequence[RankProcess]) -> None:
+        """Ended ranks that are of no account any more."""
+        self.ranks = [rank for rank in self.ranks if rank not in ranks]
+
+    def stop(self) -> None:
+        """End everything: SIGTERM to each rank's process group, and what is left by `stop_timeout_s` is killed."""
+        self.terminate(self.ranks)
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self.ranks):
             time.sleep(_POLL_S)
@@ -93,15 +122,30 @@ class Processes:
         # Repeated, because a process may fork between being listed and being killed.
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while rest := self._descendants():
-            for process in rest:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            for rank in self.ranks:
-                rank.process.poll()
-            own = {rank.process.pid for rank in self.ranks}
-            psutil.wait_procs([process for process in rest if process.pid not in own], timeout=_POLL_S)
+            _kill(rest)
+            self._reap(rest)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
 
+    def _reap(self, processes: Sequence[psutil.Process]) -> None:
+        for rank in self.ranks:
+            rank.process.poll()
+        own = {rank.process.pid for rank in self.ranks}
+        psutil.wait_procs([process for process in processes if process.pid not in own], timeout=_POLL_S)
+
     def _descendants(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _mark(process: psutil.Process) -> str | None:
+    """None for a process that has ended, reaped or not."""
+    try:
+        return process.environ().get(_START)
+    except psutil.Error:
+        return None

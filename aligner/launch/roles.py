@@ -10,14 +10,18 @@ from pathlib import Path
 from aligner.launch.kernel import LAUNCHER_PID
 
 Command = Callable[[str, Path], tuple[str, ...]]
-"""From a role and the run's config file to the command of its ranks."""
+"""From a role, or a server group, and the run's config file to the command of its ranks."""
 
-SERVED_MODEL = {"critic": "critic_infer", "reward": "reward_model"}
-"""The Triton model that must be ready for a server role to be healthy."""
+_SERVED_MODEL = {"critic": "critic_infer", "reward": "reward_model"}
+
+
+def served_model(group: str) -> str:
+    """The Triton model that must be ready for a server group to be healthy."""
+    return _SERVED_MODEL[group.partition(".")[0]]
 
 
 def role_command(role: str, config_file: Path) -> tuple[str, ...]:
-    """The command of a role's ranks; `prepare` is a role too."""
+    """The command of a role's or a server group's ranks; `prepare` is a role too."""
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
     action = actions.get(role, ("serve", f"role={role}"))
     return (sys.executable, "-m", "aligner", *action, "--config", str(config_file))

@@ -29,6 +29,10 @@ class RunView:
             self._waiting = roles
             self._progress.status(f"waiting for {', '.join(roles)}" if roles else "all servers are healthy")
 
+    def note(self, text: str) -> None:
+        """Tell what has happened, on a line that stays."""
+        self._progress.note(text)
+
     def update(self) -> None:
         """Show what is new."""
         for record in self._metrics.new_records():

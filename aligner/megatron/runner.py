@@ -21,6 +21,7 @@ from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.model import build_model, drop_last_graph, wrap_for_training
+from aligner.megatron.offload import OffloadedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.weights import NamedWeights
@@ -59,6 +60,7 @@ class ModelRunner:
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
+        self._offloaded: OffloadedWeights | None = None
 
     def start_training(self) -> None:
         """Make gradient buffers and the optimizer, from the weights as they are now."""
@@ -163,6 +165,8 @@ class ModelRunner:
     def _run_schedule(
         self, chunks: Sequence[nn.Module], step: Any, batches: Sequence[PackedBatch], *, forward_only: bool
     ) -> list[Any]:
+        if self._offloaded is not None:
+            raise RuntimeError("the model is asleep: its weights are in host memory")
         iterators = [iter(batches) for _ in chunks]
         interleaved = len(chunks) > 1
         results = get_forward_backward_func()(
@@ -189,6 +193,17 @@ class ModelRunner:
         self.world.sum_(sums)
         self.world.max_(peaks)
         return dict(zip(names, torch.where(is_max, peaks, sums).tolist(), strict=True))
+
+    def sleep(self) -> None:
+        """Keep the weights in host memory and free the device's, until `wake`; nothing may use them in between."""
+        if self._offloaded is None:
+            self._offloaded = OffloadedWeights(parameter for _, parameter in self.parameters())
+
+    def wake(self) -> None:
+        """Bring the weights back to the device, as they were."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from aligner.config.paths import model_directory
 from aligner.config.schema import Config, MegatronModel, TrainedModel
 from aligner.data.checkpoint_files import trained_model
 from aligner.data.model_directory import read_shape
-from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
@@ -95,6 +94,14 @@ class ValueModel:
 
         return self.runner.update(self.runner.share(tokens, lengths), packed_loss)
 
+    def sleep(self) -> None:
+        """Keep the weights in host memory and free the device's, until `wake`; only `finish_save` may be called."""
+        self.runner.sleep()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device, as they were."""
+        self.runner.wake()
+
     def begin_save(self, directory: Path) -> None:
         """Copy weights, optimizer and schedule to host memory, and write them in the background."""
         self._checkpoints.begin(directory)
@@ -114,15 +121,8 @@ class ValueModel:
         load_checkpoint(self.runner, directory, self._trained)
 
 
-def build_value_model(
-    config: Config, role: Literal["critic", "reward"], world: World, loss: ValueLoss | None = None
-) -> ValueModel:
-    """The critic of a run (trained with `loss`), or its reward model (frozen)."""
-    if role == "reward":
-        if config.reward.path is None:
-            raise ConfigError("reward.path must name a reward model directory (reward.kind=model)")
-        directory = Path(config.reward.path)
-        return ValueModel(read_shape(directory), world, directory, config.reward)
+def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
+    """The critic of a run, trained with `loss`."""
     directory = model_directory(config)
     return ValueModel(
         critic_shape(config, read_shape(directory)),
@@ -132,3 +132,8 @@ def build_value_model(
         total_updates=config.run.steps * config.algorithm.epochs * config.algorithm.minibatches,
         loss=loss,
     )
+
+
+def build_reward_model(config: Config, directory: Path, world: World) -> ValueModel:
+    """The frozen reward model in a directory."""
+    return ValueModel(read_shape(directory), world, directory, config.reward)

@@ -22,6 +22,10 @@ class ProgressView(Protocol):
         """What is being waited for, before the first step."""
         ...
 
+    def note(self, text: str) -> None:
+        """Something out of the ordinary has happened."""
+        ...
+
     def step(self, metrics: Mapping[str, float]) -> None:
         """A step has been recorded."""
         ...
@@ -82,6 +86,8 @@ class PlainProgress:
         """Print it."""
         self._line(text)
 
+    note = status
+
     def step(self, metrics: Mapping[str, float]) -> None:
         """Print the step's line."""
         self._line(f"step {int(metrics['step'])}/{self._steps}  {self._pace.describe(metrics)}")
@@ -111,6 +117,10 @@ class LiveProgress:
     def status(self, text: str) -> None:
         """Show it beside the bar."""
         self._bar.update(self._task, description=text)
+
+    def note(self, text: str) -> None:
+        """Print it above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Advance the bar."""

@@ -54,10 +54,11 @@ def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
 BUILT_IN: Mapping[str, Scorer] = {"digit_fraction": digit_fraction, "sentiment": sentiment}
 
 
-def resolve_scorer(name: str) -> Scorer:
+def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
     """A built-in scorer by its name, or any other by `module:callable`.
 
-    Raises ConfigError naming `reward.function` when there is no such scorer or what it needs is not installed.
+    Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or what it needs is not
+    installed.
     """
     if name in BUILT_IN:
         if name == "sentiment":
@@ -65,40 +66,47 @@ def resolve_scorer(name: str) -> Scorer:
         return BUILT_IN[name]
     module, separator, attribute = name.partition(":")
     if not (module and separator and attribute):
-        raise ConfigError(f"reward.function={name}: must be one of {', '.join(sorted(BUILT_IN))}, or module:callable")
+        raise ConfigError(f"{key}={name}: must be one of {', '.join(sorted(BUILT_IN))}, or module:callable")
     try:
         scorer = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward.function={name}: {error}; the module must be importable and have {attribute!r}") from error
+        raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
     if not callable(scorer):
-        raise ConfigError(f"reward.function={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
+        raise ConfigError(f"{key}={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
     return scorer
 
 
-def checked_scores(scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
-    """The scorer's finite scores, one a request.
+def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
+    """The finite scores, one a request, of the scorer that the configuration calls `name`.
 
-    Raises ScoringError with the prompt and response at fault. When the scorer raises for several requests at once, each
-    is scored alone to find the one.
+    Raises ScoringError with the scorer, and the prompt and response at fault. When it raises for several requests at once,
+    each is scored alone to find the one, but for a ScoringError of its own, which says what there is to say.
     """
     try:
         scores = [float(score) for score in scorer(requests)]
+    except ScoringError as error:
+        raise ScoringError(f"the scorer {name}: {error}") from error
     except Exception as error:
         if len(requests) > 1:
             for request in requests:
-                checked_scores(scorer, [request])
+                checked_scores(name, scorer, [request])
             raise ScoringError(
-                f"the scorer raised {_told(error)} on a batch of {len(requests)} that it scores one by one"
+                f"the scorer {name} raised {_told(error)} on a batch of {len(requests)} that it scores one by one"
             ) from error
-        raise ScoringError(f"the scorer raised {_told(error)} {_shown(requests)}") from error
+        raise ScoringError(f"the scorer {name} raised {_told(error)} {_shown(requests)}") from error
     if len(scores) != len(requests):
         raise ScoringError(
-            f"the scorer returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
+            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
         )
+    require_finite(name, scores, requests)
+    return scores
+
+
+def require_finite(name: str, scores: Sequence[float], requests: Sequence[ScoringRequest]) -> None:
+    """Raise ScoringError with the scorer, prompt and response of the first score that is not finite."""
     for request, score in zip(requests, scores, strict=True):
         if not math.isfinite(score):
-            raise ScoringError(f"the scorer returned {score}, must be finite, {_shown([request])}")
-    return scores
+            raise ScoringError(f"the scorer {name} returned {score}, must be finite, {_shown([request])}")
 
 
 def _told(error: Exception) -> str:

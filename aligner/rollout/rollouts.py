@@ -64,8 +64,11 @@ class Rollouts:
         for start in range(0, settings.prompts_per_step, size):
             part = self._generate(prompts[start : start + size])
             batch = collate(part, self._pad_token_id)
-            scores += self._services.ask_score(batch.tokens, batch.lengths, batch.prompt_lengths)
-            values += self._services.ask_values(batch.tokens, batch.lengths)
+            of_prompts = prompts[start : start + size]
+            metadata = [prompt.metadata for prompt in of_prompts for _ in range(settings.samples_per_prompt)]
+            asked = self._services.ask(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            scores += asked[0]
+            values += asked[1]
             samples += part
         if self._engine_sleeps:
             self._engine.sleep(keep_weights=False)  # new ones come before the next step

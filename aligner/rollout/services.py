@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.errors import AlignerError
-from aligner.servers.client import CriticClient, RemoteFuture, RewardClient
+from aligner.servers.client import RemoteFuture, RewardClient
+from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
 
 
 def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | None]:
@@ -67,30 +68,39 @@ class PendingUpdates:
 
 
 class Services:
-    """The two servers. Rank 0 is given clients, the others None."""
+    """The servers. Rank 0 is given clients, the others None; without a reward client the critic serves the reward too."""
 
     def __init__(self, critic: CriticClient | None, reward: RewardClient | None) -> None:
         self._critic, self._reward = critic, reward
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until both answer; every rank returns, or raises, together."""
-        error = None
-        try:
+    def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
+        """Wait until all servers answer, and bring the critic to the last of these states. Collective."""
+
+        def start() -> None:
             for client in (self._critic, self._reward):
                 if client is not None:
                     client.wait_ready(timeout_s)
-        except AlignerError as problem:
-            error = str(problem)
-        if error := broadcast_json(error):
-            raise AlignerError(error)
+            if self._critic is not None:
+                self._critic.start(critic)
 
-    def ask_score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask for the scores of some rows; the answer is float32 [B]."""
-        return () if self._reward is None else (self._reward.score(tokens, lengths, prompt_lengths),)
+        _together(start)
 
-    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask for the values of some rows; the answer is float32 [B, S]."""
-        return () if self._critic is None else (self._critic.values(tokens, lengths),)
+    def ask(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
+        """Ask for the scores [B] and the values [B, S] of some rows; float32."""
+        if self._critic is None:
+            return (), ()
+        if self._reward is None:
+            values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
+        else:
+            scores = self._reward.score(tokens, lengths, prompt_lengths, metadata)
+            values = self._critic.values(tokens, lengths)
+        return (scores,), (values,)
 
     def train_critic(self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PendingUpdates:
         """Ask for one optimizer step on each (tokens, returns, old values, mask), in order."""
@@ -98,18 +108,19 @@ class Services:
             return PendingUpdates(())
         return PendingUpdates(tuple(self._critic.train(*batch) for batch in batches))
 
-    def control_critic(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Have the critic save or restore; every rank gets its answer, or its error."""
-        answer, error = {}, None
+    def begin_critic_checkpoint(self, step: int) -> CriticState:
+        """Have the critic begin to save itself as part of the run's checkpoint `step`. Collective."""
+        critic = self._critic
+        return CriticState(**_together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step))))
+
+    def finish_critic_checkpoint(self) -> None:
+        """Return when the critic's part of the checkpoint is complete. Collective."""
+        _together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
+
+    def keep_critic(self, states: Sequence[CriticState]) -> None:
+        """Bring a lost critic back from these checkpoints from now on."""
         if self._critic is not None:
-            try:
-                answer = self._critic.control(operation, **arguments)
-            except AlignerError as problem:
-                error = str(problem)
-        shared = broadcast_json({"error": error, "answer": answer})
-        if shared["error"] is not None:
-            raise AlignerError(shared["error"])
-        return shared["answer"]
+            self._critic.keep(states)
 
     def assert_settled(self) -> None:
         """Raise if an answer was never read."""
@@ -123,3 +134,16 @@ class Services:
         for client in (self._critic, self._reward):
             if client is not None:
                 client.close()
+
+
+def _together(action: Callable[[], Any]) -> Any:
+    """Every rank acts, and gets rank 0's JSON result or error. Collective."""
+    result, error = None, None
+    try:
+        result = action()
+    except AlignerError as problem:
+        error = str(problem)
+    shared = broadcast_json({"error": error, "result": result})
+    if shared["error"] is not None:
+        raise AlignerError(shared["error"])
+    return shared["result"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from aligner.config.paths import model_directory, run_paths
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.servers.backend import ValueModel
-from aligner.servers.executor import Handler
+from aligner.servers.combined import build_with_reward, with_rewards
+from aligner.servers.commands import Handler, RowJoin, joined_by
 from aligner.servers.host import Serve
-from aligner.servers.ledger import SequenceError, UpdateLedger
+from aligner.servers.ledger import RunId, SequenceError, UpdateLedger
 from aligner.servers.protocol import (
     CRITIC_INFER,
     CRITIC_SAVE,
@@ -31,31 +32,46 @@ from aligner.servers.protocol import (
     array_text,
     text_array,
 )
+from aligner.servers.scoring import Scoring, narrower
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.validation import Limits
 
 
 def serve_critic(config: Config) -> None:
     """One rank of the critic, until it is told to stop."""
-    from aligner.megatron.value_model import build_value_model
+    from aligner.megatron.value_model import build_critic, build_reward_model
     from aligner.megatron.world import initialize
 
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
-    model = build_value_model(config, "critic", world, functools.partial(value_loss, clip=config.algorithm.value_clip))
-    run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size))
+    loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
+    critic = functools.partial(build_critic, config, world, loss)
+    if config.critic.with_reward:
+        model, scoring = build_with_reward(config, critic, lambda directory: build_reward_model(config, directory, world))
+    else:
+        model, scoring = critic(), None
+    run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
 
 
-def run_critic(config: Config, model: ValueModel, limits: Limits) -> None:
-    """Serve a value model as the critic; every rank of its world calls this."""
+def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scoring | None = None) -> None:
+    """Serve a value model as the critic, and scores beside it; every rank of its world calls this."""
     ranks = CriticRank(config, model)
     serve_role(
         "critic",
         config,
-        handlers=ranks.handlers,
-        endpoints=_endpoints,
+        handlers={**ranks.handlers, **(scoring.handlers if scoring else {})},
+        endpoints=with_rewards(_endpoints, scoring) if scoring else _endpoints,
         operations=("version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore"),
-        limits=limits,
+        limits=narrower(limits, scoring.limits) if scoring else limits,
     )
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written, and the ledger of when it was begun."""
+
+    step: int
+    directory: Path
+    ledger: UpdateLedger
 
 
 class CriticRank:
@@ -65,13 +81,14 @@ class CriticRank:
         self._config = config
         self._model = model
         self._ledger = UpdateLedger()
-        self._saving: tuple[Path, UpdateLedger] | None = None
+        self._saving: _Saving | None = None
+        self._finished: int | None = None
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """What each op does."""
         return {
-            "infer": self._model.values,
+            "infer": self.infer,
             "train": self.train,
             "version": self.version,
             "checkpoint": self.checkpoint,
@@ -79,6 +96,13 @@ class CriticRank:
             "finish_checkpoint": self.finish_checkpoint,
             "restore": self.restore,
         }
+
+    @joined_by(RowJoin())
+    def infer(self, tokens: Tensor, lengths: Tensor, after: int | None = None) -> Tensor:
+        """Values float32 [B, S] of tokens int64 [B, S]. Raises SequenceError unless `after` is the last update."""
+        if after is not None:
+            self._ledger.check_follows(after)
+        return self._model.values(tokens, lengths)
 
     def train(
         self,
@@ -90,15 +114,17 @@ class CriticRank:
         sequence_number: int | None,
     ) -> dict[str, float]:
         """Apply an update once; a repeat of the last one returns its recorded result. Raises SequenceError."""
+        if run_id is not None:
+            self._ledger.admit(RunId.parse(run_id))
         if sequence_number is None:
             if not self._config.server.accept_unnumbered:
                 raise SequenceError("sequence_number: missing; send one, or configure server.accept_unnumbered=true")
             return self._model.train(tokens, returns, old_values, mask)
-        if self._ledger.is_repeat(run_id, sequence_number):
+        if self._ledger.is_repeat(sequence_number):
             assert self._ledger.result is not None
             return self._ledger.result
         result = self._model.train(tokens, returns, old_values, mask)
-        self._ledger.record(run_id, sequence_number, result)
+        self._ledger.record(sequence_number, result)
         return result
 
     def version(self) -> dict[str, Any]:
@@ -107,7 +133,7 @@ class CriticRank:
             "protocol": PROTOCOL_VERSION,
             "version": self._model.version,
             "sequence_number": self._ledger.last,
-            "run_id": self._ledger.run_id,
+            "run_id": None if self._ledger.run is None else str(self._ledger.run),
         }
 
     def begin_checkpoint(self, step: int) -> dict[str, Any]:
@@ -116,18 +142,19 @@ class CriticRank:
         directory = self._directory(step)
         directory.parent.mkdir(parents=True, exist_ok=True)
         self._model.begin_save(directory)
-        self._saving = (directory, replace(self._ledger))
+        self._saving = _Saving(step, directory, replace(self._ledger))
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
-        """Wait until the checkpoint that was begun, if any, is complete."""
+        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the last complete one's step."""
         saving, self._saving = self._saving, None
         self._model.finish_save()
-        # After the weights: a checkpoint with a ledger is complete.
-        if saving is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-            directory, ledger = saving
-            ledger.save(_ledger_path(directory))
-        return self.version()
+        if saving is not None:
+            # After the weights: a checkpoint with a ledger is complete.
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                saving.ledger.save(_ledger_path(saving.directory))
+            self._finished = saving.step
+        return {"finished": self._finished, **self.version()}
 
     def checkpoint(self, step: int | None = None) -> dict[str, Any]:
         """Save as the critic's part of the run's checkpoint `step`, the optimizer steps taken when None."""
@@ -135,13 +162,20 @@ class CriticRank:
         self.finish_checkpoint()
         return begun
 
-    def restore(self, step: int) -> dict[str, Any]:
-        """Go back to the run's checkpoint `step`. Raises AlignerError when it is missing or incomplete."""
+    def restore(self, step: int, run_id: str | None = None) -> dict[str, Any]:
+        """Go back to the run's checkpoint `step`, for the trainer `run_id`.
+
+        Raises AlignerError when the checkpoint is missing or incomplete, SequenceError when it is another run's.
+        """
         self.finish_checkpoint()
         directory = self._directory(step)
         if not directory.is_dir():
             raise AlignerError(f"restore: there is no critic checkpoint {directory}")
         ledger = UpdateLedger.load(_ledger_path(directory))
+        if run_id is not None:
+            if self._ledger.run is not None:
+                self._ledger.admit(RunId.parse(run_id))
+            ledger.admit(RunId.parse(run_id))
         self._model.load(directory)
         self._ledger = ledger
         return {"step": step, **self.version()}
@@ -151,12 +185,17 @@ class CriticRank:
 
 
 def _ledger_path(directory: Path) -> Path:
-    return directory.with_name("critic_updates.json")
+    return directory / "updates.json"
+
+
+def _number(arrays: Mapping[str, NDArray]) -> int | None:
+    return int(arrays["sequence_number"].flat[0]) if "sequence_number" in arrays else None
 
 
 def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
     def infer(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-        values = call("infer", {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])})
+        tensors = {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])}
+        values = call("infer", tensors, after=_number(arrays))
         return {"values": values.float().cpu().numpy()}
 
     def train(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
@@ -170,7 +209,7 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
                 "mask": tensor(arrays["mask"]).bool(),
             },
             run_id=array_text(arrays["run_id"]) if "run_id" in arrays else None,
-            sequence_number=int(arrays["sequence_number"][0]) if "sequence_number" in arrays else None,
+            sequence_number=_number(arrays),
         )
         return {"loss_mean": np.array([stats["loss"]], dtype=np.float32), "stats": text_array(json.dumps(stats))}
 

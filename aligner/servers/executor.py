@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
-
-Handler = Callable[..., Any]
-"""Called with the command's tensors and arguments by keyword, on every rank."""
+from aligner.servers.commands import Command, Handler, joins_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
@@ -30,36 +27,31 @@ class ServerStopping(AlignerError):
     """The server is shutting down and takes no more requests."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """Work for the whole world."""
-
-    op: str
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values"""
-    future: Future[Any] = field(default_factory=Future)
-
-
 class SpmdExecutor:
     """Rank 0 takes commands from any thread; every rank runs the same handler on the same tensors.
 
     An AlignerError that every rank raises goes to the command's caller, and the world goes on; anything else ends the
     world, because its ranks may have parted ways. Ranks wait for each other in gloo, whatever the model computes in.
+    Commands run in the order of their arrival; alike ones that wait next to each other run as one where `joined_by` says how.
     """
 
     def __init__(
         self,
         handlers: Mapping[str, Handler],
         *,
+        batch_tokens: int = 0,
+        drain_s: float = 0.0,
         heartbeat_s: float = 5.0,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """`heartbeat_s` must be well below the collective timeout.
+        """`heartbeat_s` must be well below the collective timeout; commands that run as one have `batch_tokens` at most.
 
         `watch` is called on rank 0 about once a heartbeat, and ends the world by raising.
         """
         self._handlers = dict(handlers)
+        self._joins = joins_of(handlers)
+        self._batch_tokens = batch_tokens
+        self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
         self._watch = watch
         self._size = dist.get_world_size() if dist.is_initialized() else 1
@@ -67,28 +59,37 @@ class SpmdExecutor:
         self._group = dist.new_group(backend="gloo") if self._size > 1 else None
         self._waiting: deque[Command] = deque()
         self._arrived = threading.Condition()
-        self._running: Command | None = None
-        self._stopping = False
+        self._running: list[Command] = []
+        self._stop_by: float | None = None
         self._closed = False
 
     @property
     def queue_depth(self) -> int:
-        """Commands that wait, the running one not counted."""
+        """Commands that wait, the running ones not counted."""
         return len(self._waiting)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether new commands are refused."""
+        return self._stop_by is not None or self._closed
 
     def submit(self, op: str, tensors: Mapping[str, Tensor] | None = None, **arguments: Any) -> Future[Any]:
         """Queue a command on rank 0. The future holds rank 0's result, or the AlignerError that all ranks raised."""
         command = Command(op, tensors or {}, arguments)
         with self._arrived:
-            if self._stopping or self._closed:
+            if self.stopping:
                 raise ServerStopping("the server is shutting down")
             self._waiting.append(command)
             self._arrived.notify()
         return command.future
 
     def shutdown(self) -> None:
-        """Finish the running command, refuse the waiting ones, end `run` on every rank. Safe in a signal handler."""
-        self._stopping = True
+        """Refuse new commands, finish those taken for up to `drain_s`, then end `run` on every rank.
+
+        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it.
+        """
+        if self._stop_by is None:
+            self._stop_by = time.monotonic() + self._drain_s
 
     def run(self) -> None:
         """Execute commands until shutdown. Every rank calls it; whatever it raises is fatal for the whole world."""
@@ -102,37 +103,47 @@ class SpmdExecutor:
 
     def _lead(self) -> None:
         last_sign = time.monotonic()
-        while not self._stopping:
-            command = self._take()
+        while not self._is_drained():
+            commands = self._take()
             if time.monotonic() - last_sign > self._heartbeat_s:
                 last_sign = time.monotonic()
                 if self._watch is not None:
                     self._watch()
-                if command is None:
+                if not commands:
                     self._send_and_execute(Command(_HEARTBEAT))
-            if command is not None:
-                self._running = command
-                self._answer(command)
+            if commands:
+                self._running = commands
+                self._answer(commands)
         self._send_and_execute(Command(_SHUTDOWN))
 
-    def _take(self) -> Command | None:
-        """The next command; nothing after a short wait."""
+    def _is_drained(self) -> bool:
+        return self._stop_by is not None and (not self._waiting or time.monotonic() >= self._stop_by)
+
+    def _take(self) -> list[Command]:
+        """The next command with those that can run with it; nothing after a short wait."""
         with self._arrived:
             if not self._waiting:
                 self._arrived.wait(_POLL_S)
             while self._waiting:
-                command = self._waiting.popleft()
-                if command.future.set_running_or_notify_cancel():
-                    return command
-            return None
+                commands = take_together(self._waiting, self._joins, self._batch_tokens)
+                if commands := [each for each in commands if each.future.set_running_or_notify_cancel()]:
+                    return commands
+            return []
 
-    def _answer(self, command: Command) -> None:
-        try:
-            result = self._send_and_execute(command)
-        except AlignerError as error:
-            command.future.set_exception(error)
-        else:
-            command.future.set_result(result)
+    def _answer(self, commands: list[Command]) -> None:
+        """Run the commands as one; where that is refused, one by one, as the refusal may be about one of them."""
+        if len(commands) > 1:
+            join = self._joins[commands[0].op]
+            with contextlib.suppress(AlignerError):
+                result = self._send_and_execute(join.joined(commands))
+                for command, part in zip(commands, join.split(result, commands), strict=True):
+                    command.future.set_result(part)
+                return
+        for command in commands:
+            try:
+                command.future.set_result(self._send_and_execute(command))
+            except AlignerError as error:
+                command.future.set_exception(error)
 
     def _send_and_execute(self, command: Command) -> Any:
         if self._group is not None:
@@ -194,9 +205,9 @@ class SpmdExecutor:
             self._waiting.clear()
         for command in waiting:
             command.future.set_exception(ServerStopping("the server is shutting down"))
-        if self._running is not None and not self._running.future.done():
-            message = f"the server failed while it ran {self._running.op}; see its log"
-            self._running.future.set_exception(AlignerError(message))
+        for command in self._running:
+            if not command.future.done():
+                command.future.set_exception(AlignerError(f"the server failed while it ran {command.op}; see its log"))
 
 
 class _AgreedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from aligner.config.endpoints import Endpoint
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError
 from aligner.servers.environment import ensure_server_environment
+from aligner.servers.guard import Guard
 from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
 
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
@@ -26,30 +28,46 @@ _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models on
 
 
 class TritonHost:
-    """A Triton server that listens on one interface.
+    """A Triton server that listens on one address.
 
-    Triton's own dynamic batcher is off: PyTriton answers a batch with one error, so that one caller's bad request would
-    fail the others in its batch. Each request is checked and answered alone.
+    Triton's own dynamic batcher is off: it joins only requests of equal shapes, counts rows but no tokens, and PyTriton
+    answers a batch with one error, so that one caller's bad request would fail the others in its batch. Instead a batching
+    endpoint takes `concurrent` requests at a time, each checked and answered alone, and the executor joins what waits.
     """
 
-    def __init__(self, interface: str, ports: Ports, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        ports: Ports,
+        max_batch_size: int,
+        concurrent: int = 1,
+        guard: Guard = Guard(),  # noqa: B008  # frozen
+    ) -> None:
         """Raises AlignerError when a port is in use; port 0 takes a free one."""
+        self._guard = guard
+        self._http_address = guard.http_address(address)
         self.endpoint = Endpoint(
-            interface, *(_claimed(interface, name, getattr(ports, name)) for name in ("http", "grpc", "metrics"))
+            address,
+            http=_claimed(self._http_address, "http", ports.http),
+            grpc=_claimed(address, "grpc", ports.grpc),
+            metrics=_claimed(address, "metrics", ports.metrics),
         )
         self._max_batch_size = max_batch_size
+        self._concurrent = concurrent
         self._triton: Any = None
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns."""
         from pytriton.model_config import ModelConfig
-        from pytriton.triton import Triton, TritonConfig
+        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
+        # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
+        logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         ensure_server_environment()
         here = self.endpoint
         self._triton = Triton(
             config=TritonConfig(
-                http_address=here.host,
+                http_address=self._http_address,
                 http_port=here.http,
                 grpc_address=here.host,
                 grpc_port=here.grpc,
@@ -57,12 +75,15 @@ class TritonHost:
                 metrics_port=here.metrics,
                 allow_gpu_metrics=False,
                 exit_timeout_secs=_EXIT_TIMEOUT_S,
-            )
+                **self._guard.triton_settings(),
+            ),
+            security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
         )
         for spec, serve in endpoints.items():
             self._triton.bind(
                 model_name=spec.name,
-                infer_func=_answering(serve),
+                # PyTriton tells a model's instances apart by their functions.
+                infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else 1)],
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 outputs=[_bound(tensor, spec.batching) for tensor in spec.outputs],
                 config=ModelConfig(

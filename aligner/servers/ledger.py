@@ -10,43 +10,73 @@ from aligner.errors import AlignerError
 
 
 class SequenceError(AlignerError):
-    """An update that may not be applied now: older than the last, beyond the next, another run's, or unnumbered."""
+    """A request out of order: older than the last update, beyond the next, another run's, or unnumbered."""
+
+
+@dataclass(frozen=True)
+class RunId:
+    """A run, and how many trainers have worked on it before the one that speaks."""
+
+    name: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.attempt}"
+
+    @staticmethod
+    def parse(text: str) -> RunId:
+        """Read `name@attempt`; a name alone is its first attempt."""
+        name, mark, attempt = text.rpartition("@")
+        return RunId(name, int(attempt)) if mark and attempt.isdecimal() else RunId(text)
 
 
 @dataclass
 class UpdateLedger:
     """The last numbered update of a run and its result."""
 
-    run_id: str | None = None
-    """The run of the first numbered update; another's are refused."""
+    run: RunId | None = None
+    """The newest trainer that was heard; an older one, and another run's, is refused."""
     last: int = -1
     result: dict[str, float] | None = None
 
-    def is_repeat(self, run_id: str | None, number: int) -> bool:
-        """Whether the update is the last one again; false when it is the next one. Raises SequenceError otherwise."""
-        if self.run_id is not None and run_id != self.run_id:
+    def admit(self, run: RunId) -> None:
+        """Take a trainer for the one in charge. Raises SequenceError for another run's, or one that was replaced."""
+        if self.run is not None and run.name != self.run.name:
             raise SequenceError(
-                f"run_id: got {run_id!r}, but this critic serves run {self.run_id!r}; restart it for another run"
+                f"run_id: got {str(run)!r}, but this critic serves run {self.run.name!r}; restart it for another run"
             )
+        if self.run is not None and run.attempt < self.run.attempt:
+            raise SequenceError(f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over; this trainer must end")
+        self.run = run
+
+    def is_repeat(self, number: int) -> bool:
+        """Whether the update is the last one again; false when it is the next one. Raises SequenceError otherwise."""
         if number not in (self.last, self.last + 1):
             kind = "a gap" if number > self.last else "already applied, its result no longer kept"
             raise SequenceError(f"sequence_number: got {number}, {kind}; allowed: {self.last + 1}, or {self.last} again")
         return number == self.last
 
-    def record(self, run_id: str | None, number: int, result: dict[str, float]) -> None:
+    def check_follows(self, number: int) -> None:
+        """Raise SequenceError unless `number` is the last update: values are asked for after a certain one."""
+        if number != self.last:
+            raise SequenceError(f"sequence_number: values after update {number} were asked for; the last is {self.last}")
+
+    def record(self, number: int, result: dict[str, float]) -> None:
         """Note that an update has been applied."""
-        self.run_id, self.last, self.result = run_id, number, result
+        self.last, self.result = number, result
 
     def save(self, path: Path) -> None:
-        """Write as JSON, atomically."""
+        """Write as JSON, atomically; which trainer it was is no part of the critic's state."""
+        state = {**asdict(self), "run": None if self.run is None else self.run.name}
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)) + "\n")
+        temporary.write_text(json.dumps(state) + "\n")
         temporary.replace(path)
 
     @staticmethod
     def load(path: Path) -> UpdateLedger:
         """Read what `save` wrote. Raises AlignerError when there is nothing to read."""
         try:
-            return UpdateLedger(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            state = json.loads(path.read_text())
+            return UpdateLedger(None if state["run"] is None else RunId(state["run"]), state["last"], state["result"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise AlignerError(f"cannot read the critic's update ledger {path}: {error}") from error

@@ -118,7 +118,6 @@ CONTROL = EndpointSpec(
 CONTROL_OPERATIONS = (
     "health",
     "version",
-    "adopt",
     "checkpoint",
     "begin_checkpoint",
     "finish_checkpoint",

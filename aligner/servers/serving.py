@@ -5,34 +5,40 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import secrets
 import signal
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.config.access import create_access_key
 from aligner.config.endpoints import load_endpoints
 from aligner.config.families import read_config
 from aligner.config.paths import run_paths
+from aligner.config.ports import group_ports, interface_address
 from aligner.config.schema import Config, Ports
 from aligner.errors import AlignerError
-from aligner.servers.executor import Handler, SpmdExecutor
+from aligner.servers.commands import Handler
+from aligner.servers.executor import SpmdExecutor
+from aligner.servers.guard import run_guard
 from aligner.servers.host import Serve, TritonHost
 from aligner.servers.protocol import (
     CONTROL,
     PROTOCOL_VERSION,
     EndpointSpec,
+    InstanceError,
     RequestError,
     array_text,
     text_array,
 )
 from aligner.servers.validation import Limits, validate
 
-RoleName = Literal["critic", "reward"]
+_LOGGED = 500  # characters of what a request says that are logged
 
 
 class Caller:
@@ -56,7 +62,7 @@ class Caller:
 
 
 def serve_role(
-    role: RoleName,
+    role: str,
     config: Config,
     handlers: Mapping[str, Handler],
     endpoints: Callable[[Caller], Mapping[EndpointSpec, Serve]],
@@ -69,9 +75,11 @@ def serve_role(
     whose handlers run on every rank. Raises whatever was fatal for the world, on every rank that learns of it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    host = TritonHost(config.server.interface, _ports(config, role), config.server.max_batch_size) if rank == 0 else None
+    host = _host(config, role) if rank == 0 else None
     executor = SpmdExecutor(
         handlers,
+        batch_tokens=config.server.batch_tokens,
+        drain_s=config.server.drain_timeout_s,
         heartbeat_s=min(5.0, config.cluster.collective_timeout_s / 4),
         watch=host.check if host is not None else None,
     )
@@ -81,7 +89,8 @@ def serve_role(
         executor.run()
         return
     caller = Caller(role, executor, config.server.request_timeout_s)
-    served = {**endpoints(caller), CONTROL: _control(role, executor, caller, operations)}
+    instance = secrets.token_hex(8)
+    served = {**endpoints(caller), CONTROL: _control(role, instance, executor, caller, operations)}
     starting = True
 
     def stop() -> None:
@@ -94,7 +103,7 @@ def serve_role(
     _on_stop_signals(stop)
     try:
         with contextlib.suppress(_StoppedEarly):
-            host.start({spec: _validated(spec, serve, limits) for spec, serve in served.items()})
+            host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
             starting = False
             print(f"{role}: ready at {host.endpoint}", flush=True)
         executor.run()  # returns at once, on every rank, after an early stop
@@ -102,12 +111,24 @@ def serve_role(
         host.stop()
 
 
-def _ports(config: Config, role: RoleName) -> Ports:
+def _host(config: Config, role: str) -> TritonHost:
+    create_access_key(config)  # there is one already where a launcher started this server
+    server = config.server
+    return TritonHost(
+        interface_address(server.interface),
+        _ports(config, role),
+        server.max_batch_size,
+        server.concurrent_requests,
+        run_guard(config),
+    )
+
+
+def _ports(config: Config, group: str) -> Ports:
     """The ports that the launcher promised the run's clients; those of the configuration where there was no launcher."""
     promised = run_paths(config).endpoints
     if not promised.exists():
-        return getattr(config, role).ports
-    endpoint = load_endpoints(promised)[role]
+        return group_ports(config)[group]
+    endpoint = load_endpoints(promised)[group]
     return Ports(endpoint.http, endpoint.grpc, endpoint.metrics)
 
 
@@ -134,29 +155,49 @@ def tensor(array: NDArray) -> Tensor:
     return torch.tensor(array)
 
 
-def _validated(spec: EndpointSpec, serve: Serve, limits: Limits) -> Serve:
+def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instance: str) -> Serve:
     def checked(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-        validate(spec, arrays, limits)
-        return serve(arrays)
+        try:
+            validate(spec, arrays, limits)
+            if "instance" in arrays:
+                _check_instance(array_text(arrays["instance"]), instance)
+            return serve(arrays)
+        except AlignerError as error:
+            trace = f" (trace {_shown(arrays['trace_id'])})" if "trace_id" in arrays else ""
+            print(f"{role}: {spec.name}{trace}: {type(error).__name__}: {str(error)[:_LOGGED]!r}", flush=True)
+            raise
 
     return checked
 
 
-def _control(role: RoleName, executor: SpmdExecutor, caller: Caller, operations: Collection[str]) -> Serve:
+def _shown(array: NDArray) -> str:
+    """What a request calls itself, whatever it may be, for the log."""
+    return repr(array.ravel()[:1].tolist())[:_LOGGED]
+
+
+def _check_instance(wanted: str, instance: str) -> None:
+    if wanted != instance:
+        raise InstanceError(f"the request is for start {wanted!r} of this server, which is now {instance!r}")
+
+
+def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, operations: Collection[str]) -> Serve:
     allowed = ("health", "shutdown", *operations)
 
     def control(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         """A JSON request's JSON answer."""
         request = _control_request(array_text(arrays["request"]), allowed)
         op = request.pop("op")
+        if (wanted := request.pop("instance", None)) is not None:
+            _check_instance(wanted, instance)
         if op == "health":
-            answer = {"status": "ok", "role": role, "protocol": PROTOCOL_VERSION, "queue_depth": executor.queue_depth}
+            status = "stopping" if executor.stopping else "ok"
+            answer = {"status": status, "role": role, "protocol": PROTOCOL_VERSION, "queue_depth": executor.queue_depth}
         elif op == "shutdown":
             executor.shutdown()
             answer = {"status": "stopping", "role": role}
         else:
             answer = caller(op, **request)
-        return {"response": text_array(json.dumps(answer))}
+        return {"response": text_array(json.dumps({**answer, "instance": instance}))}
 
     return control
 
@@ -171,8 +212,12 @@ def _control_request(text: str, allowed: Collection[str]) -> dict[str, Any]:
     if op not in allowed:
         raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
     expected = {"op", "step"} if op in ("checkpoint", "begin_checkpoint", "restore") else {"op"}
-    if set(request) != expected:
+    optional = {"instance", "run_id"} if op == "restore" else {"instance"}
+    if set(request) - optional != expected:
         raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
+    for name in optional & set(request):
+        if not isinstance(request[name], str):
+            raise RequestError(f"control: {op} got {name} {request[name]!r}, allowed: a string")
     step = request.get("step", 0)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise RequestError(f"control: {op} got step {step!r}, allowed: an integer, 0 and up")

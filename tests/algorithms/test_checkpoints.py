@@ -17,16 +17,17 @@ def checkpoints(directory, **settings):
 def commit(kept, step, metric=None):
     (kept._directory / f"step_{step}" / "policy").mkdir(parents=True)
     kept.commit(RunState(step, kl_coefficient=0.05, critic_updates=step), metric)
+    kept.prune()
 
 
 def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
     kept = checkpoints(tmp_path, keep=2)
-    assert kept.latest() is None
+    assert kept.newest() == []
     for step in (2, 4, 10):
         commit(kept, step)
     assert kept.steps() == [4, 10]
     assert not (tmp_path / "checkpoints" / "step_2").exists()
-    assert kept.latest() == RunState(10, 0.05, 10)
+    assert kept.newest() == [RunState(4, 0.05, 4), RunState(10, 0.05, 10)]
 
 
 def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
@@ -50,7 +51,7 @@ def test_a_half_written_one_does_not_count(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)
     (tmp_path / "checkpoints" / "step_4" / "policy").mkdir(parents=True)
-    assert kept.latest() == RunState(3, 0.05, 3)
+    assert kept.newest() == [RunState(3, 0.05, 3)]
 
 
 def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_refused(tmp_path):
@@ -61,5 +62,5 @@ def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_
     assert manifest["holds"].keys() == {"policy", "critic", "rng", "data"}
     assert manifest["config"] == dataclasses.asdict(kept._config)
     file.write_text(json.dumps(manifest | {"format": 0}))
-    with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 1"):
-        kept.latest()
+    with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 2"):
+        kept.newest()

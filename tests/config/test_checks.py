@@ -59,8 +59,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["actor.parallel.data=4", "engine.parallel.tensor=2", "engine.parallel.data=1"],
             "2 x data 1 is 2 ranks, but a colocated engine spans the trainer's 4 ranks; tensor x data that fit: 1x4 or 2x2",
         ),
-        (["reward.parallel.data=2"], "reward.parallel: 2 ranks, but a scoring function (reward.kind=function) has 1"),
-        (["reward.kind=model"], "reward.path must name a reward model directory"),
+        (["reward.parallel.data=2"], "reward.parallel: 2 ranks, must be 1: no source of the reward is a model"),
+        (["reward.kind=model"], "reward.path: missing; kind=model needs it"),
         (["rollout.micro_batches=3"], "rollout.prompts_per_step=16: does not divide by rollout.micro_batches=3"),
         (
             ["engine.parallel.data=3", "actor.parallel.data=3"],
@@ -77,6 +77,19 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["data.path=prompts.csv"], "allowed are .jsonl and .txt"),
         (["critic.ports.http=70000"], "critic.ports.http=70000: a port is at most 65535"),
         (["server.interface=203.0.113.7"], "server.interface=203.0.113.7: cannot listen there"),
+        (
+            ["server.interface=eth99"],
+            "server.interface=eth99: neither an IPv4 address nor an interface of this machine; allowed: ",
+        ),
+        (
+            ["reward.replicas=2", "reward.ports.http=29990", "critic.ports.grpc=29993"],
+            "reward.ports.http + 3 (reward.1)=29993: critic.ports.grpc has the same port",
+        ),
+        (
+            ["critic.with_reward=true", "reward.ports.grpc=29990"],
+            "reward.ports.grpc=29990: with critic.with_reward=true the reward is served on critic.ports",
+        ),
+        (["server.tls.certificate=absent.pem"], "server.tls.certificate=absent.pem: no such file"),
         (["model.source=directory"], "model.path must name a Hugging Face model directory"),
         (
             ["model.source=gguf", "model.package=no_such_package"],

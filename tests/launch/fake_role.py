@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.config.compose import load_config
 from aligner.config.paths import run_paths
-from aligner.launch.kernel import end_with_launcher
-from aligner.launch.roles import SERVED_MODEL
+from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
+from aligner.launch.roles import served_model
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 
 RANK = int(os.environ["RANK"])
@@ -22,17 +23,37 @@ RANK = int(os.environ["RANK"])
 
 class Ready(BaseHTTPRequestHandler):
     model = ""
+    told = threading.Event()
 
     def do_GET(self) -> None:
         ready = self.path in ("/v2/health/ready", f"/v2/models/{self.model}/ready")
         self.send_response(200 if ready else 404)
         self.end_headers()
+        if "models" in self.path:
+            self.told.set()
 
 
 def serve(role: str, run: Path) -> None:
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
-    Ready.model = SERVED_MODEL[role]
+    Ready.model = served_model(role)
     HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+
+
+def serve_from_helper(role: str, config: Path) -> None:
+    """A helper in a session of its own, deaf to SIGTERM, holds the port."""
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_PID}
+    command = [sys.executable, __file__, role, str(config), "ignore_sigterm"]
+    subprocess.Popen(command, env=environment, start_new_session=True).wait()
+
+
+def die_when_healthy(role: str, run: Path) -> None:
+    """Serve until the launcher has been told that the server is ready."""
+    threading.Thread(target=serve, args=(role, run), daemon=True).start()
+    Ready.told.wait()
+    time.sleep(0.2)  # for the answer to arrive
+    print("healthy, and dead", flush=True)
+    (run / "died").touch()
+    os._exit(3)
 
 
 def wait() -> None:
@@ -51,8 +72,14 @@ def train(run: Path, steps: int, pause_s: float) -> None:
         metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
 
 
-def main(role: str, run: Path, behavior: str) -> None:
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.02)
+
+
+def main(role: str, config: Path, behavior: str) -> None:
     end_with_launcher()
+    run = config.parent
     print(f"{role} rank {RANK} of {os.environ['WORLD_SIZE']}: {behavior}", flush=True)
     match behavior:
         case "prepare":
@@ -65,6 +92,18 @@ def main(role: str, run: Path, behavior: str) -> None:
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             serve(role, run)
+        case "serve_from_helper":
+            print(f"master port {os.environ['MASTER_PORT']}", flush=True)
+            if RANK == 0:
+                serve_from_helper(role, config)
+            wait()
+        case "die_when_healthy":
+            die_when_healthy(role, run)
+        case "healthy_once":
+            if (run / "died").exists():
+                print("loading something that never loads again", flush=True)
+                wait()
+            die_when_healthy(role, run)
         case "leave_grandchild":
             # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.
             stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
@@ -82,6 +121,13 @@ def main(role: str, run: Path, behavior: str) -> None:
         case "train_slowly":
             train(run, steps=1, pause_s=0.1)
             wait()
+        case "train_until_done":
+            wait_for(run / "done")
+            train(run, steps=1, pause_s=0)
+        case "fail_with_the_server":
+            wait_for(run / "died")
+            print("aligner: error: step 3: the reward is nan", flush=True)
+            sys.exit(1)
         case "rank_1_hangs":
             if RANK == 1:
                 wait()
@@ -103,4 +149,4 @@ def main(role: str, run: Path, behavior: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).parent, sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

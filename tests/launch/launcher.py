@@ -16,8 +16,13 @@ ROLE = Path(__file__).with_name("fake_role.py")
 def main() -> int:
     config = compose_config(json.loads(sys.argv[1]))
     behaviors = json.loads(sys.argv[2])
+
+    def command(group: str, file: Path) -> tuple[str, ...]:
+        behavior = behaviors.get(group) or behaviors[group.partition(".")[0]]
+        return (sys.executable, str(ROLE), group, str(file), behavior)
+
     try:
-        return launch(config, lambda role, file: (sys.executable, str(ROLE), role, str(file), behaviors[role]))
+        return launch(config, command)
     except AlignerError as error:
         print(error, file=sys.stderr)
         return error.exit_code

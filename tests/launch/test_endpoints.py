@@ -4,7 +4,8 @@ import itertools
 import socket
 
 from aligner.config.compose import compose_config
-from aligner.launch.endpoints import free_ports, is_ready, pick_endpoints
+from aligner.config.endpoints import Endpoint, replicas
+from aligner.launch.endpoints import free_ports, health_address, is_ready, pick_endpoints
 
 
 def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
@@ -24,7 +25,7 @@ def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
     endpoint = pick_endpoints(config, free_ports(config))["reward"]
     assert endpoint.host == "127.0.0.1"
-    assert not is_ready(endpoint, "reward_model")
+    assert not is_ready(health_address(config, endpoint), "reward_model")
 
 
 def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
@@ -33,4 +34,18 @@ def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
     with socket.socket() as listener:
         listener.bind((endpoint.host, endpoint.http))
         listener.listen()
-        assert not is_ready(endpoint, "critic_infer", timeout_s=0.1)
+        assert not is_ready(health_address(config, endpoint), "critic_infer", timeout_s=0.1)
+
+
+def test_every_replica_has_ports_of_its_own() -> None:
+    ports = ("reward.ports.http=20200", "reward.ports.grpc=20201")
+    config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
+    endpoints = pick_endpoints(config, free_ports(config))
+    assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
+    assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
+    assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12
+
+
+def test_under_tls_health_is_asked_for_over_loopback() -> None:
+    config = compose_config(["experiment=tiny_ppo", "server.interface=192.0.2.1", "server.tls.certificate=server.pem"])
+    assert health_address(config, Endpoint("192.0.2.1", 8000, 8001, 8002)) == "127.0.0.1:8000"

@@ -165,3 +165,78 @@ def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
     code, out, error = finish(start(run, {"prepare": "exit"}, "run.resume=true"), run)
     assert code == 0, error
     assert "reward 0.900" not in out and "step 7/7  reward 0.700" in out
+
+
+def read_until(launcher: subprocess.Popen[str], *texts: str) -> None:
+    """Until each of the lines has been printed; a launcher that ends before is a failure."""
+    assert launcher.stdout is not None
+    missing = set(texts)
+    while missing:
+        line = launcher.stdout.readline()
+        assert line, f"the launcher ended without printing {missing}"
+        missing.discard(line.strip())
+
+
+def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run: Path) -> None:
+    behaviors = {
+        "critic": "serve_from_helper",
+        "reward": "serve",
+        "reward.1": "serve_from_helper",
+        "trainer": "train_until_done",
+    }
+    launcher = start(run, behaviors, "critic.parallel.tensor=2", "reward.replicas=2")
+    read_until(launcher, "waiting for critic, reward, reward.1", "all servers are healthy")
+    endpoints = (run / "endpoints.json").read_text()
+    old = [process for process in processes_of(run) if {"serve_from_helper", "ignore_sigterm"} & set(process.cmdline())]
+    assert len(old) == 5, "three ranks and two helpers"
+    for process in old:
+        group, _, behavior = process.cmdline()[-3:]
+        if behavior == "serve_from_helper" and (group, process.environ()["RANK"]) in (("critic", "1"), ("reward.1", "0")):
+            process.kill()
+    read_until(
+        launcher,
+        "critic rank 1 was ended by SIGKILL; starting critic again (1 of 3)",
+        "reward.1 rank 0 was ended by SIGKILL; starting reward.1 again (1 of 3)",
+        "critic is healthy again",
+        "reward.1 is healthy again",
+    )
+    assert [process for process in old if process.is_running()] == [], "what is left of a start holds the ports"
+    assert (run / "endpoints.json").read_text() == endpoints
+    (run / "done").touch()
+    code, _, error = finish(launcher, run)
+    assert code == 0, error
+    ports = []
+    for rank in (0, 1):
+        log = (run / "logs" / f"critic-{rank}.log").read_text()
+        before, after = log.split("--- critic is started again (1 of 3) ---\n")
+        assert f"critic rank {rank} of 2" in before and f"critic rank {rank} of 2" in after
+        ports.append(re.findall(r"master port (\d+)", log))
+    assert ports[0] == ports[1] and ports[0][0] != ports[0][1]
+    assert "started again" not in (run / "logs" / "reward-0.log").read_text()
+
+
+@pytest.mark.parametrize(("restarts", "how"), [(0, ""), (1, " after 1 restart")])
+def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how: str) -> None:
+    behaviors = {"critic": "die_when_healthy", "trainer": "hang"}
+    code, out, error = finish(start(run, behaviors, f"server.max_restarts={restarts}"), run)
+    assert code == 1
+    assert out.count("starting critic again") == restarts
+    assert error.startswith(f"critic rank 0 ended with exit code 3{how}; the end of its log:\n")
+    assert error.count("healthy, and dead") == 1, "an earlier start's words are not the cause"
+
+
+def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> None:
+    behaviors = {"reward": "healthy_once", "trainer": "hang"}
+    code, _, error = finish(start(run, behaviors, "server.start_timeout_s=2"), run)
+    assert code == 1
+    assert error.startswith("reward was not healthy within server.start_timeout_s=2 s after restart 1; the end of its log:\n")
+    assert "  | loading something that never loads again" in error
+
+
+def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_started_again(run: Path) -> None:
+    behaviors = {"critic": "die_when_healthy", "trainer": "fail_with_the_server"}
+    code, out, error = finish(start(run, behaviors), run)
+    assert code == 1
+    assert error.startswith("trainer rank 0 ended with exit code 1 (then critic rank 0 failed); the end of its log:\n")
+    assert "  | aligner: error: step 3: the reward is nan" in error
+    assert "starting critic again" not in out

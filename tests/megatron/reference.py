@@ -43,6 +43,14 @@ def save_llama(directory: Path, *, tied: bool) -> Path:
     return directory
 
 
+def save_reward_llama(directory: Path) -> Path:
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(5)
+    LlamaForSequenceClassification(llama_config(tied=False, num_labels=1)).save_pretrained(directory)
+    return directory
+
+
 def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     """[B, S-1] at the test temperature, zeros past each sequence, one row at a time."""
     rows = []

@@ -71,15 +71,15 @@ def test_an_unknown_scorer_is_refused_by_key(name):
 
 
 def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
-    with pytest.raises(ScoringError, match="KeyError: 'seven' for prompt 'Count: ' and response '7'"):
-        checked_scores(fails_on_seven, requests("1", "2", "7", "3"))
+    with pytest.raises(ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"):
+        checked_scores("lengths", fails_on_seven, requests("1", "2", "7", "3"))
 
 
 def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
     with pytest.raises(ScoringError, match="returned nan, must be finite, for prompt 'Count: ' and response 'b'"):
-        checked_scores(not_a_number, requests("a", "b"))
+        checked_scores("lengths", not_a_number, requests("a", "b"))
 
 
 def test_a_wrong_number_of_scores_is_refused():
     with pytest.raises(ScoringError, match="1 scores for 2 requests"):
-        checked_scores(one_too_few, requests("a", "b"))
+        checked_scores("lengths", one_too_few, requests("a", "b"))

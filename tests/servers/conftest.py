@@ -9,11 +9,12 @@ from tests.servers.roles import RunningRole, stop_all
 
 @pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningRole]]:
-    """A critic of two ranks that takes unnumbered updates too, and a function reward server."""
+    """A critic of two ranks and a function reward server that want the run's key; both in one, open to foreign clients."""
     directory = tmp_path_factory.mktemp("servers")
     running = {
         "critic": RunningRole("critic", directory, ranks=2, ACCEPT_UNNUMBERED="1"),
         "reward": RunningRole("reward", directory),
+        "open": RunningRole("combined", directory / "open", GUARD="none", ACCEPT_UNNUMBERED="1"),
     }
     try:
         for role in running.values():
@@ -31,3 +32,9 @@ def critic(servers: dict[str, RunningRole]) -> RunningRole:
 @pytest.fixture
 def reward(servers: dict[str, RunningRole]) -> RunningRole:
     return servers["reward"]
+
+
+@pytest.fixture
+def open_critic(servers: dict[str, RunningRole]) -> RunningRole:
+    """Critic and reward in one server that asks for no key and no sequence numbers."""
+    return servers["open"]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import string
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
-from aligner.config.schema import Config, Ports
+from aligner.config.reward_sources import FunctionSource
+from aligner.config.schema import TLS, Config, Ports
 from aligner.rewards.scorers import ScoringRequest
+from aligner.rewards.sources import ModelSource, RewardSource, TextSource, WeightedSum
 from aligner.servers.critic import run_critic
-from aligner.servers.reward import run_function_reward, run_model_reward
+from aligner.servers.reward import run_reward
+from aligner.servers.scoring import Scoring
 from aligner.servers.validation import Limits
 from tests.servers.tiny_model import VOCAB_SIZE, TinyValueModel
 
@@ -32,8 +37,25 @@ def character_tokenizer() -> Tokenizer:
 
 
 def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
-    """The response's length plus 100 times the prompt's; NaN when the response has a 7."""
-    return [float("nan") if "7" in r.response else len(r.response) + 100.0 * len(r.prompt) for r in requests]
+    """The response's length, plus 100 times the prompt's and the metadata's `extra`; NaN when the response has a 7."""
+    return [
+        float("nan") if "7" in r.response else len(r.response) + 100.0 * len(r.prompt) + r.metadata.get("extra", 0)
+        for r in requests
+    ]
+
+
+def scoring(source: RewardSource) -> Scoring:
+    """The raw scores of one source."""
+    settings = FunctionSource(name="lengths", key="reward", function="")
+    return Scoring(WeightedSum([(settings, source)]), character_tokenizer(), LIMITS)
+
+
+class SlowModel(TinyValueModel):
+    """Values take half a second."""
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        time.sleep(0.5)
+        return super().values(tokens, lengths)
 
 
 def main(role: str, run_directory: str, *ports: str) -> None:
@@ -42,16 +64,24 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     config.server.max_batch_size = LIMITS.max_batch_size
     config.server.accept_unnumbered = os.environ.get("ACCEPT_UNNUMBERED") == "1"
     config.server.request_timeout_s = 20
+    config.server.guard = os.environ.get("GUARD", "key")
+    config.server.concurrent_requests = int(os.environ.get("CONCURRENT_REQUESTS", "2"))
+    config.server.drain_timeout_s = 5
+    if "TLS" in os.environ:
+        folder = os.environ["TLS"]
+        config.server.tls = TLS(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
     config.cluster.collective_timeout_s = 30
     config.critic.ports = config.reward.ports = Ports(*map(int, ports))
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))
     if role == "critic":
-        run_critic(config, TinyValueModel(), LIMITS)
+        run_critic(config, SlowModel() if "SLOW" in os.environ else TinyValueModel(), LIMITS)
     elif role == "reward_model":
-        run_model_reward(config, TinyValueModel(), character_tokenizer(), LIMITS)
+        run_reward(config, scoring(ModelSource("tiny", TinyValueModel())))
+    elif role == "combined":
+        run_critic(config, TinyValueModel(), LIMITS, scoring(TextSource("lengths", length_scorer)))
     else:
-        run_function_reward(config, length_scorer, character_tokenizer(), LIMITS)
+        run_reward(config, scoring(TextSource("lengths", length_scorer)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from aligner.config.access import Access
 from aligner.config.endpoints import Endpoint
 from tests.worker_pool import free_port
 
@@ -20,9 +21,11 @@ from tests.worker_pool import free_port
 class RunningRole:
     """A role's ranks. `stop` ends them by process id and returns rank 0's exit code."""
 
-    def __init__(self, role: str, directory: Path, ranks: int = 1, **environment: str) -> None:
+    def __init__(
+        self, role: str, directory: Path, ranks: int = 1, endpoint: Endpoint | None = None, **environment: str
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.endpoint = Endpoint("127.0.0.1", free_port(), free_port(), free_port())
+        self.endpoint = endpoint or Endpoint("127.0.0.1", free_port(), free_port(), free_port())
         self.log = directory / f"{role}-{free_port()}.log"
         self.seen: set[psutil.Process] = set()
         world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -57,6 +60,12 @@ class RunningRole:
         except OSError:
             return False
 
+    @property
+    def access(self) -> Access:
+        """What a client must show."""
+        key = self.log.parent / "access_key"
+        return Access(key.read_text().strip() if key.exists() else None)
+
     def note_processes(self) -> None:
         for rank in self.ranks:
             if psutil.pid_exists(rank.pid):
@@ -66,6 +75,14 @@ class RunningRole:
     def survivors(self) -> list[psutil.Process]:
         """Processes of the role that still run; one that its parent has not yet reaped runs no more."""
         return [process for process in self.seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the role, Triton's included: a launcher would end those that are left."""
+        self.note_processes()
+        for process in self.survivors():
+            process.kill()
+        for rank in self.ranks:
+            rank.wait(5)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 15) -> int:
         self.note_processes()

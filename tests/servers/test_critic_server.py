@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.servers.client import CriticClient, RemoteError
-from aligner.servers.protocol import CONTROL_OPERATIONS, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from aligner.servers.client import RewardClient
+from aligner.servers.connection import Connection, RemoteError
+from aligner.servers.critic_client import CriticClient, CriticState
+from aligner.servers.journal import UpdateJournal
+from aligner.servers.protocol import CONTROL_OPERATIONS, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, array_text, text_array
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
@@ -23,18 +26,43 @@ LENGTHS = torch.tensor([8, 3, 5])
 TARGETS = (TOKENS, torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool())
 
 
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """One for all tests: each client is a later trainer of the same run."""
+    return tmp_path_factory.mktemp("run")
+
+
 @pytest.fixture
-def client(critic):
-    state = CriticClient(critic.endpoint, 20, "run-a")
-    number = state.control("version")["sequence_number"] + 1
-    state.close()
-    client = CriticClient(critic.endpoint, 20, "run-a", number, max_batch_size=16)
+def client(critic, run_directory):
+    """A client that goes on where the shared critic stands."""
+    client = critic_client(critic, run_directory)
+    step = client.control("version")["version"] + 1000
+    saved = client.control("checkpoint", step=step)
+    client.start([CriticState(step, saved["sequence_number"] + 1)])
     yield client
     client.close()
 
 
-def send(client, endpoint, arrays):
-    return client._infer(endpoint, arrays)
+def critic_client(role, directory):
+    return CriticClient(role.endpoint, role.access, 20, "run-a", UpdateJournal(directory / "journal"), max_batch_size=16)
+
+
+def send(client, endpoint, arrays, timeout_s=20):
+    return client._replicas.connections[0].infer(endpoint, arrays, timeout_s)
+
+
+def update(client, number, run=None):
+    """A numbered update as it goes over the wire."""
+    tokens, returns, old_values, mask = (tensor.numpy() for tensor in TARGETS)
+    targets = {"tokens": tokens, "returns": returns, "prev_values": old_values, "mask": mask.astype(np.float32)}
+    order = {"sequence_number": np.array([number]), "run_id": text_array(run or str(client._run))}
+    return json.loads(array_text(send(client, CRITIC_TRAIN, targets | order)["stats"]))
+
+
+def values(client):
+    """What the critic says now, whatever has been applied."""
+    arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
+    return torch.from_numpy(send(client, CRITIC_INFER, arrays)["values"].copy())
 
 
 def test_values_of_a_world_of_two_are_the_models_own_and_zero_beyond_the_longest(client):
@@ -78,41 +106,64 @@ def test_updates_run_in_call_order_and_lower_the_loss(client):
 
 def test_a_repeated_update_is_answered_but_not_applied_again(client):
     first = client.train(*TARGETS).result()
-    after = client.values(TOKENS, LENGTHS).result()
-    client._next_number -= 1
-    assert client.train(*TARGETS).result() == first
-    assert torch.equal(client.values(TOKENS, LENGTHS).result(), after)
+    after = values(client)
+    assert update(client, client.control("version")["sequence_number"]) == first
+    assert torch.equal(values(client), after)
 
 
-@pytest.mark.parametrize(("shift", "told"), [(1, "a gap"), (-2, "already applied")])
+@pytest.mark.parametrize(("shift", "told"), [(2, "a gap"), (-1, "already applied")])
 def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, told):
     for _ in range(2):
         client.train(*TARGETS).result()
-    before = client.values(TOKENS, LENGTHS).result()
-    client._next_number += shift
+    before, last = values(client), client.control("version")["sequence_number"]
     with pytest.raises(RemoteError, match=told) as caught:
-        client.train(*TARGETS).result()
+        update(client, last + shift)
     assert caught.value.kind == "SequenceError"
-    assert torch.equal(client.values(TOKENS, LENGTHS).result(), before)
+    assert torch.equal(values(client), before)
 
 
-def test_another_runs_update_is_refused(client, critic):
+def test_values_are_of_the_update_that_was_named_or_none(client):
     client.train(*TARGETS).result()
-    stranger = CriticClient(critic.endpoint, 20, "run-b", client._next_number)
+    last = client.control("version")["sequence_number"]
+    arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
+    for number, told in ((last - 1, f"the last is {last}"), (last + 1, f"the last is {last}")):
+        with pytest.raises(RemoteError, match=told) as caught:
+            send(client, CRITIC_INFER, arrays | {"sequence_number": np.full((3, 1), number)})
+        assert caught.value.kind == "SequenceError"
+    send(client, CRITIC_INFER, arrays | {"sequence_number": np.full((3, 1), last)})
+
+
+def test_another_runs_update_and_one_of_a_trainer_that_was_replaced_are_refused(client):
+    client.train(*TARGETS).result()
+    last, before = client.control("version")["sequence_number"], values(client)
     with pytest.raises(RemoteError, match="serves run 'run-a'"):
-        stranger.train(*TARGETS).result()
-    stranger.close()
+        update(client, last + 1, "run-b")
+    name, attempt = client.control("version")["run_id"].split("@")
+    successor = f"{name}@{int(attempt) + 1}"
+    update(client, last, successor)  # answered from memory; from now on the older trainer is not in charge
+    with pytest.raises(RemoteError, match=f"{successor!r} has taken over"):
+        client.train(*TARGETS).result()
+    assert torch.equal(values(client), before)
+
+
+def test_a_request_for_an_earlier_start_of_the_server_is_refused(client):
+    arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
+    with pytest.raises(RemoteError) as caught:
+        send(client, CRITIC_INFER, arrays | {"instance": np.full((3, 1), b"gone", dtype=object)})
+    assert caught.value.kind == "InstanceError"
+    with pytest.raises(RemoteError, match="InstanceError"):
+        client.control("checkpoint", step=1, instance="gone")
 
 
 CASES = [case for case in REFUSED if case[0] in (CRITIC_INFER, CRITIC_TRAIN)]
 
 
 def test_every_bad_request_gets_its_own_typed_error_while_good_ones_beside_it_succeed(client):
-    expected = client.values(TOKENS, LENGTHS).result()
+    expected = values(client)
     version = client.control("version")["version"]
     with ThreadPoolExecutor(4) as callers:
         for endpoint, wrong, changes, told in CASES:
-            beside = [callers.submit(client._values, TOKENS, LENGTHS) for _ in range(2)]
+            beside = [callers.submit(values, client) for _ in range(2)]
             with pytest.raises(RemoteError) as caught:
                 send(client, endpoint, spoiled(endpoint, changes))
             assert caught.value.kind == "RequestError" and told in str(caught.value), wrong
@@ -163,20 +214,19 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
     weights = client.values(TOKENS, LENGTHS).result()
     lost = client.train(*TARGETS).result()
     assert not torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
-    assert client.control("restore", step=7) == saved
-    assert torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
-    client._next_number = saved["sequence_number"] + 1
-    assert client.train(*TARGETS).result() == lost
+    assert client.control("restore", step=7) == saved | {"run_id": "run-a@0"}
+    assert torch.equal(values(client), weights)
+    assert update(client, saved["sequence_number"] + 1) == lost
 
 
 def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(client):
-    begun = client.control("begin_checkpoint", step=8)
+    begun = client.begin_checkpoint(step=8)
     weights = client.values(TOKENS, LENGTHS).result()
     client.train(*TARGETS).result()
-    assert client.control("finish_checkpoint")["sequence_number"] == begun["sequence_number"] + 1
-    assert client.control("restore", step=8) == begun
-    assert torch.equal(client.values(TOKENS, LENGTHS).result(), weights)
-    client._next_number = begun["sequence_number"] + 1
+    client.finish_checkpoint()
+    assert client.control("version")["sequence_number"] == begun.updates
+    assert client.control("restore", step=8)["sequence_number"] == begun.updates - 1
+    assert torch.equal(values(client), weights)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +251,7 @@ def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic
     version = client.control("version")["version"]
     directory = critic.log.parent / "checkpoints" / f"step_{version}"
     assert (directory / "critic" / "model.safetensors").is_file()
-    assert json.loads((directory / "critic_updates.json").read_text())["run_id"] in ("run-a", None)
+    assert json.loads((directory / "critic" / "updates.json").read_text())["run"] in ("run-a", None)
 
 
 def test_pytritons_own_client_infers_trains_and_saves_with_nothing_of_ours(client, critic):
@@ -227,16 +277,16 @@ def test_an_answer_that_nobody_looked_at_is_found(client):
 
 
 def test_a_silent_and_an_absent_server_are_named(critic):
-    hasty = CriticClient(critic.endpoint, 1e-4, "run-a")
-    with pytest.raises(
-        RemoteError, match=rf"critic server at 127.0.0.1:{critic.endpoint.grpc}: Timeout: no answer to critic_infer"
-    ):
-        hasty.values(TOKENS, LENGTHS).result()
-    hasty.close()
+    connection = Connection("critic", critic.endpoint, critic.access)
+    arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
+    here = f"critic server at 127.0.0.1:{critic.endpoint.grpc}"
+    with pytest.raises(RemoteError, match=f"{here}: Timeout: no answer to critic_infer within 0.0001 s"):
+        connection.infer(CRITIC_INFER, arrays, 1e-4)
+    connection.close()
     port = free_port()
-    absent = CriticClient(type(critic.endpoint)("127.0.0.1", port, port, port), 5, "run-a")
-    with pytest.raises(RemoteError, match=rf"critic server at 127.0.0.1:{port}: Unreachable"):
-        absent.values(TOKENS, LENGTHS).result()
+    absent = RewardClient([type(critic.endpoint)("127.0.0.1", port, port, port)], critic.access, 0.5)
+    with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: Unreachable: .*; given up after 0.5 s"):
+        absent.score(TOKENS, LENGTHS, LENGTHS).result()
     with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: NotReady: not ready within 0.3 s"):
         absent.wait_ready(0.3)
     absent.close()

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from aligner.errors import AlignerError
+from aligner.servers.commands import Command, RowJoin, joined_by, take_together
 from aligner.servers.executor import ServerStopping, SpmdExecutor
 
 
@@ -21,6 +23,16 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
+    @joined_by(RowJoin(("names",)))
+    def describe(self, tokens, lengths, names, scale=1):
+        """Each row's tokens scaled, and how many rows were computed together."""
+        if (tokens < 0).any():
+            raise AlignerError("a negative token")
+        assert len(names) == len(tokens) == len(lengths)
+        total = tokens.clone()
+        dist.all_reduce(total)
+        return {"tokens": total * scale, "together": torch.full((len(tokens),), len(tokens))}
+
     def slow(self, seconds):
         time.sleep(seconds)
         return dist.get_rank()
@@ -33,11 +45,11 @@ class Ranks:
         raise ZeroDivisionError("a bug")
 
 
-def run_world(conversation):
+def run_world(conversation, drain_s=0.0):
     """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the world)."""
     ranks = Ranks()
-    handlers = {name: getattr(ranks, name) for name in ("double", "slow", "quarrel", "crash")}
-    executor = SpmdExecutor(handlers, heartbeat_s=0.3)
+    handlers = {name: getattr(ranks, name) for name in ("double", "describe", "slow", "quarrel", "crash")}
+    executor = SpmdExecutor(handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3)
     answers = []
 
     def talk():
@@ -129,3 +141,84 @@ def test_a_stopping_server_refuses_new_work():
     executor.run()
     with pytest.raises(ServerStopping):
         executor.submit("infer")
+
+
+def describe(executor, value, rows, width, **arguments):
+    names = [f"{value}-{row}" for row in range(rows)]
+    return executor.submit("describe", request(value, rows, width), names=names, **arguments)
+
+
+def answers(futures):
+    results = [future.result(10) for future in futures]
+    return [(list(r["tokens"].shape), r["tokens"].unique().tolist(), r["together"][0].item()) for r in results]
+
+
+def join(executor):
+    executor.submit("slow", seconds=0.3)  # the rest arrives while it runs
+    futures = [describe(executor, 1, 2, 4), describe(executor, 2, 1, 6), describe(executor, 3, 8, 5)]
+    executor.submit("slow", seconds=0)
+    futures += [describe(executor, 4, 1, 4), describe(executor, 5, 1, 4, scale=2), describe(executor, 6, 1, 4, scale=2)]
+    return answers(futures)
+
+
+def join_world():
+    return run_world(join)
+
+
+def test_alike_commands_that_wait_next_to_each_other_run_as_one_within_the_budget_and_each_gets_its_own_rows(pool):
+    (alone, _), *_ = pool.run(join_world, 2)
+    assert alone == [
+        [
+            ([2, 4], [2], 3),
+            ([1, 6], [4], 3),
+            ([8, 5], [6], 8),  # beside them it would be 11 rows of 6 tokens
+            ([1, 4], [8], 1),  # another command ran before it, and the next ones ask for something else
+            ([1, 4], [20], 2),
+            ([1, 4], [24], 2),
+        ]
+    ]
+
+
+def spoil(executor):
+    executor.submit("slow", seconds=0.3)
+    good, bad, other = [describe(executor, value, 1, 4) for value in (1, -1, 2)]
+    return answers([good, other]), str(bad.exception(10))
+
+
+def spoil_world():
+    return run_world(spoil)
+
+
+def test_a_refused_command_does_not_spoil_those_it_was_joined_with(pool):
+    (told, ended), *_ = pool.run(spoil_world, 2)
+    assert told == [([([1, 4], [2], 1), ([1, 4], [4], 1)], "a negative token")] and ended is None
+
+
+def stop_early(executor):
+    futures = [executor.submit("slow", seconds=0.2) for _ in range(3)]
+    time.sleep(0.1)
+    executor.shutdown()
+    with pytest.raises(ServerStopping):
+        executor.submit("slow", seconds=0)
+    return [type(future.exception(10)).__name__ for future in futures]
+
+
+def drained_world():
+    return run_world(stop_early, drain_s=5.0)
+
+
+def hasty_world():
+    return run_world(stop_early)
+
+
+def test_a_stopping_world_finishes_what_it_has_taken_for_as_long_as_it_may(pool):
+    assert pool.run(drained_world, 2)[0] == ([["NoneType"] * 3], None)
+    assert pool.run(hasty_world, 2)[0] == ([["NoneType", "ServerStopping", "ServerStopping"]], None)
+
+
+@pytest.mark.parametrize(("budget", "widths"), [(0, [8]), (18, [8, 9]), (27, [8, 9, 4]), (20_000, [8, 9, 4, 4096])])
+def test_those_of_the_nearest_width_are_taken_first_and_the_oldest_always(budget, widths):
+    waiting = deque(Command("describe", request(1, 1, width)) for width in (8, 4096, 4, 9))
+    taken = take_together(waiting, {"describe": RowJoin()}, budget)
+    assert [command.tensors["tokens"].shape[1] for command in taken] == widths
+    assert len(waiting) == 4 - len(widths)

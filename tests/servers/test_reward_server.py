@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.servers.client import RemoteError, RewardClient
-from aligner.servers.protocol import REWARD_MODEL
+from aligner.servers.client import RewardClient
+from aligner.servers.connection import RemoteError
+from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL
 from tests.servers.bad_requests import REFUSED, spoiled
 from tests.servers.role_main import character_tokenizer
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture
 def client(reward):
-    client = RewardClient(reward.endpoint, 20, max_batch_size=16)
+    client = RewardClient([reward.endpoint], reward.access, 20, max_batch_size=16)
     yield client
     client.close()
 
@@ -43,9 +44,35 @@ def test_without_prompt_lengths_the_whole_text_is_the_response_and_sentences_are
     assert client._infer(REWARD_MODEL, {"sentences": sentences})["rewards"].tolist() == [[4.0], [4.0]]
 
 
+def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
+    rows = encoded(("ab", "xyz"), ("", "hello world"))
+    assert client.score(*rows, [{"extra": 1000, "answer": "ü"}, {}]).result().tolist() == [1203.0, 11.0]
+    arrays = {"sentences": np.array([[b"four"]], dtype=object), "metadata": np.array([[b'{"extra": 0.5}']], dtype=object)}
+    assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[4.5]]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"{", "metadata: row 1 is not JSON"),
+        (b"[1]", "metadata: row 1 is list, allowed: a JSON object a row"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "metadata: row 1 is not JSON"),
+        (b"\xff", "metadata: got bytes that are not UTF-8 text"),
+    ],
+    ids=["not JSON", "no object", "too deep", "not UTF-8"],
+)
+def test_metadata_that_is_no_json_object_is_refused(client, text, told):
+    tokens, lengths, _ = encoded(("a", "b"), ("a", "b"))
+    arrays = {"tokens": tokens.numpy(), "sequence_lengths": lengths[:, None].numpy()}
+    with pytest.raises(RemoteError, match=re.escape(told)) as caught:
+        client._infer(REWARD_MODEL, arrays | {"metadata": np.array([[b"{}"], [text]], dtype=object)})
+    assert caught.value.kind == "RequestError"
+    assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[2.0], [2.0]]
+
+
 def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(client):
     with ThreadPoolExecutor(4) as callers:
-        good = [callers.submit(client._score, *encoded(("ab", "x" * n))) for n in range(1, 13)]
+        good = [callers.submit(client._score, *encoded(("ab", "x" * n)), None) for n in range(1, 13)]
         with pytest.raises(RemoteError, match="returned nan, must be finite, for prompt 'ab ' and response '67'") as caught:
             client.score(*encoded(("ab", "1"), ("ab ", "67"))).result()
         assert caught.value.kind == "ScoringError"
@@ -64,6 +91,6 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client, endpoint, wron
 
 def test_the_reward_server_answers_control_but_keeps_no_checkpoints(client):
     assert client.control("health")["role"] == "reward"
-    assert client.control("version")["protocol"] == 1
+    assert client.control("version")["protocol"] == PROTOCOL_VERSION
     with pytest.raises(RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"):
         client.control("checkpoint", step=1)

@@ -1,21 +1,31 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError
-from aligner.servers.client import CriticClient, RemoteError, RewardClient
+from aligner.servers.client import RewardClient
+from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.host import TritonHost
+from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
+from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
-from tests.servers.test_critic_server import LENGTHS, TARGETS, TOKENS
 from tests.servers.tiny_model import TinyValueModel
 
 pytestmark = pytest.mark.system
+
+TOKENS = torch.arange(24).reshape(3, 8)
+LENGTHS = torch.tensor([8, 3, 5])
+UPDATE = good(CRITIC_TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +33,7 @@ def roles(tmp_path_factory):
     """Roles to be ended by one test each, started together."""
     directory = tmp_path_factory.mktemp("shutdown")
     roles = {
-        "terminated": RunningRole("critic", directory, ranks=2),
+        "terminated": RunningRole("critic", directory, ranks=2, SLOW="1"),
         "killed": RunningRole("critic", directory, ranks=2),
         "asked": RunningRole("reward_model", directory),
     }
@@ -42,23 +52,39 @@ def ended(role: RunningRole, timeout_s: float) -> bool:
     return not role.survivors()
 
 
-def test_sigterm_ends_all_ranks_and_triton_and_unnumbered_updates_are_refused_by_default(roles):
+def connection(role: RunningRole) -> Connection:
+    return Connection("critic", role.endpoint, role.access)
+
+
+def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_and_triton(roles):
     role = roles["terminated"]
-    try:
-        client = CriticClient(role.endpoint, 20, "run")
-        assert client.train(*TARGETS).result()["loss"] > 0
-        with pytest.raises(RemoteError, match="sequence_number: missing"):
-            targets = dict(zip(("tokens", "returns", "prev_values"), (x.numpy() for x in TARGETS[:3]), strict=True))
-            client._train({**targets, "mask": TARGETS[3].float().numpy()})
-        client.close()
+    arrays = [{"tokens": TOKENS.numpy() + shift, "sequence_lengths": LENGTHS[:, None].numpy()} for shift in (0, 1)]
+    with contextlib.closing(connection(role)) as server, ThreadPoolExecutor(3) as callers:
+        taken = []
+        for number, each in zip((-1, None), arrays, strict=True):  # these two do not run as one
+            numbered = each if number is None else each | {"sequence_number": np.full((3, 1), number)}
+            taken.append(callers.submit(server.infer, CRITIC_INFER, numbered, 20))
+            time.sleep(0.1)
         role.note_processes()
         role.ranks[1].send_signal(signal.SIGTERM)  # only rank 0 ends the world
-        time.sleep(0.5)
-        assert role.ranks[1].poll() is None
-    finally:
-        code = role.stop(signal.SIGTERM)
-    assert code == 0 and role.ranks[1].returncode == 0
+        role.ranks[0].send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        with pytest.raises(TransportError, match="ServerStopping"):
+            server.infer(CRITIC_TRAIN, UPDATE, 20)
+        health = json.loads(array_text(server.infer(CONTROL, {"request": text_array('{"op": "health"}')}, 20)["response"]))
+        assert health["status"] == "stopping"
+        assert all(future.exception(20) is None for future in taken)
+        for each, future in zip(arrays, taken, strict=True):
+            expected = TinyValueModel().values(torch.tensor(each["tokens"]), LENGTHS)
+            torch.testing.assert_close(torch.tensor(future.result()["values"]), expected)
+    assert role.ranks[0].wait(15) == 0 and role.stop() == 0 and role.ranks[1].returncode == 0
     assert ended(role, 2), role.survivors()
+
+
+def test_an_unnumbered_update_is_refused_by_default(roles):
+    unnumbered = pytest.raises(RemoteError, match="sequence_number: missing")
+    with contextlib.closing(connection(roles["killed"])) as server, unnumbered:
+        server.infer(CRITIC_TRAIN, UPDATE, 20)
 
 
 def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
@@ -79,10 +105,9 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
     role = roles["killed"]
     try:
         role.ranks[1].kill()
-        client = CriticClient(role.endpoint, 20, "run")
-        with pytest.raises(RemoteError):
-            client.values(TOKENS, LENGTHS).result()
-        client.close()
+        arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
+        with contextlib.closing(connection(role)) as server, pytest.raises(RemoteError):
+            server.infer(CRITIC_INFER, arrays, 20)
         assert role.ranks[0].wait(20) != 0
     finally:
         role.stop()
@@ -92,10 +117,10 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
 def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
     role = roles["asked"]
     try:
-        client = RewardClient(role.endpoint, 20)
+        client = RewardClient([role.endpoint], role.access, 20)
         expected = TinyValueModel().values(TOKENS, LENGTHS).gather(1, LENGTHS[:, None] - 1)[:, 0]
         torch.testing.assert_close(client.score(TOKENS, LENGTHS, torch.ones(3, dtype=torch.int64)).result(), expected)
-        assert client.control("shutdown") == {"status": "stopping", "role": "reward"}
+        assert client.control("shutdown")["status"] == "stopping"
         client.close()
         assert role.ranks[0].wait(15) == 0
     finally:

@@ -1,0 +1,105 @@
+"""The servers of a run: waiting until they are healthy, and starting again those that end after they were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from aligner.config.schema import Config
+from aligner.errors import AlignerError
+from aligner.launch.endpoints import is_ready
+from aligner.launch.failure import describe_end, root_failure, with_log
+from aligner.launch.processes import Processes, RankProcess
+from aligner.launch.roles import served_model
+
+GRACE_S = 1.0
+"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
+_HEALTH_POLL_S = 0.5
+_FIRST_BACKOFF_S = 1.0
+
+
+class ServerGroup:
+    """The ranks of one server. When one of them ends all are replaced: the others have lost their world."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        config: Config,
+        processes: Processes,
+        start: Callable[[int], Sequence[RankProcess]],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Starts the ranks. `start` is told how often that was done before; `address` is where health is asked for."""
+        self.name = name
+        self._address = address
+        self._settings = config.server
+        self._stop_timeout_s = config.cluster.stop_timeout_s
+        self._processes = processes
+        self._start_ranks = start
+        self._tell = tell
+        self._restarts = 0
+        self._was_healthy = False
+        self._start()
+
+    @property
+    def was_healthy(self) -> bool:
+        """Whether it has been healthy since the run began."""
+        return self._was_healthy
+
+    @property
+    def ended(self) -> list[RankProcess]:
+        """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
+        return [rank for rank in self._ranks if rank.ended_at is not None and not self._told]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended and may not be started again."""
+        return bool(self.ended) and not (self._was_healthy and self._restarts < self._settings.max_restarts)
+
+    def poll(self) -> None:
+        """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
+        ended = [rank.ended_at for rank in self._ranks if rank.ended_at is not None]
+        if ended:
+            self._replace(min(ended))
+        elif not self._healthy:
+            self._check_health()
+
+    def _start(self) -> None:
+        self._ranks = self._start_ranks(self._restarts)
+        self._healthy = self._told = False
+        self._started = self._next_check = time.monotonic()
+
+    def _check_health(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _HEALTH_POLL_S
+        if is_ready(self._address, served_model(self.name)):
+            if self._was_healthy:
+                self._tell(f"{self.name} is healthy again")
+            self._healthy = self._was_healthy = True
+        elif now - self._started > self._settings.start_timeout_s:
+            which = f" after restart {self._restarts}" if self._restarts else ""
+            message = f"{self.name} was not healthy within server.start_timeout_s={self._settings.start_timeout_s:g} s{which}"
+            raise AlignerError(with_log(message, self._ranks[0]))
+
+    def _replace(self, ended_at: float) -> None:
+        """End what is left of the ranks, then start them again."""
+        now = time.monotonic()
+        if now < ended_at + GRACE_S:
+            return
+        if not self._told:
+            cause = describe_end(root_failure(self.ended))
+            self._told, self._restarts = True, self._restarts + 1
+            self._tell(f"{cause}; starting {self.name} again ({self._restarts} of {self._settings.max_restarts})")
+            self._processes.terminate(self._ranks)
+            self._kill_at = now + self._stop_timeout_s
+        running = any(rank.exit_code is None for rank in self._ranks)
+        if running and now < self._kill_at:
+            return
+        # What a killed rank leaves behind holds its ports: a new one could not listen there.
+        gone = self._processes.kill(self._ranks)
+        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self._restarts - 1):
+            self._processes.forget(self._ranks)
+            self._start()

@@ -1,0 +1,117 @@
+"""Scores over HTTP, in the shape that OpenRLHF's `remote_rm_url` has."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from aligner.rewards.scorers import ScoringError, ScoringRequest
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_SHOWN_BYTES = 200
+
+
+@dataclass(frozen=True)
+class RemoteScorer:
+    """A scorer that asks an HTTP server.
+
+    A batch is one POST of JSON with `query` (prompt and response together), `prompts` and `labels`, lists with an entry a
+    request; the answer's `rewards` has a number for each. A label is what the request's metadata has as `label` or
+    `answer`, and empty text where it has neither.
+    """
+
+    url: str
+    timeout_s: float
+    """Until the answer is there, retries included."""
+
+    def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
+        """One score a request.
+
+        No connection, a lost one and the statuses 5xx are tried again until the deadline. Raises ScoringError, with the
+        address, for these at the deadline, and at once for any other status and for an answer of another shape.
+        """
+        body = {
+            "query": [request.prompt + request.response for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.metadata.get("label", request.metadata.get("answer", "")) for request in requests],
+        }
+        return self._scores(self._answer(json.dumps(body).encode()), len(requests))
+
+    def _answer(self, body: bytes) -> bytes:
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                status, answer = self._post(body, deadline)
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if status == http.HTTPStatus.OK:
+                    return answer
+                problem = f"status {status}, {_shown(answer)}"
+                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
+            if time.monotonic() + pause_s >= deadline:
+                raise ScoringError(f"{self.url} gave no scores within {self.timeout_s:g} s; the last attempt: {problem}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _post(self, body: bytes, deadline: float) -> tuple[int, bytes]:
+        address = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01))
+        path = (address.path or "/") + (f"?{address.query}" if address.query else "")
+        with contextlib.closing(connection):
+            connection.connect()
+            with _cut_off(connection.sock, deadline):
+                connection.request("POST", path, body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                return response.status, response.read()
+
+    def _scores(self, answer: bytes, count: int) -> list[float]:
+        try:
+            rewards: Any = json.loads(answer)["rewards"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ScoringError(f"{self.url} answered with {_shown(answer)}; it must be JSON with `rewards`") from error
+        if not isinstance(rewards, list) or len(rewards) != count or not all(map(_is_score, rewards)):
+            raise ScoringError(
+                f"{self.url} answered with {_shown(answer)}; `rewards` must be a list of {count} finite numbers,"
+                " one for each query"
+            )
+        return [float(reward) for reward in rewards]
+
+
+def _is_score(value: Any) -> bool:
+    # Compared, not converted: an integer may be too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _shown(answer: bytes) -> str:
+    more = f" and {len(answer) - _SHOWN_BYTES} bytes more" if len(answer) > _SHOWN_BYTES else ""
+    return f"{answer[:_SHOWN_BYTES].decode(errors='replace')!r}{more}"
+
+
+@contextlib.contextmanager
+def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
+    """End what waits for the socket at the deadline: its own timeout begins anew with every byte that trickles in."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # it has ended by itself
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(deadline - time.monotonic(), 0), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

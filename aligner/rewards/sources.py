@@ -1,0 +1,118 @@
+"""What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or a weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.reward_sources import FunctionSource, RemoteSource, Source
+from aligner.data.collectives import broadcast_json
+from aligner.errors import AlignerError
+from aligner.rewards.remote import RemoteScorer
+from aligner.rewards.scorers import (
+    Scorer,
+    ScoringError,
+    ScoringRequest,
+    checked_scores,
+    require_finite,
+    resolve_scorer,
+)
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Responses to score."""
+
+    requests: Callable[[], Sequence[ScoringRequest]]
+    """Their texts; made where they are wanted. Raises AlignerError."""
+    tokens: Tensor | None = None
+    """int64 [B, S]; None where no source wants tokens."""
+    lengths: Tensor | None = None
+    """int64 [B], as `tokens`."""
+
+
+class RewardSource(Protocol):
+    """Something that scores."""
+
+    def raw(self, batch: ScoringBatch) -> Tensor:
+        """Finite scores float64 [B], the same on every rank. Collective; raises ScoringError on every rank alike."""
+        ...
+
+
+class ScalarModel(Protocol):
+    """A model with a number a token, spread over the ranks."""
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """float32 [B, S] of tokens int64 [B, S] and lengths int64 [B]; collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A scorer of texts, which rank 0 calls."""
+
+    name: str
+    scorer: Scorer
+
+    def raw(self, batch: ScoringBatch) -> Tensor:
+        """See RewardSource."""
+        scores, error = None, None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                scores = checked_scores(self.name, self.scorer, batch.requests())
+            except AlignerError as problem:
+                error = str(problem)
+        outcome = broadcast_json({"scores": scores, "error": error})
+        if outcome["error"] is not None:
+            raise ScoringError(outcome["error"])
+        return torch.tensor(outcome["scores"], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A reward model: its value after a sequence's last token."""
+
+    name: str
+    model: ScalarModel
+
+    def raw(self, batch: ScoringBatch) -> Tensor:
+        """See RewardSource."""
+        if batch.tokens is None or batch.lengths is None:
+            raise ValueError("a model scores tokens")
+        scores = self.model.values(batch.tokens, batch.lengths).gather(1, batch.lengths[:, None] - 1)[:, 0].double()
+        if not bool(scores.isfinite().all()):
+            require_finite(self.name, scores.tolist(), batch.requests())
+        return scores
+
+
+def text_source(source: Source) -> TextSource:
+    """A scoring function or a remote scorer. Raises ConfigError when there is no such function."""
+    if isinstance(source, FunctionSource):
+        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function"))
+    if isinstance(source, RemoteSource):
+        return TextSource(source.name, RemoteScorer(source.url, source.timeout_s))
+    raise TypeError(f"{type(source).__name__} does not score texts")
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """The reward: the sum over sources of weight * (gain * raw + bias)."""
+
+    parts: Sequence[tuple[Source, RewardSource]]
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        """Finite scores float32 [B], the same on every rank. Collective; raises ScoringError on every rank alike."""
+        total = torch.zeros((), dtype=torch.float64)
+        # Texts first: what they refuse costs no model's time.
+        for settings, source in sorted(self.parts, key=lambda part: isinstance(part[1], ModelSource)):
+            total = total + settings.weight * (settings.gain * source.raw(batch) + settings.bias)
+        scores = total.float()
+        if not bool(scores.isfinite().all()):
+            name = " + ".join(settings.name for settings, _ in self.parts)
+            require_finite(name, scores.tolist(), batch.requests())
+        return scores

@@ -1,0 +1,140 @@
+"""One server as a client sees it: requests out, answers or typed errors back. It needs only tritonclient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from aligner.config.access import KEY_HEADER, Access
+from aligner.config.endpoints import Endpoint
+from aligner.errors import AlignerError
+from aligner.servers.protocol import CONTROL, EndpointSpec, told_error
+
+_DATATYPES = {np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}
+_CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A peer that has vanished without a word is noticed within seconds, however long a request may take.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A server that is started again is found soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+# gRPC's words for a connection that broke under a request, where its status is the one that Triton uses for model errors.
+_BROKEN_CONNECTION = (
+    "RST_STREAM",
+    "GOAWAY",
+    "Stream removed",
+    "HTTP2",
+    "HTTP/2",
+    "framing",
+    "deserializing response",
+    "parsing",
+)
+_STUB_LOST = "Stub process"
+
+
+class RemoteError(AlignerError):
+    """A server's refusal or failure, or its silence. `kind` is the server's error type, or says who failed."""
+
+    def __init__(self, role: str, address: str, kind: str, message: str) -> None:
+        super().__init__(f"{role} server at {address}: {kind}: {message}")
+        self.role, self.address = role, address
+        self.kind, self.message = kind, message
+
+
+class TransportError(RemoteError):
+    """No answer came, and none will on this attempt; another one may fare better."""
+
+    def final(self, timeout_s: float) -> RemoteError:
+        """The error of the last attempt."""
+        return RemoteError(self.role, self.address, self.kind, f"{self.message}; given up after {timeout_s:g} s")
+
+
+class Connection:
+    """Requests to one server over gRPC, from any thread."""
+
+    def __init__(self, role: str, endpoint: Endpoint, access: Access = Access()) -> None:  # noqa: B008  # frozen
+        self.role = role
+        self.address = f"{endpoint.host}:{endpoint.grpc}"
+        self._headers = None if access.key is None else {f"triton-grpc-protocol-{KEY_HEADER}": access.key}
+        self._tls = {
+            "ssl": access.authorities is not None,
+            "root_certificates": access.authorities,
+            "certificate_chain": access.certificate,
+            "private_key": access.certificate_key,
+        }
+        self._local = threading.local()
+        self._clients: list[Any] = []
+        self._lock = threading.Lock()
+
+    def infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float) -> dict[str, NDArray]:
+        """The endpoint's outputs for these inputs. Raises TransportError, or RemoteError with the server's own words."""
+        inputs = []
+        for spec in endpoint.inputs:
+            if spec.name in arrays:
+                tensor = triton.InferInput(spec.name, arrays[spec.name].shape, _DATATYPES[spec.dtype])
+                tensor.set_data_from_numpy(arrays[spec.name])
+                inputs.append(tensor)
+        try:
+            response = self._client().infer(endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers)
+        except InferenceServerException as error:
+            raise self._told(endpoint, error, timeout_s) from None
+        return {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
+
+    def check_ready(self, timeout_s: float) -> None:
+        """Return when all endpoints are up. Raises TransportError when they are not, or not heard of in time."""
+        try:
+            ready = self._client().is_model_ready(CONTROL.name, headers=self._headers, client_timeout=timeout_s)
+        except InferenceServerException as error:
+            raise self._told(CONTROL, error, timeout_s) from None
+        if not ready:
+            raise TransportError(self.role, self.address, "NotReady", "it has not begun to serve")
+
+    def error(self, kind: str, message: str) -> RemoteError:
+        """An error that names this server."""
+        return RemoteError(self.role, self.address, kind, message)
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            clients, self._clients = self._clients, []
+        for client in clients:
+            client.close()
+
+    def _client(self) -> Any:
+        """This thread's client: tritonclient's objects are not to be shared."""
+        if not hasattr(self._local, "client"):
+            self._local.client = triton.InferenceServerClient(self.address, channel_args=_CHANNEL, **self._tls)
+            with self._lock:
+                self._clients.append(self._local.client)
+        return self._local.client
+
+    def _told(self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float) -> RemoteError:
+        status, message = str(error.status() or ""), str(error.message())
+        kind, told = told_error(message)
+        if kind == "ServerStopping":
+            return TransportError(self.role, self.address, kind, told)
+        if kind != "Triton":
+            return self.error(kind, told)
+        if "DEADLINE_EXCEEDED" in status:
+            return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
+        if "is restricted" in message:
+            return self.error("AccessError", "it wants the run's key, and got none or another one")
+        if _STUB_LOST in message:
+            return TransportError(self.role, self.address, "StubLost", message)
+        if "unknown model" in message or "is not ready" in message:  # Triton is up before the endpoints are
+            return TransportError(self.role, self.address, "NotReady", message)
+        lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))
+        if lost or ("INTERNAL" in status and any(words in message for words in _BROKEN_CONNECTION)):
+            return TransportError(self.role, self.address, "Unreachable", message)
+        return self.error("Triton", message)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.config.checks import check
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.config.placement import placements, role_ranks
+from aligner.config.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+COMBINED = ("reward.kind=combined", "+reward.sources.a={kind: function, function: digit_fraction}")
+
+
+def compose(directory: Path, *overrides: str) -> Config:
+    return compose_config(["experiment=tiny_ppo", f"run.dir={directory / 'run'}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory) -> Path:
+    """A directory with the shape of the tiny model, and vocabulary enough for two tensor ranks."""
+    directory = tmp_path_factory.mktemp("reward_model")
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={directory / 'run'}"])
+    (directory / "config.json").write_text(json.dumps(dict(config.model.config)))
+    return directory
+
+
+def test_a_single_source_is_what_the_section_says(tmp_path):
+    reward = compose(tmp_path, "reward.gain=2", "reward.bias=-1").reward
+    assert reward_sources(reward) == (
+        FunctionSource(name="function", key="reward", function="digit_fraction", gain=2, bias=-1),
+    )
+    remote = compose(tmp_path, "reward=remote", "reward.url=http://judge:5000/get_reward").reward
+    judge = RemoteSource(name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60)
+    assert reward_sources(remote) == (judge,)
+
+
+def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path):
+    sources = (
+        "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1}",
+        "+reward.sources.c={kind: remote, url: 'https://judge/score', timeout_s: 5, weight: -1}",
+    )
+    config = compose(tmp_path, *COMBINED, *sources)
+    save_config(config, tmp_path / "config.yaml")
+    for reward in (config.reward, load_config(tmp_path / "config.yaml").reward):
+        assert reward_sources(reward) == (
+            FunctionSource(name="a", key="reward.sources.a", function="digit_fraction"),
+            ModelSource(name="b", key="reward.sources.b", path="somewhere", weight=0.5, gain=2, bias=1),
+            RemoteSource(name="c", key="reward.sources.c", url="https://judge/score", timeout_s=5, weight=-1),
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.kind=combined"], "reward.sources: no source to combine"),
+        ([COMBINED[1]], "reward.sources: read with reward.kind=combined only, got reward.kind=function"),
+        ([*COMBINED, "reward.gain=2"], "reward.gain=2: with reward.kind=combined each source has its own gain"),
+        ([*COMBINED, "reward.bias=1"], "reward.bias=1: with reward.kind=combined each source has its own bias"),
+        ([*COMBINED, "+reward.sources.b=5"], "reward.sources.b=5: expected a mapping with kind"),
+        ([*COMBINED, "+reward.sources.b={weight: 1}"], "reward.sources.b.kind: missing; allowed: function, model, remote"),
+        ([*COMBINED, "+reward.sources.b.kind=judge"], "reward.sources.b.kind=judge: no such kind; allowed: function, model"),
+        ([*COMBINED, "+reward.sources.b.kind=function"], "reward.sources.b.function: missing; kind=function needs it"),
+        ([*COMBINED, "+reward.sources.a.wieght=2"], "unknown key with kind=function; did you mean reward.sources.a.weight?"),
+        ([*COMBINED, "+reward.sources.a.url=x"], "reward.sources.a.url: unknown key with kind=function; allowed in reward"),
+        ([*COMBINED, "+reward.sources.a.weight=nan"], "reward.sources.a.weight=nan: must be a finite number"),
+        ([*COMBINED, "+reward.sources.a.weight=true"], "reward.sources.a.weight=True: must be a finite number"),
+        ([*COMBINED, "+reward.sources.a.gain=much"], "reward.sources.a.gain=much: must be a finite number"),
+        ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
+        ([*COMBINED, "+reward.sources.b={kind: function, function: 3}"], "function=3: expected text, got int"),
+        (["reward=remote"], "reward.url: missing; kind=remote needs it"),
+        (["reward=remote", "reward.url=judge:5000"], "reward.url=judge:5000: must be http://HOST[:PORT]/PATH"),
+        (["reward=remote", "reward.url='http://a/b c'"], "reward.url=http://a/b c: must be http://HOST[:PORT]/PATH"),
+        (["reward=remote", "reward.url='http://:80/a'"], "reward.url=http://:80/a: must be http://HOST[:PORT]/PATH"),
+        (["reward=remote", "reward.url='http://a:99999/'"], "reward.url=http://a:99999/: must be http://HOST[:PORT]/PATH"),
+        ([*COMBINED, "+reward.sources.b={kind: remote, url: 'http://a', timeout_s: 0}"], "timeout_s=0: must be at least 0.1"),
+        ([*COMBINED, "+reward.sources.b={kind: model, path: nowhere}"], "reward.sources.b.path=nowhere: no such model dir"),
+        ([*COMBINED, "reward.parallel.data=2"], "reward.parallel: 2 ranks, must be 1: no source of the reward is a model"),
+        (["critic.with_reward=true", "reward.parallel.data=2"], "reward.parallel: critic.with_reward=true runs the reward at"),
+        (["critic.with_reward=true", "reward.replicas=2"], "reward.replicas=2: must be 1 with critic.with_reward=true"),
+        (
+            [
+                "critic.with_reward=true",
+                "critic.parallel.data=2",
+                "reward=remote",
+                "reward.url=http://a",
+                "reward.timeout_s=600",
+            ],
+            "reward.timeout_s=600: must be below cluster.collective_timeout_s=600",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_told_by_key(tmp_path, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        check(compose(tmp_path, *overrides))
+    assert message in str(caught.value)
+
+
+def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check(compose(tmp_path, *COMBINED, "+reward.sources.b.kind=x", "+reward.sources.a.weight=inf", "run.steps=1000000"))
+    assert {"reward.sources.b.kind=x", "reward.sources.a.weight=inf"} <= {
+        line.partition(":")[0] for line in str(caught.value).splitlines()
+    }
+
+
+def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_model):
+    model = (f"reward.path={reward_model}", "reward.kind=model")
+    check(compose(tmp_path, *model, "reward.parallel.tensor=2"))
+    check(compose(tmp_path, *model, "critic.with_reward=true", "critic.parallel.tensor=2", "reward.parallel.tensor=2"))
+    with pytest.raises(ConfigError, match=r"reward\.parallel\.tensor=4: the model's 2 key-value heads do not divide by 4"):
+        check(compose(tmp_path, *model, "reward.parallel.tensor=4"))
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.pipeline=3: 4 layers do not divide by 3"):
+        check(compose(tmp_path, *model, "critic.with_reward=true", "critic.num_layers=3", "critic.parallel.pipeline=3"))
+    with pytest.raises(ConfigError, match=r"reward\.micro_batch_tokens=1: must hold the longest sequence"):
+        check(compose(tmp_path, *model, "reward.micro_batch_tokens=1"))
+
+
+def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model):
+    both = (*COMBINED, f"+reward.sources.b={{kind: model, path: '{reward_model}', weight: 0.5}}")
+    config = compose(tmp_path, *both, "reward.parallel.data=2", "reward.replicas=2")
+    shown = {place.role: (place.ranks, place.layout, place.runs) for place in placements(config)}
+    runs = f"function digit_fraction + 0.5 x model {reward_model}"
+    assert shown["reward"] == shown["reward.1"] == (2, "TP1 PP1 DP2", runs)
+    config = compose(tmp_path, *both, "critic.with_reward=true")
+    assert [place.role for place in placements(config)] == ["trainer", "critic"]
+    assert placements(config)[1].runs == f"value model, {runs}"
+    assert list(role_ranks(config)) == ["critic", "trainer"]

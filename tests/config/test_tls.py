@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from aligner.config.schema import TLS, Config, Server
+from aligner.config.tls import tls_problems
+from tests.certificates import Certificates, make_certificates
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("other"), address="192.0.2.1")
+
+
+def problems(files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool) -> list[str]:
+    given = {name: str(path) for name, path in vars(files).items()} if files else {}
+    return list(tls_problems(Config(server=Server(interface=interface, tls=TLS(**{**given, **keys})))))
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+def test_files_that_fit_are_taken(good: Certificates, mutual: bool) -> None:
+    assert problems(good, mutual=mutual) == []
+    assert problems(good, "lo", mutual=mutual) == []
+
+
+def test_what_is_missing_is_named(good: Certificates) -> None:
+    assert problems() == []
+    assert problems(mutual=True, key="a.pem") == [
+        "server.tls.key=a.pem: needs server.tls.certificate; without it there is no TLS",
+        "server.tls.mutual=True: needs server.tls.certificate; without it there is no TLS",
+    ]
+    assert problems(certificate=str(good.certificate), key="absent.pem") == [
+        "server.tls.key=absent.pem: no such file",
+        "server.tls.authorities must name a PEM file: server.tls.certificate is given",
+    ]
+
+
+def test_a_key_of_another_certificate_is_refused(good: Certificates, other: Certificates) -> None:
+    (told,) = problems(good, key=str(other.key))
+    assert told.startswith(f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: no certificate with its")
+
+
+def test_files_that_are_no_certificates_are_refused(good: Certificates) -> None:
+    (told,) = problems(good, authorities=str(good.key))
+    assert told.startswith(f"server.tls.authorities={good.key}: no PEM file with certificates")
+
+
+def test_a_certificate_that_clients_would_refuse_is_refused(good: Certificates, other: Certificates) -> None:
+    (unknown,) = problems(good, authorities=str(other.authorities))
+    assert "connecting to 127.0.0.1 with server.tls.authorities=" in unknown and "unable to get local issuer" in unknown
+    (elsewhere,) = problems(other)
+    assert "would fail: IP address mismatch, certificate is not valid for '127.0.0.1'" in elsewhere

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from aligner.rewards.remote import RemoteScorer
+from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores
+
+REQUESTS = [
+    ScoringRequest("2+2=", "4", {"label": "four", "answer": "4"}),
+    ScoringRequest("3+3=", "6", {"answer": ["6", "six"]}),
+    ScoringRequest("ünd ", "", {"topic": "none"}),
+]
+
+
+class ScoringServer(ThreadingHTTPServer):
+    """Answers with what it is told to, the last of it again and again, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: list[tuple[int, bytes]] = []
+        self.asked: list[tuple[str, str, dict[str, object]]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/get_reward?model=a"
+
+    def answer(self, status: int, body: object) -> None:
+        self.answers.append((status, body if isinstance(body, bytes) else json.dumps(body).encode()))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ScoringServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, self.headers["Content-Type"], body))
+        answers = self.server.answers
+        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if status == 0:
+            return  # hangs up without a word
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[ScoringServer]:
+    with ScoringServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_batch_is_one_request_in_openrlhf_s_shape(server):
+    server.answer(200, {"rewards": [1, -0.5, 2.0], "scores": [0, 0, 0], "extra_logs": {"length": [1, 2, 3]}})
+    assert checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS) == [1.0, -0.5, 2.0]
+    body = {"query": ["2+2=4", "3+3=6", "ünd "], "prompts": ["2+2=", "3+3=", "ünd "], "labels": ["four", ["6", "six"], ""]}
+    assert server.asked == [("/get_reward?model=a", "application/json", body)]
+
+
+def test_a_lost_connection_and_a_failing_server_are_tried_again(server):
+    server.answer(0, b"")
+    server.answer(503, b"starting")
+    server.answer(200, {"rewards": [1, 2, 3]})
+    assert RemoteScorer(server.url, 10)(REQUESTS) == [1.0, 2.0, 3.0]
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (404, b"no such page", "status 404, 'no such page'; it must be 200"),
+        (302, b"", "status 302, ''"),
+        (422, b"x" * 1000, f"status 422, '{'x' * 200}' and 800 bytes more"),
+        (200, b"<html>", "answered with '<html>'; it must be JSON with `rewards`"),
+        (200, b"\xff{", "it must be JSON with `rewards`"),
+        (200, b"[" * 100_000, "it must be JSON with `rewards`"),
+        (200, [1, 2, 3], "it must be JSON with `rewards`"),
+        (200, {"scores": [1, 2, 3]}, "it must be JSON with `rewards`"),
+        (200, {"rewards": [1, 2]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": 1.0}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [1, "2", 3]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [1, None, 3]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [1, True, 3]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [[1], [2], [3]]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [1, float("nan"), 3]}, "`rewards` must be a list of 3 finite numbers"),
+        (200, {"rewards": [1, 10**400, 3]}, "`rewards` must be a list of 3 finite numbers"),
+    ],
+)
+def test_an_answer_that_is_not_three_numbers_is_told_with_its_address_and_not_asked_for_again(server, status, body, told):
+    server.answer(status, body)
+    with pytest.raises(ScoringError) as caught:
+        checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS)
+    assert f"the scorer judge: {server.url} answered" in str(caught.value)
+    assert told in str(caught.value)
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
+    server.answer(500, b"out of memory")
+    start = time.monotonic()
+    with pytest.raises(ScoringError, match=r"gave no scores within 0.5 s; the last attempt: status 500, 'out of memory'"):
+        RemoteScorer(server.url, 0.5)(REQUESTS)
+    assert len(server.asked) > 1
+    assert time.monotonic() - start < 2
+
+
+def test_nobody_listening_is_told_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(ScoringError, match=rf"127.0.0.1:{port}/ gave no scores within 0.3 s; .*ConnectionRefusedError"):
+        RemoteScorer(f"http://127.0.0.1:{port}/", 0.3)(REQUESTS)
+
+
+def test_an_answer_that_trickles_in_does_not_outlast_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                while not done.wait(0.05):
+                    try:
+                        connection.sendall(b" ")
+                    except OSError:
+                        return
+
+        done = threading.Event()
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        start = time.monotonic()
+        try:
+            with pytest.raises(ScoringError, match=r"gave no scores within 0.5 s"):
+                RemoteScorer(f"http://127.0.0.1:{listener.getsockname()[1]}/", 0.5)(REQUESTS)
+            assert time.monotonic() - start < 2
+        finally:
+            done.set()
+            thread.join()

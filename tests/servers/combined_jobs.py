@@ -1,0 +1,148 @@
+"""What the worker ranks run for the tests of a critic and a reward model on the same devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.losses import value_loss
+from aligner.config.reward_sources import FunctionSource
+from aligner.config.schema import Critic, Parallel, Reward
+from aligner.data.model_directory import read_shape
+from aligner.megatron import world as worlds
+from aligner.megatron.value_model import ValueModel
+from aligner.rewards.scorers import ScoringError, ScoringRequest
+from aligner.rewards.sources import ModelSource, ScoringBatch, TextSource, WeightedSum
+from aligner.servers.backend import ValueModel as Served
+from aligner.servers.combined import Turns
+from tests.megatron.jobs import OPTIMIZER, make_experience
+
+
+def device_bytes(model: ValueModel) -> int:
+    """Memory that the parameters and their gradients lie in."""
+    parameters = [parameter for _, parameter in model.runner.parameters()]
+    gradients = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
+    return sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *gradients))
+
+
+def services(
+    critic: Served, reward: Served, vocab_size: int, directory: Path, after: Callable[[str], None]
+) -> list[Tensor | dict[str, float]]:
+    """Everything that a critic and a reward model are asked for, in turns; `after` is told which one was asked."""
+    experience = make_experience(vocab_size)
+    sequences = experience.tokens, experience.lengths
+    update = *sequences[:1], experience.returns, experience.values, experience.mask
+    answers: list[Tensor | dict[str, float]] = []
+
+    def ask(model: str, answer: Any) -> None:
+        answers.append(answer)
+        after(model)
+
+    ask("reward", reward.values(*sequences))
+    ask("critic", critic.values(*sequences))
+    ask("critic", critic.train(*update))
+    ask("reward", reward.values(*sequences))
+    ask("critic", critic.begin_save(directory))
+    ask("reward", reward.values(*sequences))
+    critic.finish_save()  # moves nothing
+    ask("reward", reward.values(*sequences))
+    ask("critic", critic.train(*update))
+    ask("critic", critic.values(*sequences))
+    ask("reward", reward.values(*sequences))
+    ask("critic", critic.load(directory))
+    ask("critic", critic.train(*update))
+    ask("critic", critic.values(*sequences))
+    return answers
+
+
+def apart_and_together(
+    critic_directory: str, reward_directory: str, checkpoints: str, layout: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The same requests to models that both stay on the device, and to two that take turns."""
+    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    paths = Path(critic_directory), Path(reward_directory)
+    precision = settings.pop("precision", "fp32")
+
+    def models() -> tuple[ValueModel, ValueModel]:
+        optimizer = type(OPTIMIZER)(**{**vars(OPTIMIZER), **settings})
+        section = Critic(parallel=world.layout, micro_batch_tokens=24, optimizer=optimizer, precision=precision)
+        frozen = Reward(parallel=world.layout, micro_batch_tokens=24, precision=precision)
+        loss = functools.partial(value_loss, clip=0.2)
+        return (
+            ValueModel(read_shape(paths[0]), world, paths[0], section, total_updates=4, loss=loss),
+            ValueModel(read_shape(paths[1]), world, paths[1], frozen),
+        )
+
+    vocab_size = read_shape(paths[0]).vocab_size
+    apart = services(*models(), vocab_size, Path(checkpoints, "apart"), lambda model: None)
+
+    critic, reward = models()
+    whole = {"critic": device_bytes(critic), "reward": device_bytes(reward)}
+    turns, seen, moves = Turns(), [], []
+    for model in (critic, reward):
+        model.wake = _counted(model.wake, moves)
+    taking = turns.join("critic", critic), turns.join("reward", reward)
+    seen.append(("neither", device_bytes(critic), device_bytes(reward)))
+    together = services(
+        *taking,
+        vocab_size,
+        Path(checkpoints, "together"),
+        lambda model: seen.append((model, device_bytes(critic), device_bytes(reward))),
+    )
+    worlds.shutdown()
+    return {"apart": apart, "together": together, "seen": seen, "whole": whole, "moves": len(moves)}
+
+
+def _counted(function: Callable[[], None], calls: list[int]) -> Callable[[], None]:
+    def counted() -> None:
+        calls.append(1)
+        function()
+
+    return counted
+
+
+def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
+    """A model and a function as one reward over the world's ranks: the scores, the raw ones, and what a refusal is."""
+    world = worlds.initialize(Parallel(tensor=2), seed=1, timeout_s=120)
+    path = Path(reward_directory)
+    model = ValueModel(read_shape(path), world, path, Reward(parallel=world.layout))
+    experience = make_experience(read_shape(path).vocab_size)
+    requests = [ScoringRequest("a prompt", text) for text in texts]
+    batch = ScoringBatch(lambda: requests, experience.tokens, experience.lengths)
+
+    def length(asked: list[ScoringRequest]) -> list[float]:
+        if world.rank:
+            raise AssertionError("rank 0 calls functions, and no other")
+        return [float("nan") if request.response == "refuse" else float(len(request.response)) for request in asked]
+
+    def settings(name: str, **numbers: float) -> FunctionSource:
+        return FunctionSource(name=name, key="reward", function="", **numbers)
+
+    sources = ModelSource("judge", model), TextSource("length", length)
+    reward = WeightedSum(
+        [
+            (settings("judge", weight=2.0, gain=0.5, bias=1.0), sources[0]),
+            (settings("length", weight=-3.0, bias=0.25), sources[1]),
+        ]
+    )
+    scores, raw = reward(batch), [source.raw(batch) for source in sources]
+    requests[1] = ScoringRequest("a prompt", "refuse")
+    told = ""
+    try:
+        reward(batch)
+    except ScoringError as error:
+        told = str(error)
+    with torch.no_grad():  # a model that has gone wrong
+        for _, parameter in model.runner.parameters():
+            parameter.fill_(torch.nan)
+    try:
+        sources[0].raw(batch)
+    except ScoringError as error:
+        told += "\n" + str(error)
+    worlds.shutdown()
+    return [scores, raw, told]

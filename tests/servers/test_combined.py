@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.servers.connection import Connection, RemoteError
+from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL
+from tests.megatron.reference import save_llama, save_reward_llama
+from tests.servers import combined_jobs
+from tests.servers.role_main import character_tokenizer
+from tests.servers.roles import RunningRole
+from tests.servers.tiny_model import TinyValueModel
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory) -> tuple[str, str]:
+    return (
+        str(save_llama(tmp_path_factory.mktemp("critic"), tied=False)),
+        str(save_reward_llama(tmp_path_factory.mktemp("reward"))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"data": 2}, {"distributed": True}),
+        ({"tensor": 2, "sequence": True}, {}),
+        ({"pipeline": 2}, {"distributed": True, "precision": "bf16"}),
+    ],
+    ids=["DP2-distributed", "TP2-SP", "PP2-bf16"],
+)
+def test_models_that_take_turns_answer_learn_and_save_as_two_that_have_a_device_each(
+    pool, directories, tmp_path, layout, settings
+):
+    for rank in pool.run(combined_jobs.apart_and_together, 2, *directories, str(tmp_path), layout, settings):
+        for apart, together in zip(rank["apart"], rank["together"], strict=True):
+            assert torch.equal(apart, together) if isinstance(apart, torch.Tensor) else apart == together
+        whole = rank["whole"]
+        resident = {"neither": [0, 0], "critic": [whole["critic"], 0], "reward": [0, whole["reward"]]}
+        assert [held for _, *held in rank["seen"]] == [resident[asked] for asked, *_ in rank["seen"]]
+        assert min(whole.values()) > 0
+        # Nothing moves while one model is asked again and again.
+        runs = [asked for asked, _ in itertools.groupby(asked for asked, *_ in rank["seen"][1:])]
+        assert rank["moves"] == len(runs) < len(rank["seen"]) - 1
+    files = sorted((tmp_path / "apart").iterdir())
+    assert len(files) > 1
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "together" / file.name).read_bytes(), file.name
+
+
+def test_a_model_and_a_function_are_weighed_on_every_rank_alike(pool, directories):
+    texts = ["x" * count for count in range(6)]
+    ranks = pool.run(combined_jobs.weighted_scores, 2, directories[1], texts)
+    for scores, (judged, lengths), told in ranks:
+        assert torch.equal(scores, ranks[0][0])
+        assert lengths.tolist() == [0, 1, 2, 3, 4, 5]
+        assert judged.std() > 0
+        assert torch.equal(scores, (2 * (0.5 * judged + 1) - 3 * (lengths + 0.25)).float())
+        refused, broken = told.splitlines()
+        assert refused == "the scorer length returned nan, must be finite, for prompt 'a prompt' and response 'refuse'"
+        assert broken == "the scorer judge returned nan, must be finite, for prompt 'a prompt' and response ''"
+
+
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory) -> Iterator[Connection]:
+    """A critic of two ranks that serves a scoring function too."""
+    role = RunningRole("combined", tmp_path_factory.mktemp("combined"), ranks=2, ACCEPT_UNNUMBERED="1").wait_ready()
+    connection = Connection("critic", role.endpoint, role.access)
+    try:
+        yield connection
+    finally:
+        connection.close()
+        role.stop()
+
+
+def sequences(*texts: str) -> dict[str, np.ndarray]:
+    rows = [character_tokenizer().encode(text).ids for text in texts]
+    width = max(map(len, rows))
+    tokens = np.array([row + [0] * (width - len(row)) for row in rows])
+    return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows])}
+
+
+@pytest.mark.system
+def test_values_and_rewards_come_in_one_answer_and_each_alone(combined):
+    arrays = sequences("abcde", "xyz")
+    expected = TinyValueModel().values(torch.tensor(arrays["tokens"]), torch.tensor([5, 3])).numpy()
+    parts = {
+        "prompt_lengths": np.array([[2], [0]]),
+        "metadata": np.array([[b'{"extra": 0.5}'], [b"{}"]], dtype=object),
+        "sequence_number": np.array([[-1], [-1]]),
+    }
+    both = combined.infer(CRITIC_INFER_WITH_REWARD, arrays | parts, 20)
+    assert both["values"] == pytest.approx(expected, abs=1e-6)
+    assert both["rewards"].tolist() == [[203.5], [3.0]]
+    # As NeMo-Aligner's clients ask.
+    both = combined.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)
+    assert both["rewards"].tolist() == [[5.0], [3.0]]
+    assert np.array_equal(combined.infer(CRITIC_INFER, arrays, 20)["values"], both["values"])
+    assert combined.infer(REWARD_MODEL, arrays, 20)["rewards"].tolist() == [[5.0], [3.0]]
+
+
+@pytest.mark.system
+def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(combined):
+    with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.*response '67'") as caught:
+        combined.infer(CRITIC_INFER_WITH_REWARD, sequences("ab", "67"), 20)
+    assert caught.value.kind == "ScoringError"
+    arrays = sequences("ab", "cd")
+    update = {name: np.ones((2, 1), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
+    assert np.isfinite(combined.infer(CRITIC_TRAIN, {"tokens": arrays["tokens"], **update}, 20)["loss_mean"]).all()
+    assert combined.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)["rewards"].tolist() == [[2.0], [2.0]]

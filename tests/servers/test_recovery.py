@@ -1,0 +1,127 @@
+"""A critic that is lost and comes back, and a network that loses answers: every update counts once all the same."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from aligner.config.endpoints import Endpoint
+from aligner.errors import AlignerError
+from aligner.servers.client import control
+from aligner.servers.connection import Connection
+from aligner.servers.critic_client import CriticClient, CriticState
+from aligner.servers.journal import UpdateJournal
+from tests.servers.proxy import BadProxy
+from tests.servers.roles import RunningRole
+from tests.servers.tiny_model import TinyValueModel
+from tests.worker_pool import free_port
+
+pytestmark = pytest.mark.system
+
+LENGTHS = torch.full((4,), 8)
+
+
+class Expected:
+    """The same updates on a model of our own."""
+
+    def __init__(self) -> None:
+        self.model = TinyValueModel()
+
+    def update(self, number: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 64, (4, 8), generator=generator)
+        return tokens, torch.randn(4, 7, generator=generator), torch.zeros(4, 7), torch.ones(4, 7).bool()
+
+    def train(self, number: int) -> dict[str, float]:
+        return self.model.train(*self.update(number))
+
+
+def check_updates(client: CriticClient, expected: Expected, numbers: range) -> None:
+    """Train and ask for values, all at once; compare everything, to the last bit."""
+    asked = []
+    for number in numbers:
+        before = client.values(expected.update(number)[0], LENGTHS)
+        stats = client.train(*expected.update(number))
+        asked.append((number, before, stats))
+    for number, before, stats in asked:
+        assert torch.equal(before.result(), expected.model.values(expected.update(number)[0], LENGTHS))
+        assert stats.result() == expected.train(number)
+
+
+@pytest.fixture
+def lost_critic(tmp_path):
+    """A function that kills the critic where there is one, and starts one at the same address."""
+    endpoint = Endpoint("127.0.0.1", free_port(), free_port(), free_port())
+    roles: list[RunningRole] = []
+
+    def start_again() -> RunningRole:
+        for role in roles:
+            role.kill()
+        roles.append(RunningRole("critic", tmp_path, endpoint=endpoint))
+        return roles[-1]
+
+    yield start_again
+    for role in roles:
+        role.kill()
+
+
+def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(lost_critic, tmp_path):
+    role = lost_critic().wait_ready()
+    through = Endpoint("127.0.0.1", free_port(), free_port(), 0)
+    expected, journal = Expected(), UpdateJournal(tmp_path / "journal")
+    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.1, lose=0.1) as proxy:
+        client = CriticClient(through, role.access, 90, "run", journal)
+        client.wait_ready(30)
+        client.start()
+        check_updates(client, expected, range(20))
+        assert min(proxy.suffered.values()) >= 2, proxy.suffered
+
+        # Lost while a checkpoint is being written, which is made again on the way.
+        saving = client.begin_checkpoint(step=3)
+        check_updates(client, expected, range(20, 23))
+        lost_critic()
+        check_updates(client, expected, range(23, 30))
+        client.finish_checkpoint()
+        client.keep([saving])
+        assert not journal.covers(19, 19) and journal.covers(20, 29)
+        direct = Connection("critic", role.endpoint, role.access)
+        state = control(direct, 10, "version")
+        direct.close()
+        assert (state["sequence_number"], state["version"]) == (29, 30)
+        client.assert_settled()
+        client.close()
+
+        # Another trainer of the same run, from the same checkpoint; and from one whose policy is of another time.
+        journal = UpdateJournal(tmp_path / "journal")
+        client = CriticClient(through, role.access, 30, "run", journal)
+        with pytest.raises(
+            AlignerError, match="the critic of checkpoint 3 has 20 updates, where the policy was saved after 21"
+        ):
+            client.start([CriticState(3, 21)])
+        with pytest.raises(
+            AlignerError, match=r"no critic checkpoint .*step_9/critic; updates 20 to 39 are not in the journal"
+        ):
+            client.start([saving, CriticState(9, 40)])
+        client.start([saving])
+        assert not journal.covers(20, 20)
+        client.close()
+    assert role.ranks[0].returncode == -signal.SIGKILL
+
+
+def test_a_journal_keeps_what_was_asked_for_and_names_what_is_damaged(tmp_path):
+    arrays = {"tokens": torch.arange(6).reshape(2, 3).numpy()}
+    journal = UpdateJournal(tmp_path)
+    for number in range(5):
+        journal.append(number, arrays)
+    journal.keep(1, 3)
+    assert [journal.covers(number, number) for number in range(5)] == [False, True, True, True, False]
+    assert (journal.read(2)["tokens"] == arrays["tokens"]).all()
+    (tmp_path / "update_00000002.safetensors").write_bytes(b"\x00")
+    (tmp_path / "update_00000009.tmp").write_bytes(b"half")
+    with pytest.raises(AlignerError, match=r"cannot read the critic's update 2 from .*update_00000002"):
+        journal.read(2)
+    again = UpdateJournal(tmp_path)
+    assert (journal.attempt, again.attempt) == (0, 1)
+    assert not list(tmp_path.glob("*.tmp"))
