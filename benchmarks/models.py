@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 512,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
     "llama_125m": {

@@ -6,6 +6,7 @@ it is told over a pipe.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -43,6 +44,15 @@ def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> N
         pipe.send((False, traceback.format_exc()))
 
 
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on now."""
+    with contextlib.ExitStack() as held:
+        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+
+
 class Group:
     """The processes of one way, as a context manager; they end with it."""
 
@@ -53,9 +63,7 @@ class Group:
 
     def __enter__(self) -> Group:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        (port,) = free_ports(1)
         for rank in range(self.way.processes):
             environment = {
                 "RANK": str(rank),

@@ -12,7 +12,6 @@ from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRI
 from tests.megatron.reference import save_llama, save_reward_llama
 from tests.servers import combined_jobs
 from tests.servers.role_main import character_tokenizer
-from tests.servers.roles import RunningRole
 from tests.servers.tiny_model import TinyValueModel
 
 
@@ -65,16 +64,11 @@ def test_a_model_and_a_function_are_weighed_on_every_rank_alike(pool, directorie
         assert broken == "the scorer judge returned nan, must be finite, for prompt 'a prompt' and response ''"
 
 
-@pytest.fixture(scope="module")
-def combined(tmp_path_factory) -> Iterator[Connection]:
-    """A critic of two ranks that serves a scoring function too."""
-    role = RunningRole("combined", tmp_path_factory.mktemp("combined"), ranks=2, ACCEPT_UNNUMBERED="1").wait_ready()
-    connection = Connection("critic", role.endpoint, role.access)
-    try:
-        yield connection
-    finally:
-        connection.close()
-        role.stop()
+@pytest.fixture
+def connection(open_critic) -> Iterator[Connection]:
+    connection = Connection("critic", open_critic.endpoint, open_critic.access)
+    yield connection
+    connection.close()
 
 
 def sequences(*texts: str) -> dict[str, np.ndarray]:
@@ -85,7 +79,7 @@ def sequences(*texts: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.system
-def test_values_and_rewards_come_in_one_answer_and_each_alone(combined):
+def test_values_and_rewards_come_in_one_answer_and_each_alone(connection):
     arrays = sequences("abcde", "xyz")
     expected = TinyValueModel().values(torch.tensor(arrays["tokens"]), torch.tensor([5, 3])).numpy()
     parts = {
@@ -93,22 +87,22 @@ def test_values_and_rewards_come_in_one_answer_and_each_alone(combined):
         "metadata": np.array([[b'{"extra": 0.5}'], [b"{}"]], dtype=object),
         "sequence_number": np.array([[-1], [-1]]),
     }
-    both = combined.infer(CRITIC_INFER_WITH_REWARD, arrays | parts, 20)
+    both = connection.infer(CRITIC_INFER_WITH_REWARD, arrays | parts, 20)
     assert both["values"] == pytest.approx(expected, abs=1e-6)
     assert both["rewards"].tolist() == [[203.5], [3.0]]
     # As NeMo-Aligner's clients ask.
-    both = combined.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)
+    both = connection.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)
     assert both["rewards"].tolist() == [[5.0], [3.0]]
-    assert np.array_equal(combined.infer(CRITIC_INFER, arrays, 20)["values"], both["values"])
-    assert combined.infer(REWARD_MODEL, arrays, 20)["rewards"].tolist() == [[5.0], [3.0]]
+    assert np.array_equal(connection.infer(CRITIC_INFER, arrays, 20)["values"], both["values"])
+    assert connection.infer(REWARD_MODEL, arrays, 20)["rewards"].tolist() == [[5.0], [3.0]]
 
 
 @pytest.mark.system
-def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(combined):
+def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(connection):
     with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.*response '67'") as caught:
-        combined.infer(CRITIC_INFER_WITH_REWARD, sequences("ab", "67"), 20)
+        connection.infer(CRITIC_INFER_WITH_REWARD, sequences("ab", "67"), 20)
     assert caught.value.kind == "ScoringError"
     arrays = sequences("ab", "cd")
     update = {name: np.ones((2, 1), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
-    assert np.isfinite(combined.infer(CRITIC_TRAIN, {"tokens": arrays["tokens"], **update}, 20)["loss_mean"]).all()
-    assert combined.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)["rewards"].tolist() == [[2.0], [2.0]]
+    assert np.isfinite(connection.infer(CRITIC_TRAIN, {"tokens": arrays["tokens"], **update}, 20)["loss_mean"]).all()
+    assert connection.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)["rewards"].tolist() == [[2.0], [2.0]]

@@ -12,7 +12,7 @@ from tests.servers.tiny_model import TinyValueModel
 
 pytestmark = pytest.mark.system
 
-TOKENS = np.arange(24, dtype=np.int64).reshape(3, 8)
+TOKENS = 12 + np.arange(24, dtype=np.int64).reshape(3, 8)  # letters
 LENGTHS = np.array([[8], [3], [5]], dtype=np.int64)
 TARGETS = {
     "tokens": TOKENS,

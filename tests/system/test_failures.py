@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import Launch
+from benchmarks.runs import Launch
 from tests.system.scorers import BAD_PROMPT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -33,16 +33,6 @@ def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(
     told = rf"aligner: error: .*reward.*{re.escape(complaint)}for prompt '{BAD_PROMPT}' and response ['\"].+"
     assert re.search(told, run.error), run.error
     assert run.metrics == []
-
-
-def test_a_killed_critic_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    with Launch(tmp_path / "run", *LONG) as launch:
-        launch.wait_for_step(1)
-        launch.rank("critic").kill()
-        run = launch.finish(15)
-    assert run.code == 1, run.report()
-    assert re.search(r"^aligner: error: critic rank 0 was ended by SIGKILL", run.error, re.MULTILINE), run.error
-    assert run.error.rstrip().endswith(f"log: {run.paths.log('critic', 0)}")
 
 
 def test_an_interrupted_run_ends_every_process_and_exits_130(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Starting `aligner launch` as a user does, and making sure that nothing of it stays."""
+"""Whole runs of `tiny_ppo`, started as a user does; nothing of them stays, and two can be compared."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from aligner.config.paths import RunPaths
 from aligner.launch.failure import log_tail
 from aligner.observability.metrics import read_metrics
 
-REPOSITORY = Path(__file__).parents[2]
-_MARKER = "ALIGNER_SYSTEM_TEST"
+REPOSITORY = Path(__file__).parents[1]
+_MARKER = "ALIGNER_OBSERVED_RUN"
 """Environment variable that every process of a run inherits, Triton's too; its value is the run directory."""
 
 
@@ -71,20 +72,25 @@ class Launch:
                     found.append(process)
         return found
 
-    def rank(self, role: str, rank: int = 0) -> psutil.Process:
-        """A server role's rank."""
+    def rank(self, group: str, rank: int = 0) -> psutil.Process:
+        """A rank of a server group."""
         ranks = [
             process
             for process in self.processes()
-            if f"role={role}" in process.cmdline() and process.environ().get("RANK") == str(rank)
+            if f"role={group}" in process.cmdline() and process.environ().get("RANK") == str(rank)
         ]
         # Triton's helpers inherit the environment, not the command line.
-        assert len(ranks) == 1, f"{len(ranks)} processes are {role} rank {rank}"
+        assert len(ranks) == 1, f"{len(ranks)} processes are {group} rank {rank}"
         return ranks[0]
+
+    @property
+    def steps(self) -> int:
+        """Steps in `metrics.jsonl`."""
+        return len(read_metrics(self.paths.metrics))
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`."""
-        self._wait(lambda: len(read_metrics(self.paths.metrics)) >= step, f"step {step}", timeout_s)
+        self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
 
     def interrupt(self, number: int) -> None:
         """Signal the launcher alone."""
@@ -106,7 +112,7 @@ class Launch:
             if self._launcher.poll() is not None:
                 raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
-            time.sleep(0.2)
+            time.sleep(0.05)
 
 
 def run_to_end(directory: Path, *overrides: str, timeout_s: float = 180) -> Finished:
@@ -115,6 +121,31 @@ def run_to_end(directory: Path, *overrides: str, timeout_s: float = 180) -> Fini
         finished = launch.finish(timeout_s)
     assert finished.code == 0, finished.report()
     return finished
+
+
+def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics without those that measure time."""
+    timed = ("time/", "throughput/")
+    return [{key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics]
+
+
+def checkpoint_differences(expected: RunPaths, got: RunPaths, step: int, part: str = "") -> list[str]:
+    """Files of two runs' checkpoints `step`, or of their policy or critic, that are not the same bit for bit.
+
+    Of the manifests everything counts but the configuration: how far to go and what to keep may differ.
+    """
+    roots = [paths.checkpoints / f"step_{step}" / part for paths in (expected, got)]
+    files = sorted({file.relative_to(root) for root in roots for file in root.rglob("*") if file.is_file()})
+    contents = [{file: _content(root / file) for file in files} for root in roots]
+    return [str(file) for file in files if contents[0][file] is None or contents[0][file] != contents[1][file]]
+
+
+def _content(file: Path) -> object:
+    if not file.is_file():
+        return None
+    if file.name != "manifest.json":
+        return file.read_bytes()
+    return {key: value for key, value in json.loads(file.read_text()).items() if key != "config"}
 
 
 def _logs(paths: RunPaths) -> str:

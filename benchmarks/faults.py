@@ -1,0 +1,154 @@
+"""Servers killed at random moments of training: does the run end as if nothing had happened, and what does it cost?
+
+An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to rank 0 of the role's servers, each at a
+random moment between the first and the last step. `--role reward` runs two replicas and kills both, at moments of their own;
+`all` kills the critic as well. A run counts as identical when its metrics, but for times, and every file of the last
+checkpoint are the undisturbed run's bit for bit. Exits 1 unless all are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
+
+GROUPS = {"critic": ("critic",), "reward": ("reward", "reward.1"), "all": ("critic", "reward", "reward.1")}
+"""The server groups that are killed for each --role."""
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    """SIGKILL to a server group's rank 0."""
+
+    group: str
+    step: int
+    """After so many steps."""
+    delay_s: float
+    """And so many seconds."""
+
+
+def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float) -> list[Fault]:
+    """One fault a group, in the order in which they come, in a run of `steps` steps of about `step_s` seconds."""
+    draw = random.Random(seed)
+    faults = [Fault(group, draw.randrange(1, steps), draw.uniform(0, step_s)) for group in groups]
+    return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """A run whose servers were killed."""
+
+    run: Finished
+    killed: tuple[tuple[str, int, float], ...]
+    """Group, steps done by then, and seconds since the launch."""
+
+    @property
+    def restarts(self) -> int:
+        """Servers that the launcher has started again."""
+        return self.run.out.count("; starting ")
+
+
+def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
+    """A run with these faults, to its end. Only processes of this run are killed."""
+    started, killed = time.monotonic(), []
+    with Launch(directory, *overrides) as launch:
+        for fault in faults:
+            launch.wait_for_step(fault.step)
+            time.sleep(fault.delay_s)
+            victim = launch.rank(fault.group)
+            victim.kill()
+            killed.append((fault.group, launch.steps, time.monotonic() - started))
+        run = launch.finish(_TIMEOUT_S)
+    return Disturbed(run, tuple(killed))
+
+
+def training_s(run: Finished) -> float:
+    """Seconds that the steps took; those before the first one vary with the machine's other work."""
+    return sum(step["time/step"] for step in run.metrics)
+
+
+def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
+    """Whether every run was identical to the undisturbed one; `show` is given each seed's figures."""
+    common = (f"run.stop_after={steps}", f"checkpoint.every={max(1, steps // 2)}", "logging.tensorboard=false", "run.name=run")
+    replicas = "reward.replicas=2" if "reward.1" in GROUPS[role] else "reward.replicas=1"
+    expected = run_to_end(directory / "undisturbed", *common, replicas)
+    step_s = expected.metrics[-1]["time/step"]
+    identical = True
+    for seed in seeds:
+        faults = random_faults(seed, GROUPS[role], steps, step_s)
+        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, replicas)
+        run = disturbed.run
+        figures = {
+            "seed": seed,
+            "killed": [{"group": group, "at_step": step, "after_s": at} for group, step, at in disturbed.killed],
+            "restarts": disturbed.restarts,
+            "exit_code": run.code,
+            "seconds_added": training_s(run) - training_s(expected),
+            "metrics_identical": repeatable(run.metrics) == repeatable(expected.metrics),
+            "policy_identical": not checkpoint_differences(expected.paths, run.paths, steps, "policy"),
+            "critic_identical": not checkpoint_differences(expected.paths, run.paths, steps, "critic"),
+            "checkpoint_identical": not checkpoint_differences(expected.paths, run.paths, steps),
+        }
+        if run.code:
+            print(run.report(), file=sys.stderr)
+        identical &= run.code == 0 and all(value for key, value in figures.items() if key.endswith("_identical"))
+        show(figures)
+    return identical
+
+
+def table_row(figures: dict[str, Any]) -> list[str]:
+    """A seed's figures as a table shows them."""
+    killed = ", ".join(f"{kill['group']} at step {kill['at_step']} ({kill['after_s']:.1f} s)" for kill in figures["killed"])
+    same = {name: "identical" if figures[f"{name}_identical"] else "DIFFERENT" for name in ("metrics", "policy", "critic")}
+    return [
+        str(figures["seed"]),
+        killed,
+        str(figures["restarts"]),
+        str(figures["exit_code"]),
+        f"{figures['seconds_added']:.1f}",
+        *same.values(),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="whose servers to kill")
+    parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
+    parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    table = Table(title=f"{args.role} killed", title_justify="left")
+    for column in ("seed", "killed", "restarts", "exit code", "seconds added", "metrics", "policy", "critic"):
+        table.add_column(column)
+
+    def show(figures: dict[str, Any]) -> None:
+        if args.json:
+            print(json.dumps({"benchmark": "faults", "role": args.role, **figures}), flush=True)
+        else:
+            table.add_row(*table_row(figures))
+
+    with tempfile.TemporaryDirectory() as temporary:
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        identical = measure(args.role, seeds, args.steps, args.directory or Path(temporary), show)
+    if not args.json:
+        Console().print(table)
+    sys.exit(0 if identical else 1)
+
+
+if __name__ == "__main__":
+    main()

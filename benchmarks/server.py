@@ -1,0 +1,298 @@
+"""What serving the critic costs: a served request against the same computation called directly, and many clients.
+
+    python -m benchmarks.server --json
+    python -m benchmarks.server --soak 300 --clients 16 --json
+
+`overhead_fraction` is served over direct, minus one: the median of pairs measured one after the other. The soak sends
+requests of random shapes and updates in between, and shows the memory of the server's processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from aligner.config.access import run_access
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.config.endpoints import Endpoint
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+from aligner.servers.connection import Connection, RemoteError
+from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN
+from benchmarks.models import MODELS, write_model
+from benchmarks.processes import Group, Way, free_ports
+
+_SHAPES = {"tiny": (64, 512), "smollm2_135m": (32, 128)}
+_REPEATS = {"tiny": 30, "smollm2_135m": 5}
+_SMALL = (2, 32)
+_START_S = 180.0
+
+
+class Served:
+    """A critic served by `aligner serve`, as a context manager; its processes end with it."""
+
+    def __init__(self, directory: Path, model: str, *overrides: str) -> None:
+        self._directory, self._log = directory, directory / "server.log"
+        *ports, self._master_port = free_ports(4)
+        self.config = compose_config(
+            [
+                *("experiment=tiny_ppo", "model.source=directory", f"model.path={directory / model}", f"run.dir={directory}"),
+                *(f"critic.ports.{name}={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)),
+                *("server.accept_unnumbered=true", "critic.micro_batch_tokens=4096", *overrides),
+            ]
+        )
+        self.endpoint = Endpoint("127.0.0.1", *ports)
+        self.vocab_size = MODELS[model]["vocab_size"]
+
+    def __enter__(self) -> Served:
+        file = self._directory / "config.yaml"
+        save_config(self.config, file)
+        with self._log.open("w") as log:
+            command = [sys.executable, "-m", "aligner", "serve", "role=critic", "--config", str(file)]
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **_ONE_THREAD, "MASTER_PORT": str(self._master_port)}, stdout=log, stderr=log
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(RemoteError, ConfigError):  # not up yet, not even its key
+                self.connection = Connection("critic", self.endpoint, run_access(self.config))
+                self.connection.check_ready(1.0)
+                return
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the critic did not start:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.2)
+
+    def values(self, rows: int, width: int, tokens: NDArray | None = None) -> float:
+        """Seconds of a request for the values of so many sequences of so many tokens."""
+        tokens = some_tokens(self.vocab_size, rows, width) if tokens is None else tokens
+        arrays = {"tokens": tokens, "sequence_lengths": np.full((rows, 1), width)}
+        start = time.perf_counter()
+        self.connection.infer(CRITIC_INFER, arrays, 300)
+        return time.perf_counter() - start
+
+    def train(self, rows: int, width: int) -> None:
+        """One unnumbered update."""
+        targets = np.ones((rows, width - 1), dtype=np.float32)
+        arrays = {
+            "tokens": some_tokens(self.vocab_size, rows, width),
+            "returns": targets,
+            "prev_values": targets,
+            "mask": targets,
+        }
+        self.connection.infer(CRITIC_TRAIN, arrays, 300)
+
+    def memory_mib(self) -> float:
+        """Resident memory of the server's processes, Triton's included."""
+        root = psutil.Process(self._process.pid)
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True))) / 2**20
+
+
+class Direct:
+    """The same critic without a server."""
+
+    def __init__(self, config_file: Path) -> None:
+        from aligner.algorithms.losses import value_loss
+        from aligner.megatron.value_model import build_critic
+        from aligner.megatron.world import initialize
+
+        config: Config = load_config(config_file)
+        world = initialize(config.critic.parallel, config.seed, 60)
+        self._model = build_critic(config, world, functools.partial(value_loss, clip=config.algorithm.value_clip))
+
+    def values(self, rows: int, width: int) -> float:
+        import torch
+
+        tokens = torch.from_numpy(some_tokens(self._model.vocab_size, rows, width))
+        lengths = torch.full((rows,), width)
+        start = time.perf_counter()
+        self._model.values(tokens, lengths)
+        return time.perf_counter() - start
+
+
+def some_tokens(vocab_size: int, rows: int, width: int) -> NDArray:
+    """int64 [rows, width]."""
+    return np.random.default_rng(0).integers(0, vocab_size, (rows, width))
+
+
+def measure_overhead(directory: Path, model: str) -> dict[str, object]:
+    """Served against direct, in pairs."""
+    rows, width = _SHAPES[model]
+    with Served(directory, model) as served:
+        make = functools.partial(Direct, directory / "config.yaml")
+        with Group(Way("direct", threads=1), make) as direct:
+            served.values(rows, width)
+            direct.call("values", rows, width)
+            pairs = [(direct.call("values", rows, width), served.values(rows, width)) for _ in range(_REPEATS[model])]
+    times = sorted(served for _, served in pairs)
+    return {
+        "measure": "critic_infer",
+        "model": model,
+        "shape": [rows, width],
+        "repeats": len(pairs),
+        "direct_s": round(statistics.median(direct for direct, _ in pairs), 4),
+        "p50_s": round(statistics.median(times), 4),
+        "p99_s": round(times[min(len(times) - 1, int(0.99 * len(times)))], 4),
+        "overhead_fraction": round(statistics.median(served / direct for direct, served in pairs) - 1, 4),
+    }
+
+
+def measure_clients(directory: Path, clients: int, seconds: float) -> dict[str, object]:
+    """Requests a second of one client and of many, and of many where requests are not computed together."""
+    rates = {}
+    for name, overrides in (("joined", ()), ("alone", ("server.batch_tokens=1",))):
+        with Served(directory, "tiny", *overrides) as served:
+            served.values(*_SMALL)
+            rates[name, 1] = requests_per_s(served, 1, seconds)
+            rates[name, clients] = requests_per_s(served, clients, seconds)
+    return {
+        "measure": "clients",
+        "model": "tiny",
+        "shape": list(_SMALL),
+        "clients": clients,
+        "one_client_per_s": round(rates["joined", 1], 1),
+        "many_clients_per_s": round(rates["joined", clients], 1),
+        "many_clients_unbatched_per_s": round(rates["alone", clients], 1),
+        "concurrency_gain": round(rates["joined", clients] / rates["joined", 1], 2),
+        "batching_gain": round(rates["joined", clients] / rates["alone", clients], 2),
+    }
+
+
+def requests_per_s(served: Served, clients: int, seconds: float) -> float:
+    """Small requests answered to so many threads, a second."""
+    tokens = some_tokens(served.vocab_size, *_SMALL)
+    counts = [0] * clients
+    start = time.perf_counter()
+
+    def ask(client: int) -> None:
+        while time.perf_counter() - start < seconds:
+            served.values(*_SMALL, tokens)
+            counts[client] += 1
+
+    run_threads(ask, clients)
+    return sum(counts) / (time.perf_counter() - start)
+
+
+def run_threads(work: Callable[[int], None], count: int) -> None:
+    """Run `work(0)` … `work(count - 1)` in threads, to their ends."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
+    """Requests of random shapes from many clients, with an update now and then; errors and memory."""
+    errors: list[str] = []
+    counts = {"values": 0, "updates": 0}
+    lock = threading.Lock()
+    with Served(directory, "tiny") as served:
+        for _ in range(20):
+            served.values(16, 256)
+            served.train(16, 256)
+        memory = {"start": served.memory_mib()}
+        started = time.monotonic()
+
+        def ask(client: int) -> None:
+            chance = random.Random(client)
+            while (passed := time.monotonic() - started) < seconds:
+                update = client == 0 and chance.random() < 0.1
+                try:
+                    if update:
+                        served.train(chance.randint(1, 16), chance.randint(2, 256))
+                    else:
+                        served.values(chance.randint(1, 16), chance.randint(1, 256))
+                except RemoteError as error:
+                    errors.append(str(error))
+                with lock:
+                    counts["updates" if update else "values"] += 1
+                    if passed > seconds / 2 and "middle" not in memory:
+                        memory["middle"] = served.memory_mib()
+
+        run_threads(ask, clients)
+        memory["end"] = served.memory_mib()
+    return {
+        "measure": "soak",
+        "model": "tiny",
+        "clients": clients,
+        "seconds": round(seconds),
+        **counts,
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        **{f"memory_mib_{when}": round(size, 1) for when, size in memory.items()},
+    }
+
+
+def measurements(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """What was asked for, each measured as it is taken."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for model in ("tiny",) if arguments.soak else arguments.models:
+            write_model(str(directory / model), model)
+        if arguments.soak:
+            yield soak(directory, arguments.clients or 16, arguments.soak)
+            return
+        for model in arguments.models:
+            yield measure_overhead(directory, model)
+        if "tiny" in arguments.models:
+            yield measure_clients(directory, arguments.clients or 32, arguments.seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=_SHAPES, default=list(_SHAPES))
+    parser.add_argument("--clients", type=int, help="clients at a time: 32, for the soak 16")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each rate")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="soak instead of measuring")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    failed = False
+    for measured in measurements(arguments):
+        failed |= bool(measured.get("errors"))
+        text = json.dumps(measured) if arguments.json else "  ".join(f"{key}={value}" for key, value in measured.items())
+        print(text, flush=True)
+    raise SystemExit(failed)
+
+
+_ONE_THREAD = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+if __name__ == "__main__":
+    main()

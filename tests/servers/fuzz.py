@@ -1,0 +1,203 @@
+"""Bad requests by the thousand: valid ones spoiled in one place, as the endpoint's tensors suggest, and random bytes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from aligner.config.access import KEY_HEADER
+from aligner.config.endpoints import Endpoint
+from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array
+from tests.servers.bad_requests import good
+
+DATATYPES = {"l": "INT64", "i": "INT32", "f": "FP32", "d": "FP64", "S": "BYTES", "O": "BYTES", "?": "BOOL"}
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A request as it goes over the wire: (name, shape, datatype, bytes) of each tensor."""
+
+    model: str
+    tensors: tuple[tuple[str, tuple[int, ...], str, bytes], ...]
+
+
+def wire(spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
+    return Wire(
+        spec.name, tuple((name, array.shape, DATATYPES[array.dtype.char], _bytes(array)) for name, array in arrays.items())
+    )
+
+
+def _bytes(array: NDArray) -> bytes:
+    if array.dtype.kind not in "SO":
+        return array.tobytes()
+    return b"".join(len(item).to_bytes(4, "little") + item for item in array.ravel().tolist())
+
+
+def spoiled(choose: random.Random, run: str) -> Wire:
+    """A request that has to be refused, whatever came before it."""
+    spec = choose.choice([CRITIC_INFER, CRITIC_INFER, CRITIC_TRAIN, CRITIC_TRAIN, CONTROL])
+    if spec is CONTROL:
+        return wire(spec, {"request": text_array(_bad_control(choose))})
+    rows, width = choose.randint(1, 5), choose.randint(2, 12)
+    arrays = good(spec, rows, width)
+    if spec is CRITIC_TRAIN and choose.random() < 0.5:
+        # In order for no run: so far beyond the last update that it is a gap.
+        arrays |= {"sequence_number": np.array([10**9]), "run_id": text_array(run)}
+    return choose.choice([_content, _content, _content, _tensors, _bytes_missing, _order])(choose, spec, arrays)
+
+
+def _bad_control(choose: random.Random) -> str:
+    return choose.choice(
+        [
+            "",
+            "[]",
+            "{",
+            "null",
+            '{"op": null}',
+            '{"op": "restore"}',
+            '{"op": "restore", "step": true}',
+            '{"op": "restore", "step": 1e99}',
+            '{"op": "restore", "step": 987654321}',
+            '{"op": "checkpoint", "step": -1}',
+            '{"op": "version", "step": 1}',
+            '{"op": "health", "instance": 5}',
+            '{"op": "version", "instance": "another"}',
+            "".join(choose.choices(string.printable, k=choose.randint(1, 200))),
+            "[" * 5000,
+        ]
+    )
+
+
+def _content(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
+    """A value that is not allowed somewhere in one of the tensors."""
+    bad_values: dict[str, list[float]] = {
+        "tokens": [-1, 64, 2**31, 2**62, -(2**63)],
+        "sequence_lengths": [0, -1, arrays["tokens"].shape[1] + 1, 2**62],
+        "returns": [float("nan"), float("inf"), -float("inf")],
+        "prev_values": [float("nan"), float("inf")],
+        "mask": [0.5, -1, float("nan")],
+    }
+    name = choose.choice([name for name in arrays if name in bad_values])
+    array = arrays[name].copy()
+    array.flat[choose.randrange(array.size)] = choose.choice(bad_values[name])
+    return wire(spec, {**arrays, name: array})
+
+
+def _tensors(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
+    """Dtype, rank, shape or name of a tensor that has to be there."""
+    name = choose.choice([tensor.name for tensor in spec.inputs if not tensor.optional])
+    array, rest = arrays[name], {other: array for other, array in arrays.items() if other != name}
+    changes: list[Callable[[], dict[str, NDArray]]] = [
+        lambda: rest,
+        lambda: rest | {name.upper(): array},
+        lambda: rest | {name: array, "extra": array},
+        lambda: rest | {name: array.astype(choose.choice([np.int32, np.float64, bool]))},
+        lambda: rest | {name: array.astype("S")},
+        lambda: rest | {name: array[None]},
+        lambda: rest | {name: array.reshape(-1)},
+        lambda: rest | {name: np.concatenate([array, array[:1]])},
+        lambda: rest | {name: array[:0]},
+        lambda: rest | {name: np.repeat(array, 99, axis=1)},
+        lambda: {other: each[:0] for other, each in arrays.items()},
+        lambda: {other: np.repeat(each, 99, axis=0) for other, each in arrays.items() if each.ndim == 2} | {"extra": array},
+    ]
+    return wire(spec, choose.choice(changes)())
+
+
+def _bytes_missing(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
+    """Shape, datatype and bytes of a tensor that do not belong together."""
+    request = wire(spec, arrays)
+    place = choose.randrange(len(request.tensors))
+    name, shape, datatype, data = request.tensors[place]
+    changed = choose.choice(
+        [
+            (name, shape, datatype, data[:-1]),
+            (name, shape, datatype, data + b"\0"),
+            (name, shape, "NONSENSE", data),
+            (name, (*shape[:-1], 2**40), datatype, data),
+            (name, (-1,) * len(shape), datatype, data),
+        ]
+    )
+    return replace(request, tensors=(*request.tensors[:place], changed, *request.tensors[place + 1 :]))
+
+
+def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
+    """For another start of the server, another run, or another moment."""
+    rows = len(arrays["tokens"])
+
+    def everywhere(value: object) -> NDArray:
+        return np.full((rows, 1) if spec.batching else (1,), value, dtype=object if isinstance(value, bytes) else np.int64)
+
+    changes: list[dict[str, NDArray]] = [
+        {"instance": everywhere(b"0123456789abcdef")},
+        {"instance": everywhere(b"\xff\xfe")},
+        {"sequence_number": everywhere(choose.choice([-2, 10**9, 2**63 - 1, -(2**63)]))},
+    ]
+    if spec is CRITIC_TRAIN:
+        changes.append({"run_id": text_array("another"), "sequence_number": everywhere(0)})
+    trace = {"trace_id": everywhere(choose.randbytes(8))} if choose.random() < 0.5 else {}
+    return wire(spec, arrays | choose.choice(changes) | trace)
+
+
+def over_grpc(stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, request: Wire) -> str | None:
+    """The server's error; None for an answer."""
+    message = service_pb2.ModelInferRequest(model_name=request.model)
+    for name, shape, datatype, data in request.tensors:
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+        message.raw_input_contents.append(data)
+    metadata = [] if key is None else [(f"triton-grpc-protocol-{KEY_HEADER}", key)]
+    try:
+        stub.ModelInfer(message, timeout=TIMEOUT_S, metadata=metadata)
+    except grpc.RpcError as error:
+        # A wrong key is "unavailable" to Triton; anything else that is has broken the server, or its connection.
+        lost = error.code() == grpc.StatusCode.UNAVAILABLE and "restricted" not in error.details()
+        assert not lost and error.code() != grpc.StatusCode.DEADLINE_EXCEEDED, (error.details(), request)
+        return error.details()
+    return None
+
+
+def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
+    """The server's error; None for an answer."""
+    inputs = [
+        {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+        for name, shape, datatype, data in request.tensors
+    ]
+    header = json.dumps({"inputs": inputs}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(header))}
+    body = header + b"".join(data for *_, data in request.tensors)
+    return posted(endpoint, key, f"/v2/models/{request.model}/infer", body, headers)
+
+
+def posted(endpoint: Endpoint, key: str | None, path: str, body: bytes, headers: dict[str, str]) -> str | None:
+    """Triton's error text for a POST; None for an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.http, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, body, headers | ({} if key is None else {KEY_HEADER: key}))
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+        return None if response.status == 200 else text or str(response.status)
+    finally:
+        connection.close()
+
+
+def raw_garbage(port: int, data: bytes) -> None:
+    """Send bytes that are no protocol, then wait until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+        except (ConnectionResetError, BrokenPipeError):
+            pass

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2_grpc
+
+from aligner.servers.client import control
+from aligner.servers.connection import Connection
+from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
+from tests.servers import fuzz
+from tests.servers.bad_requests import good
+
+pytestmark = pytest.mark.system
+
+REQUESTS, CALLERS = 1000, 4
+
+
+@pytest.fixture
+def connection(critic):
+    with contextlib.closing(Connection("critic", critic.endpoint, critic.access)) as connection:
+        yield connection
+
+
+def name_the_run(connection):
+    """Have the critic belong to a run; returns the run, and the number of its next update."""
+    state = control(connection, 20, "version")
+    run = state["run_id"] or "run-a@0"
+    order = {"sequence_number": np.array([state["sequence_number"] + 1]), "run_id": text_array(run)}
+    connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
+    return run, state["sequence_number"] + 2
+
+
+def send_bad(choose, critic, stub, run):
+    """One bad request, of whatever kind; fails unless it is refused."""
+    key, endpoint, kind = critic.access.key, critic.endpoint, choose.random()
+    if kind < 0.4:
+        request = fuzz.spoiled(choose, run)
+        assert fuzz.over_grpc(stub, key, request) is not None, request
+    elif kind < 0.75:
+        request = fuzz.spoiled(choose, run)
+        assert fuzz.over_http(endpoint, key, request) is not None, request
+    elif kind < 0.8:
+        request, wrong = fuzz.wire(CRITIC_TRAIN, good(CRITIC_TRAIN)), choose.choice([None, "", "wrong", key[:-1], key + "x"])
+        told = choose.choice(
+            [lambda: fuzz.over_grpc(stub, wrong, request), lambda: fuzz.over_http(endpoint, wrong, request)]
+        )()
+        assert "restricted" in (told or ""), wrong
+    elif kind < 0.95:
+        body, length = choose.randbytes(choose.randint(0, 3000)), str(choose.choice([0, 1, 10, 10**6, -1, "many"]))
+        model = choose.choice(["critic_infer", "critic_train", "critic_save", "control", "nothing"])
+        headers = choose.choice([{}, {"Inference-Header-Content-Length": length}])
+        assert fuzz.posted(endpoint, key, f"/v2/models/{model}/infer", body, headers) is not None, (model, headers, body)
+    else:
+        beginning = choose.choice(
+            [b"", b"POST /v2/models/critic_train/infer HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]
+        )
+        port = choose.choice([endpoint.http, endpoint.grpc])
+        fuzz.raw_garbage(port, beginning + choose.randbytes(choose.randint(1, 3000)))
+
+
+def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(critic, connection):
+    run, number = name_the_run(connection)
+    arrays = good(CRITIC_INFER)
+    before, values = control(connection, 20, "version"), connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes()
+
+    def call(caller):
+        """This caller's share; returns the longest time that a request took."""
+        choose, slowest = random.Random(caller), 0.0
+        with grpc.insecure_channel(f"127.0.0.1:{critic.endpoint.grpc}") as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for place in range(REQUESTS // CALLERS):
+                start = time.monotonic()
+                send_bad(choose, critic, stub, run)
+                slowest = max(slowest, time.monotonic() - start)
+                if place % 10 == 0:
+                    assert connection.infer(CRITIC_INFER, arrays, fuzz.TIMEOUT_S)["values"].tobytes() == values
+        return slowest
+
+    with ThreadPoolExecutor(CALLERS) as callers:
+        slowest = max(callers.map(call, range(CALLERS)))
+    assert slowest < fuzz.TIMEOUT_S
+    assert all(rank.poll() is None for rank in critic.ranks)
+    assert control(connection, 20, "version") == before
+    assert connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes() == values
+    order = {"sequence_number": np.array([number]), "run_id": text_array(run)}
+    connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
+    assert control(connection, 20, "version")["version"] == before["version"] + 1
