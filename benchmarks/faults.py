@@ -26,6 +26,7 @@ from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable
 
 GROUPS = {"critic": ("critic",), "reward": ("reward", "reward.1"), "all": ("critic", "reward", "reward.1")}
 """The server groups that are killed for each --role."""
+_COMPARED = ("metrics", "policy", "critic", "checkpoint")
 _TIMEOUT_S = 300
 
 
@@ -98,28 +99,25 @@ def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> 
             "exit_code": run.code,
             "seconds_added": training_s(run) - training_s(expected),
             "metrics_identical": repeatable(run.metrics) == repeatable(expected.metrics),
-            "policy_identical": not checkpoint_differences(expected.paths, run.paths, steps, "policy"),
-            "critic_identical": not checkpoint_differences(expected.paths, run.paths, steps, "critic"),
-            "checkpoint_identical": not checkpoint_differences(expected.paths, run.paths, steps),
+            **{
+                f"{part or 'checkpoint'}_identical": not checkpoint_differences(expected.paths, run.paths, steps, part)
+                for part in ("policy", "critic", "")
+            },
         }
         if run.code:
             print(run.report(), file=sys.stderr)
-        identical &= run.code == 0 and all(value for key, value in figures.items() if key.endswith("_identical"))
+        identical &= run.code == 0 and all(figures[f"{name}_identical"] for name in _COMPARED)
         show(figures)
     return identical
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A seed's figures as a table shows them."""
-    killed = ", ".join(f"{kill['group']} at step {kill['at_step']} ({kill['after_s']:.1f} s)" for kill in figures["killed"])
-    same = {name: "identical" if figures[f"{name}_identical"] else "DIFFERENT" for name in ("metrics", "policy", "critic")}
+    killed = "\n".join(f"{kill['group']} at step {kill['at_step']} ({kill['after_s']:.1f} s)" for kill in figures["killed"])
+    same = ["yes" if figures[f"{name}_identical"] else "NO" for name in _COMPARED]
     return [
-        str(figures["seed"]),
-        killed,
-        str(figures["restarts"]),
-        str(figures["exit_code"]),
-        f"{figures['seconds_added']:.1f}",
-        *same.values(),
+        *(str(figures["seed"]), killed, str(figures["restarts"]), str(figures["exit_code"])),
+        *(f"{figures['seconds_added']:.1f}", *same),
     ]
 
 
@@ -132,8 +130,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
-    table = Table(title=f"{args.role} killed", title_justify="left")
-    for column in ("seed", "killed", "restarts", "exit code", "seconds added", "metrics", "policy", "critic"):
+    table = Table(title=f"{args.role} killed; what is identical to the undisturbed run", title_justify="left")
+    for column in ("seed", "killed", "restarts", "exit", "s added", *_COMPARED):
         table.add_column(column)
 
     def show(figures: dict[str, Any]) -> None:

@@ -173,6 +173,8 @@ class RewardClient(RemoteClient):
         scores = []
         for rows in self._pieces(lengths):
             arrays = sequence_arrays(tokens[rows], lengths[rows]) | response_arrays(prompt_lengths, metadata, rows)
+            # Numbered requests are computed alone, so that scores do not depend on who else asks.
+            arrays["sequence_number"] = np.zeros((len(lengths[rows]), 1), dtype=np.int64)
             scores.append(torch.from_numpy(self._infer(REWARD_MODEL, arrays)["rewards"][:, 0].copy()))
         return torch.cat(scores)
 

@@ -26,6 +26,8 @@ class Command:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """JSON values"""
+    alone: bool = False
+    """Never joined with others: rounding differs with what is computed together, and that is a matter of timing."""
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -118,9 +120,11 @@ def take_together(waiting: deque[Command], joins: Mapping[str, Join], budget: in
     """
     first = waiting.popleft()
     join = joins.get(first.op)
-    if join is None or not waiting:
+    if join is None or first.alone or not waiting:
         return [first]
-    alike = list(itertools.takewhile(lambda other: other.op == first.op and join.alike(first, other), waiting))
+    alike = list(
+        itertools.takewhile(lambda other: other.op == first.op and not other.alone and join.alike(first, other), waiting)
+    )
     taken = [first]
     rows, width = own = join.size(first)
     sizes = {other: join.size(other) for other in alike}

@@ -114,13 +114,15 @@ class CriticRank:
         sequence_number: int | None,
     ) -> dict[str, float]:
         """Apply an update once; a repeat of the last one returns its recorded result. Raises SequenceError."""
-        if run_id is not None:
-            self._ledger.admit(RunId.parse(run_id))
         if sequence_number is None:
             if not self._config.server.accept_unnumbered:
                 raise SequenceError("sequence_number: missing; send one, or configure server.accept_unnumbered=true")
             return self._model.train(tokens, returns, old_values, mask)
-        if self._ledger.is_repeat(sequence_number):
+        run = RunId.parse(run_id or "")
+        self._ledger.check_run(run)
+        repeated = self._ledger.is_repeat(sequence_number)
+        self._ledger.run = run
+        if repeated:
             assert self._ledger.result is not None
             return self._ledger.result
         result = self._model.train(tokens, returns, old_values, mask)
@@ -173,9 +175,10 @@ class CriticRank:
             raise AlignerError(f"restore: there is no critic checkpoint {directory}")
         ledger = UpdateLedger.load(_ledger_path(directory))
         if run_id is not None:
-            if self._ledger.run is not None:
-                self._ledger.admit(RunId.parse(run_id))
-            ledger.admit(RunId.parse(run_id))
+            run = RunId.parse(run_id)
+            self._ledger.check_run(run)
+            ledger.check_run(run)
+            ledger.run = run
         self._model.load(directory)
         self._ledger = ledger
         return {"step": step, **self.version()}
@@ -195,7 +198,8 @@ def _number(arrays: Mapping[str, NDArray]) -> int | None:
 def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
     def infer(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         tensors = {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])}
-        values = call("infer", tensors, after=_number(arrays))
+        after = _number(arrays)
+        values = call("infer", tensors, alone=after is not None, after=after)
         return {"values": values.float().cpu().numpy()}
 
     def train(arrays: dict[str, NDArray]) -> dict[str, NDArray]:

@@ -73,9 +73,14 @@ class SpmdExecutor:
         """Whether new commands are refused."""
         return self._stop_by is not None or self._closed
 
-    def submit(self, op: str, tensors: Mapping[str, Tensor] | None = None, **arguments: Any) -> Future[Any]:
-        """Queue a command on rank 0. The future holds rank 0's result, or the AlignerError that all ranks raised."""
-        command = Command(op, tensors or {}, arguments)
+    def submit(
+        self, op: str, tensors: Mapping[str, Tensor] | None = None, *, alone: bool = False, **arguments: Any
+    ) -> Future[Any]:
+        """Queue a command on rank 0, not to be joined with others where it is to run `alone`.
+
+        The future holds rank 0's result, or the AlignerError that all ranks raised.
+        """
+        command = Command(op, tensors or {}, arguments, alone)
         with self._arrived:
             if self.stopping:
                 raise ServerStopping("the server is shutting down")

@@ -39,15 +39,14 @@ class UpdateLedger:
     last: int = -1
     result: dict[str, float] | None = None
 
-    def admit(self, run: RunId) -> None:
-        """Take a trainer for the one in charge. Raises SequenceError for another run's, or one that was replaced."""
+    def check_run(self, run: RunId) -> None:
+        """Raise SequenceError for another run's trainer, and for one that a newer has replaced."""
         if self.run is not None and run.name != self.run.name:
             raise SequenceError(
                 f"run_id: got {str(run)!r}, but this critic serves run {self.run.name!r}; restart it for another run"
             )
         if self.run is not None and run.attempt < self.run.attempt:
             raise SequenceError(f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over; this trainer must end")
-        self.run = run
 
     def is_repeat(self, number: int) -> bool:
         """Whether the update is the last one again; false when it is the next one. Raises SequenceError otherwise."""

@@ -103,6 +103,7 @@ REWARD_MODEL = EndpointSpec(
         replace(LENGTHS, optional=True),
         TensorSpec("sentences", np.bytes_, ("B", 1), optional=True),
         *RESPONSES,
+        _of_request("sequence_number", np.int64, batching=True),
         _of_request("trace_id", np.bytes_, batching=True),
     ),
     (REWARDS,),

@@ -73,7 +73,9 @@ class Scoring:
         """Rank 0's endpoint functions."""
 
         def rewards(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-            arguments = {"metadata": _metadata(arrays["metadata"])} if "metadata" in arrays else {}
+            arguments: dict[str, Any] = {"alone": "sequence_number" in arrays}
+            if "metadata" in arrays:
+                arguments["metadata"] = _metadata(arrays["metadata"])
             if "sentences" in arrays:
                 texts = _texts(arrays["sentences"])
                 tensors = self._encoded(texts) if self._wants_tokens else {}

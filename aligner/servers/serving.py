@@ -49,9 +49,9 @@ class Caller:
         self._executor = executor
         self._timeout_s = timeout_s
 
-    def __call__(self, op: str, tensors: Mapping[str, Tensor] | None = None, **arguments: Any) -> Any:
+    def __call__(self, op: str, tensors: Mapping[str, Tensor] | None = None, *, alone: bool = False, **arguments: Any) -> Any:
         """The ranks' result. Raises AlignerError when they refuse, or have not answered in time."""
-        future = self._executor.submit(op, tensors, **arguments)
+        future = self._executor.submit(op, tensors, alone=alone, **arguments)
         try:
             return future.result(self._timeout_s)
         except concurrent.futures.TimeoutError:

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from aligner.servers.protocol import REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
 
+_BYTES_A_TOKEN = 16
+"""Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -83,6 +86,7 @@ def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
 
 
 def _check_content(arrays: Arrays, limits: Limits) -> None:
+    _check_text(arrays, limits)
     if "tokens" in arrays:
         _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "the vocabulary's ids")
         width = arrays["tokens"].shape[1]
@@ -112,6 +116,13 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
         number, lowest = int(arrays["sequence_number"].flat[0]), -1 if "sequence_lengths" in arrays else 0
         if number < lowest:
             raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
+
+
+def _check_text(arrays: Arrays, limits: Limits) -> None:
+    allowed = _BYTES_A_TOKEN * limits.max_request_tokens
+    for name, array in arrays.items():
+        if array.dtype.kind in "SO" and (got := sum(map(len, array.flat))) > allowed:
+            raise RequestError(f"{name}: got {got} bytes, allowed: at most {allowed} a request")
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:

@@ -21,11 +21,12 @@ def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
 def test_a_run_has_one_trainer_in_charge_the_newest():
     ledger = UpdateLedger()
     for run in ("run", "run@2", "run@2"):
-        ledger.admit(RunId.parse(run))
+        ledger.check_run(RunId.parse(run))
+        ledger.run = RunId.parse(run)
     with pytest.raises(SequenceError, match="got 'run@1', but 'run@2' has taken over"):
-        ledger.admit(RunId("run", 1))
+        ledger.check_run(RunId("run", 1))
     with pytest.raises(SequenceError, match="got 'other@0', but this critic serves run 'run'"):
-        ledger.admit(RunId.parse("other"))
+        ledger.check_run(RunId.parse("other"))
     assert str(ledger.run) == "run@2"
 
 

@@ -60,3 +60,12 @@ def test_an_error_is_found_in_whatever_triton_wraps_around_it():
     wrapped = f"Model execute error: Traceback…\naligner.servers.protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
     assert told_error(wrapped) == ("RequestError", 'two\nlines with "quotes" and EndpointError: in it')
     assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
+
+
+def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
+    limits = Limits(vocab_size=64, max_sequence_length=40, max_batch_size=16, max_request_tokens=24)
+    validate(CRITIC_INFER, good(CRITIC_INFER), limits)
+    with pytest.raises(RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"):
+        validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)
+    with pytest.raises(RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"):
+        validate(REWARD_MODEL, {"sentences": np.array([[b"a" * 200], [b"b" * 185]], dtype=object)}, limits)

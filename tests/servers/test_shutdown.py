@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -87,11 +88,18 @@ def test_an_unnumbered_update_is_refused_by_default(roles):
         server.infer(CRITIC_TRAIN, UPDATE, 20)
 
 
+def is_triton(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "tritonserver"
+    except psutil.NoSuchProcess:  # ended since it was seen
+        return False
+
+
 def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
     role = RunningRole("critic", tmp_path, ranks=2)
     try:
         deadline = time.monotonic() + 60
-        while not any(process.name() == "tritonserver" for process in role.seen) and time.monotonic() < deadline:
+        while not any(is_triton(process) for process in role.seen) and time.monotonic() < deadline:
             time.sleep(0.1)
             role.note_processes()
     finally:
