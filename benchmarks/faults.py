@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -132,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(title=f"{args.role} killed; what is identical to the undisturbed run", title_justify="left")
     for column in ("seed", "killed", "restarts", "exit", "s added", *_COMPARED):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "killed")
 
     def show(figures: dict[str, Any]) -> None:
         if args.json:
@@ -140,11 +141,14 @@ def main() -> None:
         else:
             table.add_row(*table_row(figures))
 
-    with tempfile.TemporaryDirectory() as temporary:
-        seeds = range(args.first_seed, args.first_seed + args.seeds)
-        identical = measure(args.role, seeds, args.steps, args.directory or Path(temporary), show)
-    if not args.json:
-        Console().print(table)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it ends the run under way
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            seeds = range(args.first_seed, args.first_seed + args.seeds)
+            identical = measure(args.role, seeds, args.steps, args.directory or Path(temporary), show)
+    finally:
+        if not args.json:
+            Console(width=None if sys.stdout.isatty() else 120).print(table)
     sys.exit(0 if identical else 1)
 
 

@@ -67,6 +67,10 @@ class RunPaths:
         """Standard output and error of one process."""
         return self.root / "logs" / f"{role}-{rank}.log"
 
+    def triton_log(self, group: str) -> Path:
+        """What the Triton server of a server group printed."""
+        return self.root / "logs" / f"{group}-triton.log"
+
     def checkpoint(self, step: int, part: str) -> Path:
         """Directory of one role's part, policy or critic, of a checkpoint."""
         return self.checkpoints / f"step_{step}" / part

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import psutil
 
+from aligner.config.leftovers import remove_shared_memory
 from aligner.launch.kernel import adopt_orphans
 
 _KILL_TIMEOUT_S = 3.0
@@ -104,6 +105,9 @@ class Processes:
         rest = [process for process in self._descendants() if _mark(process) in marks]
         _kill(rest)
         self._reap(rest)
+        if not rest:
+            for rank in ranks:
+                remove_shared_memory(rank.process.pid)
         return not rest
 
     def forget(self, ranks: Sequence[RankProcess]) -> None:
@@ -126,6 +130,8 @@ class Processes:
             self._reap(rest)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
+        for rank in self.ranks:
+            remove_shared_memory(rank.process.pid)
 
     def _reap(self, processes: Sequence[psutil.Process]) -> None:
         for rank in self.ranks:

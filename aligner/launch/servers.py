@@ -40,6 +40,7 @@ class ServerGroup:
         self._tell = tell
         self._restarts = 0
         self._was_healthy = False
+        self._kill_at = 0.0
         self._start()
 
     @property
@@ -67,7 +68,8 @@ class ServerGroup:
 
     def _start(self) -> None:
         self._ranks = self._start_ranks(self._restarts)
-        self._healthy = self._told = False
+        self._healthy = False
+        self._told = False  # that a rank has ended, and that all will be started again
         self._started = self._next_check = time.monotonic()
 
     def _check_health(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.config.endpoints import Endpoint
+from aligner.config.leftovers import remove_shared_memory
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError
 from aligner.servers.environment import ensure_server_environment
@@ -42,9 +44,10 @@ class TritonHost:
         max_batch_size: int,
         concurrent: int = 1,
         guard: Guard = Guard(),  # noqa: B008  # frozen
+        log: Path | None = None,
     ) -> None:
-        """Raises AlignerError when a port is in use; port 0 takes a free one."""
-        self._guard = guard
+        """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
+        self._guard, self._log = guard, log
         self._http_address = guard.http_address(address)
         self.endpoint = Endpoint(
             address,
@@ -74,6 +77,8 @@ class TritonHost:
                 metrics_address=here.host,
                 metrics_port=here.metrics,
                 allow_gpu_metrics=False,
+                # PyTriton reads Triton's output byte by byte: a few refused requests would fill the pipe and stall Triton.
+                log_file=self._log,
                 exit_timeout_secs=_EXIT_TIMEOUT_S,
                 **self._guard.triton_settings(),
             ),
@@ -95,7 +100,7 @@ class TritonHost:
     def check(self) -> None:
         """Raise AlignerError when Triton has ended."""
         if self._triton is None or not self._triton.is_alive():
-            raise AlignerError("the Triton server ended by itself; its last words are above")
+            raise AlignerError(f"the Triton server ended by itself; its last words are in {self._log or 'the lines above'}")
 
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind."""
@@ -111,6 +116,7 @@ class TritonHost:
                 process.kill()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+        remove_shared_memory(os.getpid())
 
 
 def _answering(serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:

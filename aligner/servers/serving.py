@@ -113,13 +113,15 @@ def serve_role(
 
 def _host(config: Config, role: str) -> TritonHost:
     create_access_key(config)  # there is one already where a launcher started this server
-    server = config.server
+    server, log = config.server, run_paths(config).triton_log(role)
+    log.parent.mkdir(parents=True, exist_ok=True)
     return TritonHost(
         interface_address(server.interface),
         _ports(config, role),
         server.max_batch_size,
         server.concurrent_requests,
         run_guard(config),
+        log,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.config.access import KEY_HEADER
 from aligner.errors import AlignerError
 from aligner.servers.client import RewardClient
 from aligner.servers.connection import Connection, RemoteError
@@ -88,7 +89,7 @@ def test_the_same_over_http_with_nothing_but_json(client, critic):
     request = urllib.request.Request(
         f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_infer/infer",
         data=json.dumps({"inputs": inputs}).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", KEY_HEADER: critic.access.key},
     )
     with urllib.request.urlopen(request, timeout=20) as response:
         (output,) = json.load(response)["outputs"]
@@ -171,7 +172,7 @@ def test_every_bad_request_gets_its_own_typed_error_while_good_ones_beside_it_su
     assert client.control("version")["version"] == version
 
 
-def http_infer(port, endpoint, arrays):
+def http_infer(role, endpoint, arrays):
     names = {"l": "INT64", "f": "FP32", "d": "FP64", "S": "BYTES"}
     inputs = [
         {
@@ -183,7 +184,9 @@ def http_infer(port, endpoint, arrays):
         for name, array in arrays.items()
     ]
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v2/models/{endpoint.name}/infer", data=json.dumps({"inputs": inputs}).encode()
+        f"http://127.0.0.1:{role.endpoint.http}/v2/models/{endpoint.name}/infer",
+        data=json.dumps({"inputs": inputs}).encode(),
+        headers={KEY_HEADER: role.access.key},
     )
     urllib.request.urlopen(request, timeout=20).close()
 
@@ -195,14 +198,15 @@ def http_infer(port, endpoint, arrays):
 )
 def test_what_triton_refuses_by_itself_is_an_error_for_that_caller_alone(client, critic, endpoint, wrong, changes, told):
     with pytest.raises(urllib.error.HTTPError) as caught:
-        http_infer(critic.endpoint.http, endpoint, spoiled(endpoint, changes))
+        http_infer(critic, endpoint, spoiled(endpoint, changes))
     assert caught.value.code >= 400 and "error" in json.load(caught.value)
     assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
 
 
 def test_http_garbage_is_refused_and_the_next_request_served(client, critic):
     for data in (b"\x00\xff garbage", b"{}", b'{"inputs": 3}'):
-        request = urllib.request.Request(f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_train/infer", data=data)
+        url = f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_train/infer"
+        request = urllib.request.Request(url, data=data, headers={KEY_HEADER: critic.access.key})
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(request, timeout=20).close()
     assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
@@ -252,20 +256,6 @@ def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic
     directory = critic.log.parent / "checkpoints" / f"step_{version}"
     assert (directory / "critic" / "model.safetensors").is_file()
     assert json.loads((directory / "critic" / "updates.json").read_text())["run"] in ("run-a", None)
-
-
-def test_pytritons_own_client_infers_trains_and_saves_with_nothing_of_ours(client, critic):
-    from pytriton.client import FuturesModelClient, ModelClient
-
-    url = f"http://127.0.0.1:{critic.endpoint.http}"
-    with ModelClient(url, "critic_infer") as infer:
-        values = infer.infer_batch(**good(CRITIC_INFER))["values"]
-    np.testing.assert_array_equal(values, client.values(torch.full((3, 8), 5), torch.full((3,), 8)).result())
-    with FuturesModelClient(url, "critic_train") as train:
-        result = train.infer_sample(**good(CRITIC_TRAIN)).result(20)
-    assert result["loss_mean"].shape == (1,) and np.isfinite(result["loss_mean"]).all()
-    with FuturesModelClient(url, "critic_save") as save:
-        assert save.infer_sample(dummy_var=np.array([0])).result(20)["status"].shape == (1,)
 
 
 def test_an_answer_that_nobody_looked_at_is_found(client):

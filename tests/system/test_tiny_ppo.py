@@ -50,7 +50,8 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
     assert paths.config.is_file()
     assert any(paths.tensorboard.glob("events.*"))
     assert {file.name for file in (paths.root / "logs").iterdir()} == {
-        f"{role}-0.log" for role in ("prepare", "critic", "reward", "trainer")
+        *(f"{role}-0.log" for role in ("prepare", "critic", "reward", "trainer")),
+        *(f"{role}-triton.log" for role in ("critic", "reward")),
     }
     samples = read_records(paths.samples)
     assert {sample["step"] for sample in samples} == {1, *range(5, STEPS + 1, 5)}
