@@ -84,6 +84,9 @@ class TritonHost:
             ),
             security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
         )
+        # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
+        # no public option for it.
+        self._triton._triton_server_config["strict-model-config"] = True
         for spec, serve in endpoints.items():
             self._triton.bind(
                 model_name=spec.name,
