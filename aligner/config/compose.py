@@ -206,12 +206,26 @@ def _with_names(config: Config, experiment: str) -> Config:
     run = config.run
     if run.resume and run.name is None and run.dir is None:
         raise ConfigError("run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME")
-    name = run.name or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
+    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resume else None
+    if started and run.name not in (None, started):
+        raise ConfigError(f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and give run.dir")
+    name = run.name or started or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: allowed are letters, digits and . _ - + =")
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
     named = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
     return dataclasses.replace(config, run=named)
+
+
+def _started_name(directory: Path) -> str | None:
+    """The name that the run in a directory was started with: its servers know it by that, wherever the directory is now."""
+    file = directory / "config.yaml"
+    if not file.is_file():
+        return None
+    try:
+        return str(yaml.safe_load(file.read_text())["run"]["name"])
+    except (yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run.resume=true: {file} is not a run's configuration: {error}") from error
 
 
 def _with_engine_replicas(config: Config) -> Config:

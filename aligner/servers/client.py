@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _PARALLEL_REQUESTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_SHUTDOWN_S = 10.0
 
 
 class RemoteFuture(Future[T]):
@@ -127,6 +128,8 @@ class RemoteClient:
         """`attempt`'s result, given a connection and the seconds left; repeated after a TransportError."""
         deadline = time.monotonic() + self._timeout_s
         for pause in _pauses():
+            if self._closing.is_set():
+                raise self._replicas.connections[0].error("Closed", "the request was not sent: the client is closing")
             try:
                 with self._replicas.least_busy() as connection:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
@@ -135,9 +138,11 @@ class RemoteClient:
                     # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
                     # started anew.
                     with contextlib.suppress(RemoteError):
-                        control(connection, pause, "shutdown")
-                if time.monotonic() + pause > deadline or self._closing.wait(pause):
-                    raise error.final(self._timeout_s) from None
+                        control(connection, _SHUTDOWN_S, "shutdown")
+                if time.monotonic() + pause > deadline:
+                    raise error.final(f"after {self._timeout_s:g} s") from None
+                if self._closing.wait(pause):
+                    raise error.final("because the client is closing") from None
         raise AssertionError  # there is always a next pause
 
     def _pieces(self, lengths: Tensor) -> list[slice]:

@@ -41,6 +41,8 @@ _BROKEN_CONNECTION = (
     "parsing",
 )
 _STUB_LOST = "Stub process"
+_SERVER_ENDS = ("ServerStopping", "ServerFailed")
+"""What a server says that is about to be gone, and perhaps to come again."""
 
 
 class RemoteError(AlignerError):
@@ -55,9 +57,9 @@ class RemoteError(AlignerError):
 class TransportError(RemoteError):
     """No answer came, and none will on this attempt; another one may fare better."""
 
-    def final(self, timeout_s: float) -> RemoteError:
-        """The error of the last attempt."""
-        return RemoteError(self.role, self.address, self.kind, f"{self.message}; given up after {timeout_s:g} s")
+    def final(self, reason: str) -> RemoteError:
+        """The error of the last attempt, and why there is none after it."""
+        return RemoteError(self.role, self.address, self.kind, f"{self.message}; given up {reason}")
 
 
 class Connection:
@@ -122,7 +124,7 @@ class Connection:
     def _told(self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float) -> RemoteError:
         status, message = str(error.status() or ""), str(error.message())
         kind, told = told_error(message)
-        if kind == "ServerStopping":
+        if kind in _SERVER_ENDS:
             return TransportError(self.role, self.address, kind, told)
         if kind != "Triton":
             return self.error(kind, told)
@@ -135,6 +137,7 @@ class Connection:
         if "unknown model" in message or "is not ready" in message:  # Triton is up before the endpoints are
             return TransportError(self.role, self.address, "NotReady", message)
         lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))
-        if lost or ("INTERNAL" in status and any(words in message for words in _BROKEN_CONNECTION)):
-            return TransportError(self.role, self.address, "Unreachable", message)
+        broken = "INTERNAL" in status and any(words in message for words in _BROKEN_CONNECTION)
+        if lost or broken or not message:  # Triton never refuses without a word
+            return TransportError(self.role, self.address, "Unreachable", message or f"{status} without a message")
         return self.error("Triton", message)

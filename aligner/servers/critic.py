@@ -29,6 +29,7 @@ from aligner.servers.protocol import (
     CRITIC_TRAIN,
     PROTOCOL_VERSION,
     EndpointSpec,
+    InstanceError,
     array_text,
     text_array,
 )
@@ -138,8 +139,12 @@ class CriticRank:
             "run_id": None if self._ledger.run is None else str(self._ledger.run),
         }
 
-    def begin_checkpoint(self, step: int) -> dict[str, Any]:
-        """Begin to save as the critic's part of the run's checkpoint `step`; requests go on being served."""
+    def begin_checkpoint(self, step: int, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
+        """Begin to save as the critic's part of the run's checkpoint `step`; requests go on being served.
+
+        Raises SequenceError unless `sequence_number` is the last update, and for another trainer than the run's newest.
+        """
+        self._check_order(sequence_number, run_id)
         self.finish_checkpoint()
         directory = self._directory(step)
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -158,17 +163,23 @@ class CriticRank:
             self._finished = saving.step
         return {"finished": self._finished, **self.version()}
 
-    def checkpoint(self, step: int | None = None) -> dict[str, Any]:
-        """Save as the critic's part of the run's checkpoint `step`, the optimizer steps taken when None."""
-        begun = self.begin_checkpoint(self._model.version if step is None else step)
+    def checkpoint(
+        self, step: int | None = None, sequence_number: int | None = None, run_id: str | None = None
+    ) -> dict[str, Any]:
+        """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete."""
+        begun = self.begin_checkpoint(self._model.version if step is None else step, sequence_number, run_id)
         self.finish_checkpoint()
         return begun
 
-    def restore(self, step: int, run_id: str | None = None) -> dict[str, Any]:
+    def restore(self, step: int, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
         """Go back to the run's checkpoint `step`, for the trainer `run_id`.
 
-        Raises AlignerError when the checkpoint is missing or incomplete, SequenceError when it is another run's.
+        Raises AlignerError when the checkpoint is missing or incomplete, SequenceError when it is another run's, and
+        InstanceError when the last update is not `sequence_number`: a request that comes late must not undo what was
+        done since.
         """
+        if sequence_number not in (None, self._ledger.last):
+            raise InstanceError(f"restore: the last update is {self._ledger.last}, no longer {sequence_number}")
         self.finish_checkpoint()
         directory = self._directory(step)
         if not directory.is_dir():
@@ -182,6 +193,12 @@ class CriticRank:
         self._model.load(directory)
         self._ledger = ledger
         return {"step": step, **self.version()}
+
+    def _check_order(self, sequence_number: int | None, run_id: str | None) -> None:
+        if run_id is not None:
+            self._ledger.check_run(RunId.parse(run_id))
+        if sequence_number is not None:
+            self._ledger.check_follows(sequence_number)
 
     def _directory(self, step: int) -> Path:
         return run_paths(self._config).checkpoint(step, "critic")
@@ -215,7 +232,8 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
             run_id=array_text(arrays["run_id"]) if "run_id" in arrays else None,
             sequence_number=_number(arrays),
         )
-        return {"loss_mean": np.array([stats["loss"]], dtype=np.float32), "stats": text_array(json.dumps(stats))}
+        loss = stats.get("loss", float("nan"))  # it is absent where it was not finite, and the update was skipped
+        return {"loss_mean": np.array([loss], dtype=np.float32), "stats": text_array(json.dumps(stats))}
 
     def save(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         call("checkpoint")

@@ -64,7 +64,10 @@ class CriticClient(RemoteClient):
         journal: UpdateJournal,
         max_batch_size: int = 256,
     ) -> None:
-        """`run` is the run's name; `timeout_s` is a request's deadline, retries and the critic's restart included."""
+        """`run` is the run's name; `timeout_s` is a request's deadline, retries and the critic's restart included.
+
+        Each step of bringing the critic back, a restore or a replayed update, has a deadline of its own.
+        """
         super().__init__("critic", [endpoint], access, timeout_s, max_batch_size)
         self._run, self._journal = RunId(run, journal.attempt), journal
         self._updates = self._applied = 0  # asked for; known to be applied
@@ -85,9 +88,9 @@ class CriticClient(RemoteClient):
         """
         self._bases = list(bases)
         self._updates = self._applied = bases[-1].updates
-        self._journal.keep(bases[0].updates, bases[-1].updates - 1)
         self._instance = self._known_instance = self._restored_instance = None
-        self._retried(lambda connection, left: self._session(connection, left))
+        self._in_session(lambda connection, left: None)
+        self.keep(bases)  # not before: what a start that failed has left there may repair it
 
     def values(self, tokens: Tensor, lengths: Tensor) -> RemoteFuture[Tensor]:
         """float32 [B, S] of right-padded tokens int64 [B, S] and lengths int64 [B]; 0 beyond the longest sequence."""
@@ -138,11 +141,13 @@ class CriticClient(RemoteClient):
         """Begin to save the critic as it is after the updates asked for so far; further requests may follow at once."""
         if self._last_update is not None:
             wait([self._last_update])
-        saving = self._saving = CriticState(step, self._updates)
+        saving = CriticState(step, self._updates)
+        with self._restoring:
+            self._saving = saving
 
         def begin(connection: Connection, left: float) -> None:
             if self._saving is not None:  # not yet made when the critic was brought back
-                control(connection, left, "begin_checkpoint", step=step, instance=self._instance)
+                self._save(connection, left, "begin_checkpoint", saving, self._instance or "")
 
         self._in_session(begin)
         return saving
@@ -151,12 +156,16 @@ class CriticClient(RemoteClient):
         """Return when the checkpoint that was begun is complete, made again if the critic was lost meanwhile."""
 
         def finish(connection: Connection, left: float) -> None:
-            if self._saving is None:
+            saving, instance = self._saving, self._instance
+            if saving is None:
                 return
-            answer = control(connection, left, "finish_checkpoint", instance=self._instance)
-            if answer["finished"] != self._saving.step:
-                raise connection.error("CheckpointLost", f"checkpoint {self._saving.step} is not the one it was writing")
-            self._saving = None
+            answer = control(connection, left, "finish_checkpoint", instance=instance or "")
+            if answer["finished"] != saving.step:
+                raise connection.error("CheckpointLost", f"checkpoint {saving.step} is not the one it was writing")
+            with self._restoring:
+                if self._saving is not None and self._instance != instance:  # and may be half made again by now
+                    raise TransportError("critic", connection.address, "Unreachable", "lost while it finished a checkpoint")
+                self._saving = None
 
         self._in_session(finish)
 
@@ -164,7 +173,7 @@ class CriticClient(RemoteClient):
         """Bring a lost critic back from these states from now on, newest last; forget the updates before them."""
         with self._restoring:
             self._bases = list(bases)
-            self._journal.keep(bases[0].updates, self._updates)
+            self._journal.keep(bases[0].updates, self._updates - 1)
 
     def close(self) -> None:
         """Give up what is under way, and hang up. Warns of answers that were never looked at."""
@@ -250,8 +259,8 @@ class CriticClient(RemoteClient):
         """`attempt`'s result from a critic that is in the state it should be in, brought there where it is not."""
 
         def once(connection: Connection, left: float) -> T:
-            self._session(connection, left)
             try:
+                self._session(connection)
                 return attempt(connection, left)
             except TransportError:
                 self._instance = None
@@ -264,60 +273,66 @@ class CriticClient(RemoteClient):
 
         return self._retried(once)
 
-    def _session(self, connection: Connection, left: float) -> None:
+    def _session(self, connection: Connection) -> None:
         """Return when the critic at the other end is known to be in the state that it should be in."""
         with self._restoring:
             if self._instance is not None:
                 return
-            state = control(connection, left, "version")
+            state = control(connection, self._timeout_s, "version")
             if state["instance"] != self._known_instance:
-                self._bring_back(connection, left, state)
+                self._bring_back(connection, state)
             self._known_instance = self._instance = state["instance"]
 
-    def _bring_back(self, connection: Connection, left: float, state: Mapping[str, Any]) -> None:
+    def _bring_back(self, connection: Connection, state: Mapping[str, Any]) -> None:
         """Restore the newest base that the critic can, and replay the journal from there."""
         applied, instance = self._applied, state["instance"]
         if instance == self._restored_instance:  # the connection broke while it was being brought back
-            self._replay(connection, left, state["sequence_number"] + 1, applied, instance)
+            self._replay(connection, state["sequence_number"] + 1, applied, instance)
             return
         refusals = []
         for base in reversed(self._bases):
             if not self._journal.covers(base.updates, applied - 1):
                 refusals.append(f"updates {base.updates} to {applied - 1} are not in the journal")
                 break
-            if problem := self._restored(connection, left, base, state):
+            if problem := self._restored(connection, base, state):
                 refusals.append(problem)
                 continue
             self._restored_instance = instance
-            self._replay(connection, left, base.updates, applied, instance)
+            self._replay(connection, base.updates, applied, instance)
             return
         raise AlignerError(f"the critic at {connection.address} cannot be brought to update {applied}: {'; '.join(refusals)}")
 
-    def _restored(self, connection: Connection, left: float, base: CriticState, state: Mapping[str, Any]) -> str | None:
-        """Have the critic restore a base; what is wrong where that fails."""
+    def _restored(self, connection: Connection, base: CriticState, state: Mapping[str, Any]) -> str | None:
+        """Have the critic restore a base; what is wrong with the base where that fails."""
         if base.step is None:
             got = state["sequence_number"] + 1
             return f"it has applied {got} updates already; start it anew" if got else None
         try:
-            restored = control(connection, left, "restore", step=base.step, run_id=str(self._run), instance=state["instance"])
-        except TransportError:
-            raise
+            known = {name: state[name] for name in ("instance", "sequence_number")}
+            restored = control(connection, self._timeout_s, "restore", step=base.step, run_id=str(self._run), **known)
         except RemoteError as error:
+            if error.kind not in ("AlignerError", "SequenceError"):
+                raise
             return error.message
         got = restored["sequence_number"] + 1
         if got != base.updates:
             return f"the critic of checkpoint {base.step} has {got} updates, where the policy was saved after {base.updates}"
         return None
 
-    def _replay(self, connection: Connection, left: float, first: int, applied: int, instance: str) -> None:
+    def _replay(self, connection: Connection, first: int, applied: int, instance: str) -> None:
         """Send the journal's updates from `first` on, and make the checkpoint that was being written on the way."""
         named = text_array(instance)
         if first < applied:
             print(f"critic: replaying updates {first} to {applied - 1}", flush=True)
         for number in range(first, applied + 1):
             if self._saving is not None and self._saving.updates == number:
-                control(connection, left, "checkpoint", step=self._saving.step, instance=instance)
+                self._save(connection, self._timeout_s, "checkpoint", self._saving, instance)
                 self._saving = None
             if number < applied:
                 update = {**self._journal.read(number), "instance": named}
-                self._send_update(number, lambda arrays: connection.infer(CRITIC_TRAIN, arrays, left), update)
+                self._send_update(number, lambda arrays: connection.infer(CRITIC_TRAIN, arrays, self._timeout_s), update)
+
+    def _save(self, connection: Connection, timeout_s: float, op: str, state: CriticState, instance: str) -> None:
+        """Have the critic save itself, which must be in that state."""
+        order = {"sequence_number": state.updates - 1, "run_id": str(self._run), "instance": instance}
+        control(connection, timeout_s, op, step=state.step, **order)

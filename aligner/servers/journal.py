@@ -8,7 +8,7 @@ from pathlib import Path
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from aligner.errors import AlignerError
 
@@ -29,11 +29,7 @@ class UpdateJournal:
 
     def append(self, number: int, arrays: Mapping[str, NDArray]) -> None:
         """Write update `number`; it is on disk when this returns."""
-        file = self._file(number)
-        temporary = file.with_suffix(".tmp")
-        save_file(dict(arrays), temporary)
-        _to_disk(temporary)
-        temporary.replace(file)
+        self._write(self._file(number), save(dict(arrays)))
 
     def read(self, number: int) -> dict[str, NDArray]:
         """What `append` wrote. Raises AlignerError where it is missing or damaged."""
@@ -57,15 +53,24 @@ class UpdateJournal:
 
     def _next_attempt(self) -> int:
         file = self._directory / "attempt"
-        attempt = int(file.read_text()) + 1 if file.exists() else 0
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(f"{attempt}\n")
-        temporary.replace(file)
+        try:
+            attempt = int(file.read_text()) + 1 if file.exists() else 0
+        except ValueError as error:
+            raise AlignerError(f"{file}: got {file.read_text()[:80]!r}, must be the number of the last attempt") from error
+        self._write(file, f"{attempt}\n".encode())
         return attempt
 
+    def _write(self, file: Path, content: bytes) -> None:
+        """All of it or nothing, also where the machine loses power."""
+        temporary = file.with_suffix(".tmp")
+        temporary.write_bytes(content)
+        _to_disk(temporary)
+        temporary.replace(file)
+        _to_disk(self._directory)
 
-def _to_disk(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

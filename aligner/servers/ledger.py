@@ -9,6 +9,9 @@ from pathlib import Path
 from aligner.errors import AlignerError
 
 
+_ATTEMPT_DIGITS = 9
+
+
 class SequenceError(AlignerError):
     """A request out of order: older than the last update, beyond the next, another run's, or unnumbered."""
 
@@ -27,7 +30,8 @@ class RunId:
     def parse(text: str) -> RunId:
         """Read `name@attempt`; a name alone is its first attempt."""
         name, mark, attempt = text.rpartition("@")
-        return RunId(name, int(attempt)) if mark and attempt.isdecimal() else RunId(text)
+        counted = mark and attempt.isdecimal() and len(attempt) <= _ATTEMPT_DIGITS
+        return RunId(name, int(attempt)) if counted else RunId(text)
 
 
 @dataclass
@@ -56,9 +60,9 @@ class UpdateLedger:
         return number == self.last
 
     def check_follows(self, number: int) -> None:
-        """Raise SequenceError unless `number` is the last update: values are asked for after a certain one."""
+        """Raise SequenceError unless `number` is the last update, which a request for values or a checkpoint is to follow."""
         if number != self.last:
-            raise SequenceError(f"sequence_number: values after update {number} were asked for; the last is {self.last}")
+            raise SequenceError(f"sequence_number: the request is to follow update {number}; the last is {self.last}")
 
     def record(self, number: int, result: dict[str, float]) -> None:
         """Note that an update has been applied."""

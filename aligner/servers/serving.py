@@ -81,6 +81,7 @@ def serve_role(
         batch_tokens=config.server.batch_tokens,
         drain_s=config.server.drain_timeout_s,
         heartbeat_s=min(5.0, config.cluster.collective_timeout_s / 4),
+        collective_timeout_s=config.cluster.collective_timeout_s,
         watch=host.check if host is not None else None,
     )
     if host is None:
@@ -149,7 +150,7 @@ def model_limits(config: Config, directory: Path, vocab_size: int) -> Limits:
     shape = read_config(json.loads(path.read_text()), str(path))
     server = config.server
     longest = min(shape.max_positions, server.max_sequence_length or shape.max_positions)
-    return Limits(vocab_size, longest, server.max_batch_size, server.max_request_tokens)
+    return Limits(vocab_size, longest, server.max_request_tokens)
 
 
 def tensor(array: NDArray) -> Tensor:
@@ -208,19 +209,21 @@ def _control_request(text: str, allowed: Collection[str]) -> dict[str, Any]:
     """Raises RequestError unless it is an allowed operation with exactly its arguments."""
     try:
         request = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"control: request is not JSON: {error}") from error
     op = request.get("op") if isinstance(request, dict) else None
     if op not in allowed:
         raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
-    expected = {"op", "step"} if op in ("checkpoint", "begin_checkpoint", "restore") else {"op"}
-    optional = {"instance", "run_id"} if op == "restore" else {"instance"}
+    of_checkpoint = op in ("checkpoint", "begin_checkpoint", "restore")
+    expected = {"op", "step"} if of_checkpoint else {"op"}
+    optional = {"instance", "run_id", "sequence_number"} if of_checkpoint else {"instance"}
     if set(request) - optional != expected:
         raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
-    for name in optional & set(request):
+    for name in {"instance", "run_id"} & set(request):
         if not isinstance(request[name], str):
-            raise RequestError(f"control: {op} got {name} {request[name]!r}, allowed: a string")
-    step = request.get("step", 0)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise RequestError(f"control: {op} got step {step!r}, allowed: an integer, 0 and up")
+            raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
+    for name, lowest in {"step": 0, "sequence_number": -1}.items():
+        value = request.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
+            raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
     return request

@@ -53,6 +53,18 @@ def test_names_follow_from_the_experiment_and_the_working_directory(tmp_path: Pa
     assert compose_config([TINY, "run.dir=mine"]).run.dir == str(tmp_path / "mine")
 
 
+def test_a_resumed_run_keeps_the_name_it_was_started_with(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "config.yaml").write_text("run: {name: first}\n")
+    resumed = [TINY, f"run.dir={tmp_path / 'moved'}", "run.resume=true"]
+    assert compose_config(resumed).run.name == compose_config([*resumed, "run.name=first"]).run.name == "first"
+    with pytest.raises(ConfigError, match=r"run\.name=second: the run to resume is called first"):
+        compose_config([*resumed, "run.name=second"])
+    (tmp_path / "moved" / "config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"moved/config\.yaml is not a run's configuration"):
+        compose_config(resumed)
+
+
 def test_overrides_reach_the_configuration() -> None:
     config = compose_config([TINY, "actor.optimizer.learning_rate=1", "model.config.hidden_size=32", "run.name=x"])
     assert config.actor.optimizer.learning_rate == 1.0

@@ -1,23 +1,32 @@
-"""A TCP proxy that treats what comes back from the server badly."""
+"""A TCP proxy that treats what passes badly."""
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 
 class BadProxy:
-    """Listens on `port`, forwards to `target`; answers are delayed, doubled, or lost together with their connection."""
+    """Listens on `port`, forwards to `target`.
 
-    def __init__(self, port: int, target: int, seed: int, *, delay: float, double: float, lose: float) -> None:
-        """The three are probabilities for each piece that the server sends."""
+    Answers are delayed, doubled, or lost together with their connection. All that a connection sends may reach the server
+    twice, over a second connection whose answers nobody hears: as soon, or late.
+    """
+
+    def __init__(
+        self, port: int, target: int, seed: int, *, delay: float, double: float, lose: float, repeat: float
+    ) -> None:
+        """Probabilities: the first three for each piece that the server sends, `repeat` for each connection."""
         self._target, self._random = target, random.Random(seed)
-        self._delay, self._double, self._lose = delay, double, lose
-        self.suffered = {"delayed": 0, "doubled": 0, "lost": 0}
+        self._delay, self._double, self._lose, self._repeat = delay, double, lose, repeat
+        self.suffered = {"delayed": 0, "doubled": 0, "lost": 0, "repeated": 0}
         self._listener = socket.create_server(("127.0.0.1", port))
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -46,16 +55,39 @@ class BadProxy:
                 client.close()
                 continue
             self._sockets += [client, server]
-            for work in ((self._requests, client, server), (self._answers, server, client)):
-                thread = threading.Thread(target=work[0], args=work[1:])
-                thread.start()
-                self._threads.append(thread)
+            echo: queue.SimpleQueue[bytes] | None = None
+            if self._random.random() < self._repeat:
+                echo = queue.SimpleQueue()
+                self._start(self._repeats, echo)
+            self._start(self._requests, client, server, echo)
+            self._start(self._answers, server, client)
 
-    def _requests(self, client: socket.socket, server: socket.socket) -> None:
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments)
+        thread.start()
+        self._threads.append(thread)
+
+    def _requests(self, client: socket.socket, server: socket.socket, echo: queue.SimpleQueue[bytes] | None) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 16):
+                if echo is not None:
+                    echo.put(data)
                 server.sendall(data)
+        if echo is not None:
+            echo.put(b"")
         _cut(server)
+
+    def _repeats(self, echo: queue.SimpleQueue[bytes]) -> None:
+        """Send what comes out of `echo` on a connection of its own, each piece soon or late; read and forget the answers."""
+        with contextlib.suppress(OSError):
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._sockets.append(server)
+            self._start(_forget, server)
+            while data := echo.get():
+                time.sleep(self._random.choice([0, 0, 0.02, 0.2]))
+                server.sendall(data)
+                self.suffered["repeated"] += 1
+            _cut(server)
 
     def _answers(self, server: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -73,6 +105,12 @@ class BadProxy:
                 client.sendall(data)
         _cut(client)
         _cut(server)
+
+
+def _forget(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while server.recv(1 << 16):
+            pass
 
 
 def _cut(side: socket.socket) -> None:

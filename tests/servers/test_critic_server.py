@@ -223,6 +223,42 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
     assert update(client, saved["sequence_number"] + 1) == lost
 
 
+@pytest.mark.parametrize(
+    ("op", "order", "told"),
+    [
+        ("begin_checkpoint", {"sequence_number": -1}, "SequenceError: .*is to follow update -1"),
+        ("checkpoint", {"run_id": "run-b@0"}, "SequenceError: .*serves run 'run-a'"),
+        ("restore", {"sequence_number": 0}, r"InstanceError: .*the last update is \d+, no longer 0"),
+    ],
+)
+def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(client, critic, op, order, told):
+    for _ in range(2):
+        client.train(*TARGETS).result()
+    client.control("checkpoint", step=11)
+    client.train(*TARGETS).result()
+    saved, before = critic.log.parent / "checkpoints" / "step_11" / "critic" / "updates.json", values(client)
+    content = saved.read_text()
+    with pytest.raises(RemoteError, match=told):
+        client.control(op, step=11, **order)
+    assert saved.read_text() == content
+    assert torch.equal(values(client), before)
+
+
+def test_an_update_that_was_skipped_is_answered_as_one_and_its_repeat_too(client):
+    before = values(client)
+    tokens, _, old_values, mask = TARGETS
+    client.train(tokens, torch.full_like(old_values, 1e30), old_values, mask).result()  # its loss is infinite
+    last = client.control("version")["sequence_number"]
+    answer = send(
+        client,
+        CRITIC_TRAIN,
+        good(CRITIC_TRAIN) | {"sequence_number": np.array([last]), "run_id": text_array(client.control("version")["run_id"])},
+    )
+    assert np.isnan(answer["loss_mean"]).all() and json.loads(array_text(answer["stats"])) == {"skipped": 1.0}
+    assert torch.equal(values(client), before)
+    client.train(*TARGETS).result()
+
+
 def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(client):
     begun = client.begin_checkpoint(step=8)
     weights = client.values(TOKENS, LENGTHS).result()
@@ -237,7 +273,9 @@ def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(cli
     ("op", "arguments", "told"),
     [
         ("restore", {"step": 999}, "there is no critic checkpoint"),
-        ("restore", {"step": -1}, "got step -1, allowed: an integer, 0 and up"),
+        ("restore", {"step": -1}, "got step -1, allowed: an integer, 0 to"),
+        ("checkpoint", {"step": 10**300}, "got step 1000.*, allowed: an integer, 0 to"),
+        ("begin_checkpoint", {"step": 1, "sequence_number": "1"}, "got sequence_number '1', allowed: an integer, -1 to"),
         ("checkpoint", {}, "got keys op, allowed: op, step"),
         ("dance", {}, "got op 'dance', allowed: health"),
     ],
@@ -256,6 +294,17 @@ def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic
     directory = critic.log.parent / "checkpoints" / f"step_{version}"
     assert (directory / "critic" / "model.safetensors").is_file()
     assert json.loads((directory / "critic" / "updates.json").read_text())["run"] in ("run-a", None)
+
+
+def test_closing_gives_up_what_waits(critic, run_directory):
+    client = critic_client(critic, run_directory)
+    saved = client.control("checkpoint", step=client.control("version")["version"] + 2000)
+    client.start([CriticState(saved["step"], saved["sequence_number"] + 1)])
+    futures = [client.train(*TARGETS) for _ in range(50)]
+    client.close()
+    with pytest.raises(RemoteError, match="the client is closing"):
+        [future.result() for future in futures]
+    assert all(future.done() for future in futures)
 
 
 def test_an_answer_that_nobody_looked_at_is_found(client):

@@ -39,14 +39,15 @@ class Expected:
 
 
 def check_updates(client: CriticClient, expected: Expected, numbers: range) -> None:
-    """Train and ask for values, all at once; compare everything, to the last bit."""
+    """Train and ask for values, all at once and several at a time; compare everything, to the last bit."""
     asked = []
     for number in numbers:
-        before = client.values(expected.update(number)[0], LENGTHS)
+        before = [client.values(expected.update(number)[0], LENGTHS) for _ in range(3)]
         stats = client.train(*expected.update(number))
         asked.append((number, before, stats))
     for number, before, stats in asked:
-        assert torch.equal(before.result(), expected.model.values(expected.update(number)[0], LENGTHS))
+        values = expected.model.values(expected.update(number)[0], LENGTHS)
+        assert all(torch.equal(each.result(), values) for each in before)
         assert stats.result() == expected.train(number)
 
 
@@ -71,7 +72,7 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
     role = lost_critic().wait_ready()
     through = Endpoint("127.0.0.1", free_port(), free_port(), 0)
     expected, journal = Expected(), UpdateJournal(tmp_path / "journal")
-    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.06, lose=0.06) as proxy:
+    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.06, lose=0.06, repeat=0.5) as proxy:
         client = CriticClient(through, role.access, 90, "run", journal)
         client.wait_ready(30)
         client.start()
@@ -125,3 +126,6 @@ def test_a_journal_keeps_what_was_asked_for_and_names_what_is_damaged(tmp_path):
     again = UpdateJournal(tmp_path)
     assert (journal.attempt, again.attempt) == (0, 1)
     assert not list(tmp_path.glob("*.tmp"))
+    (tmp_path / "attempt").write_text("")
+    with pytest.raises(AlignerError, match=r"attempt: got '', must be the number of the last attempt"):
+        UpdateJournal(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB_SIZE = 64
+_WRITING_S = 0.2
 
 
 class TinyValueModel:
@@ -18,6 +21,7 @@ class TinyValueModel:
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.version = 0
+        self._writing: threading.Timer | None = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.embedding = torch.randn(VOCAB_SIZE, 8, requires_grad=True)
@@ -42,20 +46,31 @@ class TinyValueModel:
         mine = self._rows(len(tokens))
         predicted = (self.embedding[tokens[mine, :-1]] @ self.head).reshape(-1, returns.shape[1])
         loss = torch.where(mask[mine], (predicted - returns[mine]) ** 2, 0.0).sum() / mask.sum()
+        total = float(self._sum(loss.detach().clone()))
+        if not math.isfinite(total):
+            return {"skipped": 1.0}
         parameters = (self.embedding, self.head)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter -= 0.1 * self._sum(gradient)
         self.version += 1
-        return {"loss": float(self._sum(loss.detach()))}
+        return {"loss": total}
 
     def begin_save(self, directory: Path) -> None:
+        """Copy the state; it is written a moment later, or by `finish_save`."""
+        state = {"embedding": self.embedding, "head": self.head, "version": torch.tensor(self.version)}
+        copy = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self._writing = threading.Timer(_WRITING_S, self._write, (directory, copy))
+        self._writing.start()
+
+    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
         if self.rank == 0:
             directory.mkdir(exist_ok=True)
-            state = {"embedding": self.embedding, "head": self.head, "version": torch.tensor(self.version)}
-            save_file({name: tensor.detach() for name, tensor in state.items()}, directory / "model.safetensors")
+            save_file(state, directory / "model.safetensors")
 
-    def finish_save(self) -> None: ...
+    def finish_save(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
 
     def load(self, directory: Path) -> None:
         state = load_file(directory / "model.safetensors")

@@ -20,8 +20,8 @@ LONG = ("run.steps=5000", "logging.tensorboard=false")
 @pytest.mark.parametrize(
     ("scorer", "complaint"),
     [
-        ("not_a_number", "the scorer returned nan, must be finite, "),
-        ("raising", "the scorer raised LookupError: no rule for this prompt "),
+        ("not_a_number", "the scorer function returned nan, must be finite, "),
+        ("raising", "the scorer function raised LookupError: no rule for this prompt "),
     ],
 )
 def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(
