@@ -9,6 +9,10 @@ class AlignerError(Exception):
     exit_code = 1
 
 
+class UnavailableError(AlignerError):
+    """Something outside that a request needs does not answer: any other request would fare alike."""
+
+
 class ConfigError(AlignerError):
     """A mistake in the configuration, known before anything starts. Exit code 2."""
 

@@ -1,14 +1,16 @@
 """Servers killed at random moments of training: does the run end as if nothing had happened, and what does it cost?
 
-An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to rank 0 of the role's servers, each at a
-random moment between the first and the last step. `--role reward` runs two replicas and kills both, at moments of their own;
-`all` kills the critic as well. A run counts as identical when its metrics, but for times, and every file of the last
-checkpoint are the undisturbed run's bit for bit. Exits 1 unless all are.
+An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to a random rank of each of the role's
+servers, at a random moment between the first and the last step. The critic has two ranks. `--role reward` runs two replicas
+and kills both, at moments of their own; `all` kills the critic as well. A run counts as identical when every kill came in time
+for the server to be started again, and its metrics, but for times, and every file of the last checkpoint are the undisturbed
+run's bit for bit. Exits 1 unless all are.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -27,25 +30,29 @@ from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable
 
 GROUPS = {"critic": ("critic",), "reward": ("reward", "reward.1"), "all": ("critic", "reward", "reward.1")}
 """The server groups that are killed for each --role."""
+_CRITIC_RANKS = 2
 _COMPARED = ("metrics", "policy", "critic", "checkpoint")
 _TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Fault:
-    """SIGKILL to a server group's rank 0."""
+    """SIGKILL to a rank of a server group."""
 
     group: str
+    rank: int
     step: int
     """After so many steps."""
     delay_s: float
     """And so many seconds."""
 
 
-def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float) -> list[Fault]:
+def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, critic_ranks: int = 1) -> list[Fault]:
     """One fault a group, in the order in which they come, in a run of `steps` steps of about `step_s` seconds."""
     draw = random.Random(seed)
-    faults = [Fault(group, draw.randrange(1, steps), draw.uniform(0, step_s)) for group in groups]
+    moments = [(group, draw.randrange(1, steps), draw.uniform(0, step_s)) for group in groups]
+    ranks = {"critic": critic_ranks}
+    faults = [Fault(group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
 
 
@@ -54,13 +61,20 @@ class Disturbed:
     """A run whose servers were killed."""
 
     run: Finished
-    killed: tuple[tuple[str, int, float], ...]
-    """Group, steps done by then, and seconds since the launch."""
+    killed: tuple[tuple[str, int, int, float], ...]
+    """Group, rank, steps done by then, and seconds since the launch."""
+    faults: Sequence[Fault]
+    """What was to be killed."""
 
     @property
     def restarts(self) -> int:
         """Servers that the launcher has started again."""
         return self.run.out.count("; starting ")
+
+    @property
+    def in_time(self) -> bool:
+        """Whether every fault had an effect: a server that ends when training is over is not started again."""
+        return self.restarts >= len(self.faults)
 
 
 def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
@@ -68,13 +82,13 @@ def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> 
     started, killed = time.monotonic(), []
     with Launch(directory, *overrides) as launch:
         for fault in faults:
-            launch.wait_for_step(fault.step)
+            launch.wait_for_step_or_end(fault.step)
             time.sleep(fault.delay_s)
-            victim = launch.rank(fault.group)
-            victim.kill()
-            killed.append((fault.group, launch.steps, time.monotonic() - started))
+            with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
+                launch.rank(fault.group, fault.rank).kill()
+                killed.append((fault.group, fault.rank, launch.steps, time.monotonic() - started))
         run = launch.finish(_TIMEOUT_S)
-    return Disturbed(run, tuple(killed))
+    return Disturbed(run, tuple(killed), faults)
 
 
 def training_s(run: Finished) -> float:
@@ -85,18 +99,19 @@ def training_s(run: Finished) -> float:
 def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
     """Whether every run was identical to the undisturbed one; `show` is given each seed's figures."""
     common = (f"run.stop_after={steps}", f"checkpoint.every={max(1, steps // 2)}", "logging.tensorboard=false", "run.name=run")
-    replicas = "reward.replicas=2" if "reward.1" in GROUPS[role] else "reward.replicas=1"
-    expected = run_to_end(directory / "undisturbed", *common, replicas)
+    layout = (f"critic.parallel.data={_CRITIC_RANKS}", f"reward.replicas={1 + ('reward.1' in GROUPS[role])}")
+    expected = run_to_end(directory / "undisturbed", *common, *layout)
     step_s = expected.metrics[-1]["time/step"]
     identical = True
     for seed in seeds:
-        faults = random_faults(seed, GROUPS[role], steps, step_s)
-        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, replicas)
+        faults = random_faults(seed, GROUPS[role], steps, step_s, _CRITIC_RANKS)
+        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout)
         run = disturbed.run
         figures = {
             "seed": seed,
-            "killed": [{"group": group, "at_step": step, "after_s": at} for group, step, at in disturbed.killed],
+            "killed": [dict(zip(("group", "rank", "at_step", "after_s"), kill, strict=True)) for kill in disturbed.killed],
             "restarts": disturbed.restarts,
+            "in_time": disturbed.in_time,
             "exit_code": run.code,
             "seconds_added": training_s(run) - training_s(expected),
             "metrics_identical": repeatable(run.metrics) == repeatable(expected.metrics),
@@ -107,17 +122,18 @@ def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> 
         }
         if run.code:
             print(run.report(), file=sys.stderr)
-        identical &= run.code == 0 and all(figures[f"{name}_identical"] for name in _COMPARED)
+        identical &= run.code == 0 and disturbed.in_time and all(figures[f"{name}_identical"] for name in _COMPARED)
         show(figures)
     return identical
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A seed's figures as a table shows them."""
-    killed = "\n".join(f"{kill['group']} at step {kill['at_step']} ({kill['after_s']:.1f} s)" for kill in figures["killed"])
+    kills = [f"{kill['group']} rank {kill['rank']} at step {kill['at_step']}" for kill in figures["killed"]]
+    restarts = f"{figures['restarts']}{'' if figures['in_time'] else ', too late'}"
     same = ["yes" if figures[f"{name}_identical"] else "NO" for name in _COMPARED]
     return [
-        *(str(figures["seed"]), killed, str(figures["restarts"]), str(figures["exit_code"])),
+        *(str(figures["seed"]), "\n".join(kills), restarts, str(figures["exit_code"])),
         *(f"{figures['seconds_added']:.1f}", *same),
     ]
 

@@ -72,16 +72,14 @@ class Launch:
                     found.append(process)
         return found
 
-    def rank(self, group: str, rank: int = 0) -> psutil.Process:
-        """A rank of a server group."""
-        ranks = [
-            process
-            for process in self.processes()
-            if f"role={group}" in process.cmdline() and process.environ().get("RANK") == str(rank)
-        ]
-        # Triton's helpers inherit the environment, not the command line.
-        assert len(ranks) == 1, f"{len(ranks)} processes are {group} rank {rank}"
-        return ranks[0]
+    def rank(self, group: str, rank: int) -> psutil.Process:
+        """A rank of a server group. Raises psutil.NoSuchProcess when it has ended."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                # Triton's helpers inherit the environment, not the command line.
+                if f"role={group}" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                    return process
+        raise psutil.NoSuchProcess(-1, f"{group} rank {rank}")
 
     @property
     def steps(self) -> int:
@@ -91,6 +89,10 @@ class Launch:
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`."""
         self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
+
+    def wait_for_step_or_end(self, step: int, timeout_s: float = 150) -> None:
+        """Until so many steps are in `metrics.jsonl`, or the launcher has ended."""
+        self._wait(lambda: self.steps >= step or self._launcher.poll() is not None, f"step {step}", timeout_s)
 
     def interrupt(self, number: int) -> None:
         """Signal the launcher alone."""
@@ -109,7 +111,7 @@ class Launch:
     def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self._launcher.poll() is not None:
+            if self._launcher.poll() is not None and not condition():
                 raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
             time.sleep(0.05)

@@ -21,8 +21,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -42,6 +45,7 @@ _SHAPES = {"tiny": (64, 512), "smollm2_135m": (32, 128)}
 _REPEATS = {"tiny": 30, "smollm2_135m": 5}
 _SMALL = (2, 32)
 _START_S = 180.0
+_T = TypeVar("_T")
 
 
 class Served:
@@ -192,30 +196,28 @@ def measure_clients(directory: Path, clients: int, seconds: float) -> dict[str, 
 def requests_per_s(served: Served, clients: int, seconds: float) -> float:
     """Small requests answered to so many threads, a second."""
     tokens = some_tokens(served.vocab_size, *_SMALL)
-    counts = [0] * clients
     start = time.perf_counter()
 
-    def ask(client: int) -> None:
+    def ask(_: int) -> int:
+        count = 0
         while time.perf_counter() - start < seconds:
             served.values(*_SMALL, tokens)
-            counts[client] += 1
+            count += 1
+        return count
 
-    run_threads(ask, clients)
-    return sum(counts) / (time.perf_counter() - start)
+    return sum(in_threads(ask, clients)) / (time.perf_counter() - start)
 
 
-def run_threads(work: Callable[[int], None], count: int) -> None:
-    """Run `work(0)` … `work(count - 1)` in threads, to their ends."""
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def in_threads(work: Callable[[int], _T], count: int) -> list[_T]:
+    """What `work(0)` … `work(count - 1)` return, each in a thread of its own; raises what one of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
 
 
 def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
     """Requests of random shapes from many clients, with an update now and then; errors and memory."""
-    errors: list[str] = []
+    errors: Counter[str] = Counter()
+    first_error = None
     counts = {"values": 0, "updates": 0}
     lock = threading.Lock()
     with Served(directory, "tiny") as served:
@@ -226,6 +228,7 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
         started = time.monotonic()
 
         def ask(client: int) -> None:
+            nonlocal first_error
             chance = random.Random(client)
             while (passed := time.monotonic() - started) < seconds:
                 update = client == 0 and chance.random() < 0.1
@@ -234,14 +237,16 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
                         served.train(chance.randint(1, 16), chance.randint(2, 256))
                     else:
                         served.values(chance.randint(1, 16), chance.randint(1, 256))
-                except RemoteError as error:
-                    errors.append(str(error))
+                except Exception as error:  # whatever it is, it is counted, and the others go on
+                    with lock:
+                        errors[error.kind if isinstance(error, RemoteError) else type(error).__name__] += 1
+                        first_error = first_error or repr(error)
                 with lock:
                     counts["updates" if update else "values"] += 1
                     if passed > seconds / 2 and "middle" not in memory:
                         memory["middle"] = served.memory_mib()
 
-        run_threads(ask, clients)
+        in_threads(ask, clients)
         memory["end"] = served.memory_mib()
     return {
         "measure": "soak",
@@ -249,8 +254,9 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
         "clients": clients,
         "seconds": round(seconds),
         **counts,
-        "errors": len(errors),
-        "first_error": errors[0] if errors else None,
+        "errors": errors.total(),
+        "error_kinds": dict(errors),
+        "first_error": first_error,
         **{f"memory_mib_{when}": round(size, 1) for when, size in memory.items()},
     }
 

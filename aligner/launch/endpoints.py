@@ -19,11 +19,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 def free_ports(config: Config) -> Iterator[int]:
-    """Distinct ports that are free now where the servers listen, in random order."""
+    """Distinct ports that are free now where the servers listen and, for process groups, on loopback; in random order."""
     candidates = list(range(_FIRST_PORT, _LAST_PORT))
     random.SystemRandom().shuffle(candidates)
     fixed = set(explicit_ports(config).values())
-    addresses = set(listening_addresses(config).values())
+    addresses = {*listening_addresses(config).values(), _LOOPBACK}
     for port in candidates:
         if port not in fixed and all(port_is_free(address, port) for address in addresses):
             yield port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -93,11 +92,9 @@ class Processes:
                 rank.ended_at = time.monotonic()
 
     def terminate(self, ranks: Sequence[RankProcess]) -> None:
-        """SIGTERM to the process groups of those that still run."""
+        """SIGTERM to those that still run. Not to their helpers, such as Triton, which they need until they have drained."""
         for rank in ranks:
-            if rank.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGTERM)
+            rank.process.terminate()
 
     def kill(self, ranks: Sequence[RankProcess]) -> bool:
         """Kill these ranks and all that came of them; returns whether there was nothing left to kill."""
@@ -115,7 +112,7 @@ class Processes:
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
 
     def stop(self) -> None:
-        """End everything: SIGTERM to each rank's process group, and what is left by `stop_timeout_s` is killed."""
+        """End everything: SIGTERM to each rank, and what is left when all have ended, or by `stop_timeout_s`, is killed."""
         self.terminate(self.ranks)
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self.ranks):

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from aligner.rewards.scorers import ScoringError, ScoringRequest
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _SHOWN_BYTES = 200
+_LARGEST_ANSWER = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class RemoteScorer:
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
         """One score a request.
 
-        No connection, a lost one and the statuses 5xx are tried again until the deadline. Raises ScoringError, with the
-        address, for these at the deadline, and at once for any other status and for an answer of another shape.
+        No connection, a lost one and the statuses 5xx are tried again until the deadline, and then raise ScorerUnavailable.
+        Any other status and an answer of another shape or beyond 16 MiB raise ScoringError at once. Both tell the address.
         """
         body = {
             "query": [request.prompt + request.response for request in requests],
@@ -61,7 +62,7 @@ class RemoteScorer:
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
             if time.monotonic() + pause_s >= deadline:
-                raise ScoringError(f"{self.url} gave no scores within {self.timeout_s:g} s; the last attempt: {problem}")
+                raise ScorerUnavailable(f"{self.url} gave no scores within {self.timeout_s:g} s; the last attempt: {problem}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -75,7 +76,14 @@ class RemoteScorer:
             with _cut_off(connection.sock, deadline):
                 connection.request("POST", path, body, {"Content-Type": "application/json"})
                 response = connection.getresponse()
-                return response.status, response.read()
+                answer = response.read(_LARGEST_ANSWER + 1)
+        if len(answer) > _LARGEST_ANSWER:
+            raise ScoringError(f"{self.url} answered with more than {_LARGEST_ANSWER} bytes, the most that is read")
+        if time.monotonic() >= deadline:
+            raise TimeoutError("the answer was not complete by the deadline")
+        if response.length:
+            raise http.client.IncompleteRead(answer, response.length)
+        return response.status, answer
 
     def _scores(self, answer: bytes, count: int) -> list[float]:
         try:

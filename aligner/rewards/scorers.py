@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError, UnavailableError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float]]
 
 class ScoringError(AlignerError):
     """A scorer raised, or returned something that is not one finite number a request."""
+
+
+class ScorerUnavailable(ScoringError, UnavailableError):
+    """A scorer does not answer, whatever it is asked."""
 
 
 @lru_cache(maxsize=1)
@@ -85,7 +89,7 @@ def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
     try:
         scores = [float(score) for score in scorer(requests)]
     except ScoringError as error:
-        raise ScoringError(f"the scorer {name}: {error}") from error
+        raise type(error)(f"the scorer {name}: {error}") from error
     except Exception as error:
         if len(requests) > 1:
             for request in requests:

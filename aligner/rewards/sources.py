@@ -12,10 +12,11 @@ from torch import Tensor
 
 from aligner.config.reward_sources import FunctionSource, RemoteSource, Source
 from aligner.data.collectives import broadcast_json
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnavailableError
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
+    ScorerUnavailable,
     ScoringError,
     ScoringRequest,
     checked_scores,
@@ -61,15 +62,15 @@ class TextSource:
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
-        scores, error = None, None
+        scores, error, unavailable = None, None, False
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 scores = checked_scores(self.name, self.scorer, batch.requests())
             except AlignerError as problem:
-                error = str(problem)
-        outcome = broadcast_json({"scores": scores, "error": error})
+                error, unavailable = str(problem), isinstance(problem, UnavailableError)
+        outcome = broadcast_json({"scores": scores, "error": error, "unavailable": unavailable})
         if outcome["error"] is not None:
-            raise ScoringError(outcome["error"])
+            raise (ScorerUnavailable if outcome["unavailable"] else ScoringError)(outcome["error"])
         return torch.tensor(outcome["scores"], dtype=torch.float64)
 
 

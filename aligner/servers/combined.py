@@ -114,7 +114,9 @@ def with_rewards(critic: Endpoints, scoring: Scoring) -> Endpoints:
 
         def infer_with_reward(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
             asked = {spec.name for spec in REWARD_MODEL.inputs}
-            return infer(arrays) | score({name: array for name, array in arrays.items() if name in asked})
+            # First, because metadata is read there: what is refused costs the ranks nothing.
+            scores = score({name: array for name, array in arrays.items() if name in asked})
+            return infer(arrays) | scores
 
         return {CRITIC_INFER_WITH_REWARD: infer_with_reward, **served, **rewards}
 

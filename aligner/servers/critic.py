@@ -41,7 +41,7 @@ from aligner.servers.validation import Limits
 def serve_critic(config: Config) -> None:
     """One rank of the critic, until it is told to stop."""
     from aligner.megatron.value_model import build_critic, build_reward_model
-    from aligner.megatron.world import initialize
+    from aligner.megatron.world import initialize, shutdown
 
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
     loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
@@ -51,6 +51,7 @@ def serve_critic(config: Config) -> None:
     else:
         model, scoring = critic(), None
     run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
+    shutdown()  # the groups' threads would abort an interpreter that ends under them
 
 
 def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scoring | None = None) -> None:

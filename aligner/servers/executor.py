@@ -9,13 +9,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnavailableError
 from aligner.servers.commands import Command, Handler, joins_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
@@ -25,6 +27,10 @@ _HEARTBEAT, _SHUTDOWN = "_heartbeat", "_shutdown"
 
 class ServerStopping(AlignerError):
     """The server is shutting down and takes no more requests."""
+
+
+class ServerFailed(AlignerError):
+    """The server ends by a failure while it works on a request; how far it came is unknown."""
 
 
 class SpmdExecutor:
@@ -42,11 +48,13 @@ class SpmdExecutor:
         batch_tokens: int = 0,
         drain_s: float = 0.0,
         heartbeat_s: float = 5.0,
+        collective_timeout_s: float = 600.0,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """`heartbeat_s` must be well below the collective timeout; commands that run as one have `batch_tokens` at most.
+        """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s` must be well below it.
 
-        `watch` is called on rank 0 about once a heartbeat, and ends the world by raising.
+        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat, and ends the
+        world by raising.
         """
         self._handlers = dict(handlers)
         self._joins = joins_of(handlers)
@@ -56,7 +64,8 @@ class SpmdExecutor:
         self._watch = watch
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._group = dist.new_group(backend="gloo") if self._size > 1 else None
+        timeout = timedelta(seconds=collective_timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self._size > 1 else None
         self._waiting: deque[Command] = deque()
         self._arrived = threading.Condition()
         self._running: list[Command] = []
@@ -131,24 +140,30 @@ class SpmdExecutor:
                 self._arrived.wait(_POLL_S)
             while self._waiting:
                 commands = take_together(self._waiting, self._joins, self._batch_tokens)
-                if commands := [each for each in commands if each.future.set_running_or_notify_cancel()]:
+                if commands := [each for each in commands if _is_wanted(each)]:
                     return commands
             return []
 
     def _answer(self, commands: list[Command]) -> None:
-        """Run the commands as one; where that is refused, one by one, as the refusal may be about one of them."""
-        if len(commands) > 1:
-            join = self._joins[commands[0].op]
-            with contextlib.suppress(AlignerError):
-                result = self._send_and_execute(join.joined(commands))
-                for command, part in zip(commands, join.split(result, commands), strict=True):
-                    command.future.set_result(part)
+        """Run the commands as one; where that is refused, they are next one by one: the refusal may be about one of them."""
+        try:
+            parts = self._results(commands)
+        except AlignerError as error:
+            if len(commands) > 1 and not isinstance(error, UnavailableError):
+                with self._arrived:
+                    self._waiting.extendleft(replace(command, alone=True) for command in reversed(commands))
                 return
-        for command in commands:
-            try:
-                command.future.set_result(self._send_and_execute(command))
-            except AlignerError as error:
+            for command in commands:
                 command.future.set_exception(error)
+            return
+        for command, part in zip(commands, parts, strict=True):
+            command.future.set_result(part)
+
+    def _results(self, commands: list[Command]) -> list[Any]:
+        if len(commands) == 1:
+            return [self._send_and_execute(commands[0])]
+        join = self._joins[commands[0].op]
+        return join.split(self._send_and_execute(join.joined(commands)), commands)
 
     def _send_and_execute(self, command: Command) -> Any:
         if self._group is not None:
@@ -206,13 +221,18 @@ class SpmdExecutor:
         """Leave no caller without an answer."""
         with self._arrived:
             self._closed = True
-            waiting = [command for command in self._waiting if command.future.set_running_or_notify_cancel()]
+            waiting = [command for command in self._waiting if _is_wanted(command)]
             self._waiting.clear()
         for command in waiting:
             command.future.set_exception(ServerStopping("the server is shutting down"))
         for command in self._running:
             if not command.future.done():
-                command.future.set_exception(AlignerError(f"the server failed while it ran {command.op}; see its log"))
+                command.future.set_exception(ServerFailed(f"the server failed while it ran {command.op}; see its log"))
+
+
+def _is_wanted(command: Command) -> bool:
+    """Whether its caller has not given it up; from now on he cannot."""
+    return command.future.running() or command.future.set_running_or_notify_cancel()
 
 
 class _AgreedError(Exception):

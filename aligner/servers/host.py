@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
+_END_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
 
 
@@ -58,11 +60,12 @@ class TritonHost:
         self._max_batch_size = max_batch_size
         self._concurrent = concurrent
         self._triton: Any = None
+        self._processes: list[psutil.Process] = []
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns."""
         from pytriton.model_config import ModelConfig
-        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
+        from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
@@ -80,8 +83,12 @@ class TritonHost:
                 # PyTriton reads Triton's output byte by byte: a few refused requests would fill the pipe and stall Triton.
                 log_file=self._log,
                 exit_timeout_secs=_EXIT_TIMEOUT_S,
+                # A client may ping every few seconds while its request runs; by default Triton hangs up on it.
+                grpc_http2_max_ping_strikes=0,
                 **self._guard.triton_settings(),
             ),
+            # Triton finds all models when it starts, instead of being asked to load one after another.
+            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=False, local_model_store=True),
             security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
         )
         # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
@@ -91,7 +98,7 @@ class TritonHost:
             self._triton.bind(
                 model_name=spec.name,
                 # PyTriton tells a model's instances apart by their functions.
-                infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else 1)],
+                infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 outputs=[_bound(tensor, spec.batching) for tensor in spec.outputs],
                 config=ModelConfig(
@@ -99,11 +106,17 @@ class TritonHost:
                 ),
             )
         self._triton.run()
+        self._processes = _triton_processes()
 
     def check(self) -> None:
-        """Raise AlignerError when Triton has ended."""
-        if self._triton is None or not self._triton.is_alive():
-            raise AlignerError(f"the Triton server ended by itself; its last words are in {self._log or 'the lines above'}")
+        """Raise AlignerError when Triton has ended, or one of its helpers.
+
+        Triton starts a helper again, but may hand the late answer of the one before to the next request.
+        """
+        if self._triton is None or not self._triton.is_alive() or not all(map(_runs, self._processes)):
+            raise AlignerError(
+                f"the Triton server or a helper of it ended by itself; its last words are in {self._log or 'the lines above'}"
+            )
 
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind."""
@@ -112,9 +125,10 @@ class TritonHost:
         processes = _triton_processes()
         folders = _model_folders(processes)
         if processes:
-            self._triton.stop()
-        _, left = psutil.wait_procs(processes, timeout=0.1)
-        for process in left:
+            # It asks Triton to end, and would then spend seconds on threads and helpers that end with this process anyway.
+            threading.Thread(target=self._triton.stop, daemon=True).start()
+            psutil.wait_procs(processes[:1], timeout=_END_TIMEOUT_S)
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for folder in folders:
@@ -152,9 +166,15 @@ def _claimed(interface: str, name: str, port: int) -> int:
 
 
 def _triton_processes() -> list[psutil.Process]:
-    """The Triton server that this process started, and its stubs."""
+    """The Triton server that this process started, first, and its stubs."""
     servers = [child for child in psutil.Process().children() if child.name() == "tritonserver"]
     return servers + [stub for server in servers for stub in server.children(recursive=True)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _model_folders(processes: Sequence[psutil.Process]) -> set[Path]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from aligner.errors import AlignerError
 
-
 _ATTEMPT_DIGITS = 9
 
 

@@ -46,6 +46,8 @@ class EndpointSpec:
     outputs: tuple[TensorSpec, ...]
     batching: bool
     """Batching models are called with `infer_batch` and have B as their first dimension, the others with `infer_sample`."""
+    instances: int = 1
+    """Requests that are taken at a time; for a batching model it is `server.concurrent_requests`."""
 
 
 def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
@@ -114,6 +116,7 @@ CONTROL = EndpointSpec(
     (TensorSpec("request", np.bytes_, (1,)),),
     (TensorSpec("response", np.bytes_, (1,)),),
     batching=False,
+    instances=2,  # a trainer has one operation at a time that waits for the ranks; health need not wait for it
 )
 
 CONTROL_OPERATIONS = (
@@ -142,13 +145,27 @@ def array_text(array: NDArray) -> str:
 
 
 _ERROR_MARK = "EndpointError: "
+# gRPC sends errors as metadata, 8 KiB at most in all, where every byte of a non-ASCII character becomes three.
+_MESSAGE_BYTES = 1500
 
 
 class EndpointError(Exception):
     """An error as the server hands it to Triton, which wraps it in tracebacks: JSON that a client finds in them."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(json.dumps({"type": type(error).__name__, "message": str(error)}, ensure_ascii=False))
+        told = {"type": type(error).__name__, "message": _shortened(str(error))}
+        super().__init__(json.dumps(told, ensure_ascii=False))
+
+
+def _shortened(message: str) -> str:
+    """The message, without its middle where that makes it too long; what is no Unicode is escaped."""
+    text = message = message.encode(errors="backslashreplace").decode()
+    kept = len(message)
+    while len(json.dumps(text, ensure_ascii=False).encode()) > _MESSAGE_BYTES:
+        kept = min(kept, _MESSAGE_BYTES) * 3 // 4
+        begin, end = message[: kept - kept // 2], message[len(message) - kept // 2 :]
+        text = f"{begin} … {len(message) - kept} characters left out … {end}"
+    return text
 
 
 def told_error(text: str) -> tuple[str, str]:

@@ -18,10 +18,11 @@ def serve_reward(config: Config, group: str = "reward") -> None:
     """One rank of the reward server, or of the replica that `group` names, until it is told to stop."""
     if has_reward_model(config.reward):
         from aligner.megatron.value_model import build_reward_model
-        from aligner.megatron.world import initialize
+        from aligner.megatron.world import initialize, shutdown
 
         world = initialize(config.reward.parallel, config.seed, config.cluster.collective_timeout_s)
         run_reward(config, build_scoring(config, lambda directory: build_reward_model(config, directory, world)), group)
+        shutdown()  # the groups' threads would abort an interpreter that ends under them
     elif config.reward.parallel.ranks == 1:
         run_reward(config, build_scoring(config, _no_model), group)
     else:

@@ -98,6 +98,10 @@ class Scoring:
         lengths, longest = [len(row) for row in rows], self.limits.max_sequence_length
         if min(lengths) < 1 or max(lengths) > longest:
             raise RequestError(f"sentences: got {min(lengths)} to {max(lengths)} tokens, allowed: 1 to {longest}")
+        largest = self.limits.vocab_size - 1
+        for row, ids in enumerate(rows):
+            if max(ids) > largest:
+                raise RequestError(f"sentences: row {row} has token id {max(ids)}, allowed: 0 to {largest} (the model's ids)")
         tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for row, ids in enumerate(rows):
             tokens[row, : len(ids)] = torch.tensor(ids)

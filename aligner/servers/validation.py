@@ -20,7 +20,6 @@ class Limits:
 
     vocab_size: int
     max_sequence_length: int
-    max_batch_size: int
     max_request_tokens: int = 2**22
 
 

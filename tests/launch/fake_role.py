@@ -60,6 +60,19 @@ def wait() -> None:
     time.sleep(120)
 
 
+def drain_with_helper(role: str, run: Path) -> None:
+    """A helper in this rank's process group; told to end, the rank needs it for another while, and leaves it behind."""
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(run)])
+
+    def drain(*_: object) -> None:
+        time.sleep(0.3)
+        print("drained" if helper.poll() is None else "the helper ended before", flush=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, drain)
+    serve(role, run)
+
+
 def train(run: Path, steps: int, pause_s: float) -> None:
     paths = run_paths(load_config(run / "config.yaml"))
     if RANK != 0:
@@ -92,6 +105,8 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             serve(role, run)
+        case "drain_with_helper":
+            drain_with_helper(role, run)
         case "serve_from_helper":
             print(f"master port {os.environ['MASTER_PORT']}", flush=True)
             if RANK == 0:

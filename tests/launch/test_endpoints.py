@@ -21,6 +21,13 @@ def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
             listener.bind(("127.0.0.1", port))
 
 
+def test_a_port_that_is_taken_on_loopback_alone_is_no_process_groups_either() -> None:
+    config = compose_config(["experiment=tiny_ppo", "server.interface=127.0.0.2"])
+    port = next(free_ports(config))
+    with socket.create_server(("127.0.0.1", port)):
+        assert port not in set(free_ports(config))
+
+
 def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
     endpoint = pick_endpoints(config, free_ports(config))["reward"]

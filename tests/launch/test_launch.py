@@ -149,6 +149,12 @@ def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run
     assert 2 <= time.monotonic() - started < 15
 
 
+def test_a_servers_helper_runs_until_the_server_has_drained_and_no_longer(run: Path) -> None:
+    code, _, error = finish(start(run, {"critic": "drain_with_helper"}), run)
+    assert code == 0, error
+    assert (run / "logs" / "critic-0.log").read_text().endswith("drained\n")
+
+
 def test_ranks_end_when_their_launcher_is_killed(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")

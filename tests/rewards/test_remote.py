@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from aligner.errors import UnavailableError
 from aligner.rewards.remote import RemoteScorer
-from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
 
 REQUESTS = [
     ScoringRequest("2+2=", "4", {"label": "four", "answer": "4"}),
@@ -28,6 +29,7 @@ class ScoringServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers: list[tuple[int, bytes]] = []
         self.asked: list[tuple[str, str, dict[str, object]]] = []
+        self.kept_back = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}/get_reward?model=a"
 
     def answer(self, status: int, body: object) -> None:
@@ -45,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status == 0:
             return  # hangs up without a word
         self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Content-Length", str(len(answer) + self.server.kept_back))
         self.end_headers()
         self.wfile.write(answer)
 
@@ -82,6 +84,7 @@ def test_a_lost_connection_and_a_failing_server_are_tried_again(server):
     [
         (404, b"no such page", "status 404, 'no such page'; it must be 200"),
         (302, b"", "status 302, ''"),
+        (200, b" " * (2**24 + 1), "with more than 16777216 bytes, the most that is read"),
         (422, b"x" * 1000, f"status 422, '{'x' * 200}' and 800 bytes more"),
         (200, b"<html>", "answered with '<html>'; it must be JSON with `rewards`"),
         (200, b"\xff{", "it must be JSON with `rewards`"),
@@ -107,6 +110,14 @@ def test_an_answer_that_is_not_three_numbers_is_told_with_its_address_and_not_as
     assert len(server.asked) == 1
 
 
+def test_an_answer_that_breaks_off_is_a_lost_connection(server):
+    server.answer(200, {"rewards": [1, 2, 3]})
+    server.kept_back = 1
+    with pytest.raises(ScorerUnavailable, match="the last attempt: IncompleteRead"):
+        RemoteScorer(server.url, 0.3)(REQUESTS)
+    assert len(server.asked) > 1
+
+
 def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
     server.answer(500, b"out of memory")
     start = time.monotonic()
@@ -119,17 +130,19 @@ def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
 def test_nobody_listening_is_told_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ScoringError, match=rf"127.0.0.1:{port}/ gave no scores within 0.3 s; .*ConnectionRefusedError"):
-        RemoteScorer(f"http://127.0.0.1:{port}/", 0.3)(REQUESTS)
+    with pytest.raises(ScorerUnavailable, match=rf"127.0.0.1:{port}/ gave no scores within 0.3 s; .*ConnectionRefusedError"):
+        checked_scores("judge", RemoteScorer(f"http://127.0.0.1:{port}/", 0.3), REQUESTS)
+    assert issubclass(ScorerUnavailable, UnavailableError)
 
 
-def test_an_answer_that_trickles_in_does_not_outlast_the_deadline():
+@pytest.mark.parametrize("length", ["", "Content-Length: 1000\r\n"])
+def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def trickle() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                connection.sendall(f"HTTP/1.1 200 OK\r\n{length}\r\n".encode())
                 while not done.wait(0.05):
                     try:
                         connection.sendall(b" ")

@@ -6,7 +6,7 @@ import torch
 from aligner.config.reward_sources import FunctionSource, RemoteSource
 from aligner.errors import ConfigError
 from aligner.rewards.remote import RemoteScorer
-from aligner.rewards.scorers import ScoringError, ScoringRequest
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.rewards.sources import ScoringBatch, TextSource, WeightedSum, text_source
 
 BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response in ("a1", "23", "")])
@@ -30,6 +30,24 @@ def test_a_refusal_names_the_source_at_fault():
     broken = TextSource("broken", lambda requests: [0.0, float("inf"), 0.0])
     with pytest.raises(ScoringError, match=r"the scorer broken returned inf.*for prompt 'Count: ' and response '23'"):
         WeightedSum([(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)])(BATCH)
+
+
+def ask_nobody() -> list[str]:
+    """What one source and what the sum of it say, on this rank."""
+    source = TextSource("judge", RemoteScorer("http://127.0.0.1:1/", 0.1))
+    told = []
+    for ask in (source.raw, WeightedSum([(settings("judge"), source)])):
+        try:
+            ask(BATCH)
+        except ScorerUnavailable as error:
+            told.append(str(error))
+    return told
+
+
+def test_every_rank_knows_that_a_scorer_is_unavailable(pool):
+    one, other = pool.run(ask_nobody, 2)
+    assert one[0].startswith("the scorer judge: http://127.0.0.1:1/ gave no scores within 0.1 s")
+    assert len(one) == len(other) == 2
 
 
 def test_a_sum_that_overflows_is_refused():

@@ -17,11 +17,25 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from aligner.config.access import KEY_HEADER
 from aligner.config.endpoints import Endpoint
-from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array
+from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array, told_error
 from tests.servers.bad_requests import good
 
 DATATYPES = {"l": "INT64", "i": "INT32", "f": "FP32", "d": "FP64", "S": "BYTES", "O": "BYTES", "?": "BOOL"}
 TIMEOUT_S = 10.0
+# Names, dtypes, shapes and bytes that do not fit the model's description never reach our code.
+_TRITONS_WORDS = (
+    "unexpected inference input",
+    "expected number of inputs",
+    "data-type is",
+    "unexpected shape for input",
+    "batch size does not match other inputs",
+    "All input dimensions should be specified",
+    "Unable to parse 'shape'",
+    "input byte size mismatch",
+    "incomplete string length indicator",
+    "incomplete string data",
+    "cannot cast view with zeros",  # PyTriton, of a tensor without elements
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,13 @@ def _bad_control(choose: random.Random) -> str:
             '{"op": "restore"}',
             '{"op": "restore", "step": true}',
             '{"op": "restore", "step": 1e99}',
+            f'{{"op": "restore", "step": {"9" * 300}}}',
+            f'{{"op": "restore", "step": {"9" * 5000}}}',
+            f'{{"op": "checkpoint", "step": {"9" * 300}}}',
+            f'{{"op": "begin_checkpoint", "step": {"9" * 300}}}',
+            f'{{"op": "restore", "step": 987654321, "run_id": "x@{"9" * 5000}"}}',
+            f'{{"op": {"9" * 5000}}}',
+            '{"op": "\\ud800"}',
             '{"op": "restore", "step": 987654321}',
             '{"op": "checkpoint", "step": -1}',
             '{"op": "version", "step": 1}',
@@ -75,6 +96,7 @@ def _bad_control(choose: random.Random) -> str:
             '{"op": "version", "instance": "another"}',
             "".join(choose.choices(string.printable, k=choose.randint(1, 200))),
             "[" * 5000,
+            '{"op": ' * 50_000,
         ]
     )
 
@@ -146,6 +168,7 @@ def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]
     ]
     if spec is CRITIC_TRAIN:
         changes.append({"run_id": text_array("another"), "sequence_number": everywhere(0)})
+        changes.append({"run_id": text_array(f"x@{'9' * 5000}"), "sequence_number": everywhere(10**9)})
     trace = {"trace_id": everywhere(choose.randbytes(8))} if choose.random() < 0.5 else {}
     return wire(spec, arrays | choose.choice(changes) | trace)
 
@@ -176,7 +199,8 @@ def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
     header = json.dumps({"inputs": inputs}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
     body = header + b"".join(data for *_, data in request.tensors)
-    return posted(endpoint, key, f"/v2/models/{request.model}/infer", body, headers)
+    told = posted(endpoint, key, f"/v2/models/{request.model}/infer", body, headers)
+    return None if told is None else json.loads(told)["error"]
 
 
 def posted(endpoint: Endpoint, key: str | None, path: str, body: bytes, headers: dict[str, str]) -> str | None:
@@ -189,6 +213,11 @@ def posted(endpoint: Endpoint, key: str | None, path: str, body: bytes, headers:
         return None if response.status == 200 else text or str(response.status)
     finally:
         connection.close()
+
+
+def is_known(told: str | None) -> bool:
+    """Whether the request was refused by our code, with a typed error, or by Triton for what it checks itself."""
+    return told is not None and (told_error(told)[0] != "Triton" or any(words in told for words in _TRITONS_WORDS))
 
 
 def raw_garbage(port: int, data: bytes) -> None:

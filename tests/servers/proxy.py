@@ -20,9 +20,7 @@ class BadProxy:
     twice, over a second connection whose answers nobody hears: as soon, or late.
     """
 
-    def __init__(
-        self, port: int, target: int, seed: int, *, delay: float, double: float, lose: float, repeat: float
-    ) -> None:
+    def __init__(self, port: int, target: int, seed: int, *, delay: float, double: float, lose: float, repeat: float) -> None:
         """Probabilities: the first three for each piece that the server sends, `repeat` for each connection."""
         self._target, self._random = target, random.Random(seed)
         self._delay, self._double, self._lose, self._repeat = delay, double, lose, repeat

@@ -24,7 +24,7 @@ from aligner.servers.validation import Limits
 from tests.servers.tiny_model import VOCAB_SIZE, TinyValueModel
 
 CHARACTERS = string.digits + string.ascii_lowercase + " "
-LIMITS = Limits(VOCAB_SIZE, max_sequence_length=40, max_batch_size=16)
+LIMITS = Limits(VOCAB_SIZE, max_sequence_length=40)
 
 
 def character_tokenizer() -> Tokenizer:
@@ -44,24 +44,24 @@ def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
     ]
 
 
-def scoring(source: RewardSource) -> Scoring:
+def scoring(source: RewardSource, limits: Limits = LIMITS) -> Scoring:
     """The raw scores of one source."""
     settings = FunctionSource(name="lengths", key="reward", function="")
-    return Scoring(WeightedSum([(settings, source)]), character_tokenizer(), LIMITS)
+    return Scoring(WeightedSum([(settings, source)]), character_tokenizer(), limits)
 
 
 class SlowModel(TinyValueModel):
-    """Values take half a second."""
+    """Values take a quarter of a second a row."""
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        time.sleep(0.5)
+        time.sleep(len(tokens) / 4)
         return super().values(tokens, lengths)
 
 
 def main(role: str, run_directory: str, *ports: str) -> None:
     config = Config()
     config.run.dir = run_directory
-    config.server.max_batch_size = LIMITS.max_batch_size
+    config.server.max_batch_size = 16
     config.server.accept_unnumbered = os.environ.get("ACCEPT_UNNUMBERED") == "1"
     config.server.request_timeout_s = 20
     config.server.guard = os.environ.get("GUARD", "key")
@@ -70,7 +70,7 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     if "TLS" in os.environ:
         folder = os.environ["TLS"]
         config.server.tls = TLS(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
-    config.cluster.collective_timeout_s = 30
+    config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "30"))
     config.critic.ports = config.reward.ports = Ports(*map(int, ports))
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))
@@ -82,6 +82,8 @@ def main(role: str, run_directory: str, *ports: str) -> None:
         run_critic(config, TinyValueModel(), LIMITS, scoring(TextSource("lengths", length_scorer)))
     else:
         run_reward(config, scoring(TextSource("lengths", length_scorer)))
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads abort a process that ends with them
 
 
 if __name__ == "__main__":

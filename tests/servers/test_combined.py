@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.rewards.sources import TextSource
+from aligner.servers.combined import with_rewards
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL
+from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL, RequestError
 from tests.megatron.reference import save_llama, save_reward_llama
 from tests.servers import combined_jobs
-from tests.servers.role_main import character_tokenizer
+from tests.servers.role_main import character_tokenizer, length_scorer, scoring
 from tests.servers.tiny_model import TinyValueModel
 
 
@@ -95,6 +97,20 @@ def test_values_and_rewards_come_in_one_answer_and_each_alone(connection):
     assert both["rewards"].tolist() == [[5.0], [3.0]]
     assert np.array_equal(connection.infer(CRITIC_INFER, arrays, 20)["values"], both["values"])
     assert connection.infer(REWARD_MODEL, arrays, 20)["rewards"].tolist() == [[5.0], [3.0]]
+
+
+def test_metadata_that_is_refused_costs_the_ranks_nothing():
+    asked = []
+
+    def infer(arrays):
+        asked.append("infer")
+        return {}
+
+    endpoints = with_rewards(lambda call: {CRITIC_INFER: infer}, scoring(TextSource("lengths", length_scorer)))
+    served = endpoints(lambda op, *_, **__: asked.append(op))
+    with pytest.raises(RequestError, match="row 0 is not JSON"):
+        served[CRITIC_INFER_WITH_REWARD](sequences("ab") | {"metadata": np.array([[b"{"]], dtype=object)})
+    assert asked == []
 
 
 @pytest.mark.system

@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnavailableError
 from aligner.servers.commands import Command, RowJoin, joined_by, take_together
 from aligner.servers.executor import ServerStopping, SpmdExecutor
+
+UNAVAILABLE, SLOWLY_REFUSED = 99, -99
 
 
 class Ranks:
     """Handlers that all ranks must run together: each has a collective in it."""
+
+    described = 0
 
     def double(self, tokens, lengths):
         if (tokens < 0).any():
@@ -26,6 +30,11 @@ class Ranks:
     @joined_by(RowJoin(("names",)))
     def describe(self, tokens, lengths, names, scale=1):
         """Each row's tokens scaled, and how many rows were computed together."""
+        self.described += 1
+        if (tokens == UNAVAILABLE).any():
+            raise UnavailableError("the scorer is gone")
+        if (tokens == SLOWLY_REFUSED).any():
+            time.sleep(0.4)
         if (tokens < 0).any():
             raise AlignerError("a negative token")
         assert len(names) == len(tokens) == len(lengths)
@@ -33,9 +42,13 @@ class Ranks:
         dist.all_reduce(total)
         return {"tokens": total * scale, "together": torch.full((len(tokens),), len(tokens))}
 
-    def slow(self, seconds):
-        time.sleep(seconds)
+    def slow(self, seconds, rank=None):
+        if rank in (None, dist.get_rank()):
+            time.sleep(seconds)
         return dist.get_rank()
+
+    def count(self):
+        return self.described
 
     def quarrel(self):
         if dist.get_rank() == 1:
@@ -45,11 +58,11 @@ class Ranks:
         raise ZeroDivisionError("a bug")
 
 
-def run_world(conversation, drain_s=0.0):
+def run_world(conversation, drain_s=0.0, timeout_s=60.0):
     """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the world)."""
     ranks = Ranks()
-    handlers = {name: getattr(ranks, name) for name in ("double", "describe", "slow", "quarrel", "crash")}
-    executor = SpmdExecutor(handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3)
+    handlers = {name: getattr(ranks, name) for name in ("double", "describe", "slow", "count", "quarrel", "crash")}
+    executor = SpmdExecutor(handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3, collective_timeout_s=timeout_s)
     answers = []
 
     def talk():
@@ -115,7 +128,7 @@ def quarrel_world():
 
 def test_ranks_that_disagree_end_the_world_and_the_caller_is_told(pool):
     rank_0, rank_1 = pool.run(quarrel_world, 2)
-    assert rank_0[0] == ["AlignerError: the server failed while it ran quarrel; see its log"]
+    assert rank_0[0] == ["ServerFailed: the server failed while it ran quarrel; see its log"]
     assert "1 of 2 ranks refused it" in rank_0[1]
     assert "1 of 2 ranks refused it, this one: only here" in rank_1[1]
 
@@ -131,7 +144,7 @@ def crash_world():
 
 def test_a_bug_in_a_handler_ends_every_rank_with_it_and_leaves_no_caller_waiting(pool):
     rank_0, rank_1 = pool.run(crash_world, 2)
-    assert rank_0[0] == [["AlignerError", "ServerStopping"]]
+    assert rank_0[0] == [["ServerFailed", "ServerStopping"]]
     assert rank_0[1] == rank_1[1] == "ZeroDivisionError: a bug"
 
 
@@ -192,6 +205,50 @@ def spoil_world():
 def test_a_refused_command_does_not_spoil_those_it_was_joined_with(pool):
     (told, ended), *_ = pool.run(spoil_world, 2)
     assert told == [([([1, 4], [2], 1), ([1, 4], [4], 1)], "a negative token")] and ended is None
+
+
+def lose_the_scorer(executor):
+    executor.submit("slow", seconds=0.3)
+    futures = [describe(executor, value, 1, 4) for value in (1, UNAVAILABLE, 2)]
+    return [str(future.exception(10)) for future in futures], executor.submit("count").result(10)
+
+
+def lost_scorer_world():
+    return run_world(lose_the_scorer)
+
+
+def test_what_would_refuse_any_command_refuses_all_that_were_joined_at_once(pool):
+    assert pool.run(lost_scorer_world, 2)[0] == ([(["the scorer is gone"] * 3, 1)], None)
+
+
+def stop_between_parts(executor):
+    executor.submit("slow", seconds=0.2)
+    futures = [describe(executor, SLOWLY_REFUSED, 1, 4) for _ in range(3)]
+    time.sleep(0.1)
+    executor.shutdown()
+    return [type(future.exception(10)).__name__ for future in futures]
+
+
+def stopped_between_parts_world():
+    return run_world(stop_between_parts, drain_s=0.3)
+
+
+def test_a_stopping_world_does_not_run_the_parts_of_a_refused_command_for_longer_than_it_may(pool):
+    assert pool.run(stopped_between_parts_world, 2)[0] == ([["ServerStopping"] * 3], None)
+
+
+def stall(executor):
+    return executor.submit("slow", seconds=1.5, rank=1).result(10)
+
+
+def stalled_world():
+    return run_world(stall, timeout_s=1.0)
+
+
+def test_a_rank_that_lets_the_others_wait_too_long_ends_the_world(pool):
+    told, ended = pool.run(stalled_world, 2)[0]
+    assert told == ["ServerFailed: the server failed while it ran slow; see its log"]
+    assert "Timed out waiting 1000ms" in ended
 
 
 def stop_early(executor):

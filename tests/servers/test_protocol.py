@@ -18,7 +18,7 @@ from aligner.servers.protocol import (
 from aligner.servers.validation import Limits, validate
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 
-LIMITS = Limits(vocab_size=64, max_sequence_length=40, max_batch_size=16)
+LIMITS = Limits(vocab_size=64, max_sequence_length=40)
 CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
 
 
@@ -62,8 +62,22 @@ def test_an_error_is_found_in_whatever_triton_wraps_around_it():
     assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
 
 
+@pytest.mark.parametrize("message", ["ä" * 50_000, "\x01" * 50_000, "\\" * 50_000])
+def test_of_a_long_message_the_beginning_and_the_end_are_told(message):
+    error = EndpointError(RequestError(f"begin {message} end"))
+    assert len(str(error).encode()) < 1600
+    kind, told = told_error(f"EndpointError: {error}\n\nAt:")
+    assert kind == "RequestError"
+    assert re.fullmatch(r"begin .* … \d{5} characters left out … .* end", told, re.DOTALL)
+
+
+def test_a_message_that_is_no_unicode_is_told_escaped():
+    error = EndpointError(RequestError("op \ud800"))
+    assert told_error(f"EndpointError: {error}") == ("RequestError", r"op \ud800")
+
+
 def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
-    limits = Limits(vocab_size=64, max_sequence_length=40, max_batch_size=16, max_request_tokens=24)
+    limits = Limits(vocab_size=64, max_sequence_length=40, max_request_tokens=24)
     validate(CRITIC_INFER, good(CRITIC_INFER), limits)
     with pytest.raises(RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"):
         validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.rewards.sources import ModelSource
 from aligner.servers.client import RewardClient
 from aligner.servers.connection import RemoteError
-from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL
+from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL, RequestError
+from aligner.servers.validation import Limits
 from tests.servers.bad_requests import REFUSED, spoiled
-from tests.servers.role_main import character_tokenizer
+from tests.servers.role_main import character_tokenizer, scoring
+from tests.servers.tiny_model import TinyValueModel
 
 pytestmark = pytest.mark.system
 
@@ -77,6 +80,20 @@ def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(c
             client.score(*encoded(("ab", "1"), ("ab ", "67"))).result()
         assert caught.value.kind == "ScoringError"
         assert [future.result(20).item() for future in good] == [200.0 + n for n in range(1, 13)]
+
+
+def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_are_told(client):
+    sentences = np.array([["7ü€".encode() * 5000]], dtype=object)
+    with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters left out .*7ü€'$") as caught:
+        client._infer(REWARD_MODEL, {"sentences": sentences})
+    assert caught.value.kind == "ScoringError"
+
+
+def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
+    limits = Limits(vocab_size=12, max_sequence_length=40)  # of the characters it has only the digits
+    served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
+    with pytest.raises(RequestError, match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's ids\)"):
+        served[REWARD_MODEL]({"sentences": np.array([[b"09"], [b"0a"]], dtype=object)})
 
 
 CASES = [case for case in REFUSED if case[0] is REWARD_MODEL]

@@ -11,7 +11,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import tritonclient.grpc
 
+from aligner.config.access import KEY_HEADER
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError
 from aligner.servers.client import RewardClient
@@ -36,6 +38,7 @@ def roles(tmp_path_factory):
     roles = {
         "terminated": RunningRole("critic", directory, ranks=2, SLOW="1"),
         "killed": RunningRole("critic", directory, ranks=2),
+        "robbed": RunningRole("reward", directory, COLLECTIVE_TIMEOUT_S="2"),
         "asked": RunningRole("reward_model", directory),
     }
     try:
@@ -57,6 +60,41 @@ def connection(role: RunningRole) -> Connection:
     return Connection("critic", role.endpoint, role.access)
 
 
+def ask(server: Connection, op: str) -> dict[str, object]:
+    return json.loads(array_text(server.infer(CONTROL, {"request": text_array(json.dumps({"op": op}))}, 20)["response"]))
+
+
+def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_long_and_a_version_waits_for_it(roles):
+    role = roles["terminated"]
+    pinging = [
+        ("grpc.keepalive_time_ms", 100),  # gRPC sends one a second at most
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # else it may share another client's connection, and its settings
+    ]
+    tokens, lengths = np.zeros((16, 8), dtype=np.int64), np.full((16, 1), 8)
+    inputs = [
+        tritonclient.grpc.InferInput(name, array.shape, "INT64").set_data_from_numpy(array)
+        for name, array in (("tokens", tokens), ("sequence_lengths", lengths))
+    ]
+    headers = {f"triton-grpc-protocol-{KEY_HEADER}": role.access.key}
+    address = f"127.0.0.1:{role.endpoint.grpc}"
+    with (
+        tritonclient.grpc.InferenceServerClient(address, channel_args=pinging) as client,
+        contextlib.closing(connection(role)) as server,
+        ThreadPoolExecutor(2) as callers,
+    ):
+        values = callers.submit(client.infer, "critic_infer", inputs, headers=headers, client_timeout=20)
+        time.sleep(0.3)
+        version = callers.submit(ask, server, "version")
+        deadline = time.monotonic() + 3
+        while ask(server, "health")["queue_depth"] != 1 and time.monotonic() < deadline:  # the ranks may be slow to begin
+            time.sleep(0.05)
+        assert ask(server, "health")["queue_depth"] == 1
+        assert not version.done() and not values.done()
+        assert version.result(20)["version"] == 0
+        assert values.result(20).as_numpy("values").shape == (16, 8)
+
+
 def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_and_triton(roles):
     role = roles["terminated"]
     arrays = [{"tokens": TOKENS.numpy() + shift, "sequence_lengths": LENGTHS[:, None].numpy()} for shift in (0, 1)]
@@ -72,8 +110,7 @@ def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_
         time.sleep(0.1)
         with pytest.raises(TransportError, match="ServerStopping"):
             server.infer(CRITIC_TRAIN, UPDATE, 20)
-        health = json.loads(array_text(server.infer(CONTROL, {"request": text_array('{"op": "health"}')}, 20)["response"]))
-        assert health["status"] == "stopping"
+        assert ask(server, "health")["status"] == "stopping"
         assert all(future.exception(20) is None for future in taken)
         for each, future in zip(arrays, taken, strict=True):
             expected = TinyValueModel().values(torch.tensor(each["tokens"]), LENGTHS)
@@ -114,9 +151,22 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
     try:
         role.ranks[1].kill()
         arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
-        with contextlib.closing(connection(role)) as server, pytest.raises(RemoteError):
+        with contextlib.closing(connection(role)) as server, pytest.raises(TransportError) as caught:
             server.infer(CRITIC_INFER, arrays, 20)
+        assert caught.value.kind in ("ServerFailed", "Unreachable")
         assert role.ranks[0].wait(20) != 0
+    finally:
+        role.stop()
+    assert ended(role, 2), role.survivors()
+
+
+def test_a_killed_helper_of_triton_ends_the_role_with_an_error_and_no_process_left(roles):
+    role = roles["robbed"]
+    try:
+        (triton,) = filter(is_triton, role.seen)
+        next(stub for stub in triton.children(recursive=True)).kill()
+        assert role.ranks[0].wait(10) != 0
+        assert "the Triton server or a helper of it ended by itself" in role.log.read_text()
     finally:
         role.stop()
     assert ended(role, 2), role.survivors()

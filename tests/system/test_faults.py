@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import GROUPS, Fault, random_faults, run_disturbed
+from benchmarks.faults import GROUPS, random_faults, run_disturbed
 from benchmarks.runs import Finished, checkpoint_differences, repeatable
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -16,20 +15,14 @@ STEPS = 12
 SEED = 0
 
 
-def check_survives(directory: Path, undisturbed: Finished, faults: Sequence[Fault], *overrides: str) -> None:
-    disturbed = run_disturbed(directory / "run", faults, f"run.stop_after={STEPS}", "checkpoint.every=6", *overrides)
+def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    faults = random_faults(SEED, GROUPS["all"], STEPS, step_s=0.4)
+    overrides = (f"run.stop_after={STEPS}", "checkpoint.every=6", "reward.replicas=2", "logging.tensorboard=false")
+    disturbed = run_disturbed(tmp_path / "run", faults, *overrides)
     run = disturbed.run
     assert run.code == 0, run.report()
     assert disturbed.restarts == len(faults), run.report()
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:STEPS])
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
-
-
-def test_a_run_whose_critic_is_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
-    faults = random_faults(SEED, GROUPS["critic"], STEPS, step_s=0.4)
-    check_survives(tmp_path, undisturbed, faults, "logging.tensorboard=false")
-
-
-def test_a_run_whose_reward_replicas_are_killed_loses_no_request(undisturbed: Finished, tmp_path: Path) -> None:
-    faults = random_faults(SEED, GROUPS["reward"], STEPS, step_s=0.4)
-    check_survives(tmp_path, undisturbed, faults, "reward.replicas=2", "logging.tensorboard=false")
