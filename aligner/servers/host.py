@@ -65,7 +65,7 @@ class TritonHost:
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns."""
         from pytriton.model_config import ModelConfig
-        from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
@@ -87,8 +87,6 @@ class TritonHost:
                 grpc_http2_max_ping_strikes=0,
                 **self._guard.triton_settings(),
             ),
-            # Triton finds all models when it starts, instead of being asked to load one after another.
-            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=False, local_model_store=True),
             security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
         )
         # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
