@@ -337,7 +337,12 @@ class Server:
     tls: TLS = section(TLS)
     accept_unnumbered: bool = option(False, "serve critic_train requests that carry no sequence number (foreign clients)")
     start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1)
-    request_timeout_s: float = option(300.0, "deadline of a request, its retries and a server's restart included", minimum=1)
+    request_timeout_s: float = option(
+        300.0,
+        "deadline of a request, its retries and a server's restart included; also of each step by which a lost critic is"
+        " brought back, a restore or a replayed update",
+        minimum=1,
+    )
     drain_timeout_s: float = option(30.0, "a server that is told to stop finishes what it has taken for so long", minimum=0)
     max_restarts: int = option(3, "a server that dies is started again so often; 0: its end is the run's", minimum=0)
     max_batch_size: int = option(256, "largest batch of the batching endpoints", minimum=1)
