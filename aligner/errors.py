@@ -13,6 +13,12 @@ class UnavailableError(AlignerError):
     """Something outside that a request needs does not answer: any other request would fare alike."""
 
 
+class TransientError(AlignerError):
+    """A failure that a new start may well not meet again. Exit code 75, the EX_TEMPFAIL of sysexits.h."""
+
+    exit_code = 75
+
+
 class ConfigError(AlignerError):
     """A mistake in the configuration, known before anything starts. Exit code 2."""
 

@@ -150,6 +150,8 @@ class _LocalRun:
         while time.monotonic() < deadline:
             self._tick()
         fatal = self._fatal()
+        if not fatal:  # what ended first was a consequence of what may be started again
+            return
         ended = [rank for group in self._groups for rank in group.ended]
         raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from aligner.config.schema import Config
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, TransientError
 from aligner.launch.endpoints import is_ready
 from aligner.launch.failure import describe_end, root_failure, with_log
 from aligner.launch.processes import Processes, RankProcess
@@ -55,8 +55,9 @@ class ServerGroup:
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended and may not be started again."""
-        return bool(self.ended) and not (self._was_healthy and self._restarts < self._settings.max_restarts)
+        """Whether a rank has ended and may not be started again: too often, or at a first start that would fail again."""
+        may_pass = self._was_healthy or any(rank.exit_code == TransientError.exit_code for rank in self.ended)
+        return bool(self.ended) and not (may_pass and self._restarts < self._settings.max_restarts)
 
     def poll(self) -> None:
         """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from aligner.config.endpoints import Endpoint
 from aligner.config.leftovers import remove_shared_memory
 from aligner.config.schema import Ports
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, TransientError
 from aligner.servers.environment import ensure_server_environment
 from aligner.servers.guard import Guard
 from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
@@ -63,7 +63,7 @@ class TritonHost:
         self._processes: list[psutil.Process] = []
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
-        """Serve the endpoints; they are ready when this returns."""
+        """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
         from pytriton.model_config import ModelConfig
         from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
@@ -103,7 +103,11 @@ class TritonHost:
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
-        self._triton.run()
+        try:
+            self._triton.run()
+        except Exception as error:  # of whatever kind: it is that of the HTTP client which lost Triton on the way
+            where = self._log or "the lines above"
+            raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         self._processes = _triton_processes()
 
     def check(self) -> None:

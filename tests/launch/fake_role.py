@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aligner.config.compose import load_config
 from aligner.config.paths import run_paths
+from aligner.errors import TransientError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 from aligner.launch.roles import served_model
 from aligner.observability.metrics import MetricsWriter, SampleWriter
@@ -119,6 +120,11 @@ def main(role: str, config: Path, behavior: str) -> None:
                 print("loading something that never loads again", flush=True)
                 wait()
             die_when_healthy(role, run)
+        case "crash_at_first":
+            if not (run / "died").exists():
+                (run / "died").touch()
+                os._exit(TransientError.exit_code)
+            serve(role, run)
         case "leave_grandchild":
             # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.
             stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"

@@ -105,11 +105,11 @@ def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> 
 
 def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Path) -> None:
     started = time.monotonic()
-    code, out, error = finish(start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=2"), run)
+    code, out, error = finish(start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=4"), run)
     assert code == 1
     assert time.monotonic() - started < 20
     assert "waiting for reward" in out
-    assert error.startswith("reward was not healthy within server.start_timeout_s=2 s; the end of its log:\n")
+    assert error.startswith("reward was not healthy within server.start_timeout_s=4 s; the end of its log:\n")
     assert "  | loading something that never loads" in error
 
 
@@ -231,11 +231,19 @@ def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how
     assert error.count("healthy, and dead") == 1, "an earlier start's words are not the cause"
 
 
+def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(run: Path) -> None:
+    launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
+    read_until(launcher, "reward rank 0 ended with exit code 75; starting reward again (1 of 3)", "all servers are healthy")
+    (run / "done").touch()
+    code, _, error = finish(launcher, run)
+    assert code == 0, error
+
+
 def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> None:
     behaviors = {"reward": "healthy_once", "trainer": "hang"}
-    code, _, error = finish(start(run, behaviors, "server.start_timeout_s=2"), run)
+    code, _, error = finish(start(run, behaviors, "server.start_timeout_s=4"), run)
     assert code == 1
-    assert error.startswith("reward was not healthy within server.start_timeout_s=2 s after restart 1; the end of its log:\n")
+    assert error.startswith("reward was not healthy within server.start_timeout_s=4 s after restart 1; the end of its log:\n")
     assert "  | loading something that never loads again" in error
 
 

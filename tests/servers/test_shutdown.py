@@ -134,6 +134,10 @@ def is_triton(process: psutil.Process) -> bool:
         return False
 
 
+def helpers_of_triton(role: RunningRole) -> list[psutil.Process]:
+    return [helper for process in role.survivors() if is_triton(process) for helper in process.children(recursive=True)]
+
+
 def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
     role = RunningRole("critic", tmp_path, ranks=2)
     try:
@@ -145,6 +149,21 @@ def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
         code = role.stop()
     assert code == 0 and role.ranks[1].returncode == 0, role.log.read_text()[-3000:]
     assert "ready at" not in role.log.read_text()
+    assert ended(role, 2), role.survivors()
+
+
+def test_a_triton_that_ends_while_it_starts_is_named_as_a_failure_that_may_pass(tmp_path):
+    role = RunningRole("reward", tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while not (helpers := helpers_of_triton(role)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            role.note_processes()
+        helpers[0].parent().kill()
+        assert role.ranks[0].wait(20) == 1
+    finally:
+        role.stop()
+    assert "TransientError: Triton did not start (" in role.log.read_text()
     assert ended(role, 2), role.survivors()
 
 
