@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import psutil
 
 from aligner.config.placement import server_ranks
-from aligner.config.schema import Config, Ports
+from aligner.config.schema import TLS, Config, Ports
 from aligner.errors import ConfigError
 
 PORTS_PER_SERVER = 3
 _LAST_PORT = 65535
-_ANY, _LOOPBACK = "0.0.0.0", "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+_ANY = "0.0.0.0"
 
 
 def interface_address(interface: str) -> str:
@@ -44,14 +45,18 @@ def interface_address(interface: str) -> str:
 def client_address(config: Config) -> str:
     """Where this machine's clients reach the servers: over loopback when they listen everywhere."""
     address = interface_address(config.server.interface)
-    return _LOOPBACK if address == _ANY else address
+    return LOOPBACK if address == _ANY else address
+
+
+def http_address(address: str, tls: TLS) -> str:
+    """Where a server on `address` has HTTP: Triton has no TLS for it, so that with TLS it serves this machine alone."""
+    return address if tls.certificate is None else LOOPBACK
 
 
 def listening_addresses(config: Config) -> dict[str, str]:
-    """The address that each of a server's ports is on, by the port's name; HTTP is this machine's alone under TLS."""
+    """The address that each of a server's ports is on, by the port's name."""
     address = interface_address(config.server.interface)
-    http = address if config.server.tls.certificate is None else _LOOPBACK
-    return {"http": http, "grpc": address, "metrics": address}
+    return {"http": http_address(address, config.server.tls), "grpc": address, "metrics": address}
 
 
 def group_ports(config: Config) -> dict[str, Ports]:

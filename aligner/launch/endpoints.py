@@ -9,13 +9,20 @@ import urllib.request
 from collections.abc import Iterator
 
 from aligner.config.endpoints import Endpoint
-from aligner.config.ports import client_address, explicit_ports, group_ports, listening_addresses, port_is_free
+from aligner.config.ports import (
+    LOOPBACK,
+    client_address,
+    explicit_ports,
+    group_ports,
+    http_address,
+    listening_addresses,
+    port_is_free,
+)
 from aligner.config.schema import Config
 
 # Below the range from which the kernel gives ports to outgoing connections: a port picked there would often be gone
 # again by the time a server has started.
 _FIRST_PORT, _LAST_PORT = 20000, 32000
-_LOOPBACK = "127.0.0.1"
 
 
 def free_ports(config: Config) -> Iterator[int]:
@@ -23,7 +30,7 @@ def free_ports(config: Config) -> Iterator[int]:
     candidates = list(range(_FIRST_PORT, _LAST_PORT))
     random.SystemRandom().shuffle(candidates)
     fixed = set(explicit_ports(config).values())
-    addresses = {*listening_addresses(config).values(), _LOOPBACK}
+    addresses = {*listening_addresses(config).values(), LOOPBACK}
     for port in candidates:
         if port not in fixed and all(port_is_free(address, port) for address in addresses):
             yield port
@@ -40,7 +47,7 @@ def pick_endpoints(config: Config, ports: Iterator[int]) -> dict[str, Endpoint]:
 
 def health_address(config: Config, endpoint: Endpoint) -> str:
     """Host and port of a server's HTTP, which alone answers without a key or a certificate whether it is healthy."""
-    return f"{_LOOPBACK if config.server.tls.certificate else endpoint.host}:{endpoint.http}"
+    return f"{http_address(endpoint.host, config.server.tls)}:{endpoint.http}"
 
 
 def is_ready(address: str, model: str, timeout_s: float = 0.3) -> bool:

@@ -13,7 +13,6 @@ from aligner.config.schema import TLS, Config
 _REQUESTS = ("inference", "metadata", "model-config", "statistics")
 # Loading a model runs code that its sender chose; shared memory, traces and logs name files of this machine.
 _MANAGEMENT = ("model-repository", "shared-memory", "trace", "logging")
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,6 @@ class Guard:
     def management_key(self) -> str:
         """What Triton's HTTP asks for where models are managed, as PyTriton does from this process."""
         return self.own_key if self.key is None or self.tls.certificate is not None else self.key
-
-    def http_address(self, address: str) -> str:
-        """Where HTTP listens: Triton has no TLS for it, so that with TLS it serves this machine alone."""
-        return address if self.tls.certificate is None else LOOPBACK
 
     def triton_settings(self) -> dict[str, Any]:
         """Fields of PyTriton's TritonConfig."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from aligner.config.endpoints import Endpoint
 from aligner.config.leftovers import remove_shared_memory
+from aligner.config.ports import http_address
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError, TransientError
 from aligner.servers.environment import ensure_server_environment
@@ -50,7 +51,7 @@ class TritonHost:
     ) -> None:
         """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
         self._guard, self._log = guard, log
-        self._http_address = guard.http_address(address)
+        self._http_address = http_address(address, guard.tls)
         self.endpoint = Endpoint(
             address,
             http=_claimed(self._http_address, "http", ports.http),

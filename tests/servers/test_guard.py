@@ -14,7 +14,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from aligner.config.access import KEY_HEADER, Access, create_access_key, run_access
-from aligner.config.ports import interface_address
+from aligner.config.ports import http_address, interface_address
 from aligner.config.schema import TLS, Config
 from aligner.errors import ConfigError
 from aligner.servers.connection import Connection, RemoteError
@@ -185,7 +185,7 @@ def test_what_is_closed_and_to_whom():
     assert closed(Guard(None, **own)) == {"http": (*management, "own"), "grpc": (*management, "own")}
     assert closed(Guard("key", tls, **own)) == {"http": (*everything, "own"), "grpc": (*everything, "key")}
     assert closed(Guard(None, tls, **own)) == {"http": (*everything, "own"), "grpc": (*management, "own")}
-    assert Guard("key", tls).http_address("10.0.0.1") == "127.0.0.1" and Guard("key").http_address("10.0.0.1") == "10.0.0.1"
+    assert http_address("10.0.0.1", tls) == "127.0.0.1" and http_address("10.0.0.1", TLS()) == "10.0.0.1"
 
 
 def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
