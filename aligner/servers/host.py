@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
 _END_TIMEOUT_S = 10.0
+_LOOK_S = 0.5
 _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
 
 
@@ -105,8 +107,10 @@ class TritonHost:
                 ),
             )
         try:
-            self._triton.run()
-        except Exception as error:  # of whatever kind: it is that of the HTTP client which lost Triton on the way
+            self._triton._run_server()  # run() does this and connects; a Triton that ends in between is known only here
+            with _interrupted_when_triton_ends():
+                self._triton.connect()
+        except (Exception, _TritonEnded) as error:  # often that of the HTTP client which lost Triton
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         self._processes = _triton_processes()
@@ -137,6 +141,27 @@ class TritonHost:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         remove_shared_memory(os.getpid())
+
+
+class _TritonEnded(BaseException):
+    """Triton ended while it was started; nothing in between may swallow it."""
+
+
+@contextlib.contextmanager
+def _interrupted_when_triton_ends() -> Iterator[None]:
+    """Raise _TritonEnded inside soon after a Triton ends: PyTriton would go on asking it for two minutes. Main thread only."""
+
+    def look(*_: object) -> None:
+        if not any(map(_runs, _triton_servers())):
+            raise _TritonEnded("it ended by itself")
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _answering(serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
@@ -170,8 +195,17 @@ def _claimed(interface: str, name: str, port: int) -> int:
 
 def _triton_processes() -> list[psutil.Process]:
     """The Triton server that this process started, first, and its stubs."""
-    servers = [child for child in psutil.Process().children() if child.name() == "tritonserver"]
+    servers = _triton_servers()
     return servers + [stub for server in servers for stub in server.children(recursive=True)]
+
+
+def _triton_servers() -> list[psutil.Process]:
+    servers = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "tritonserver":
+                servers.append(child)
+    return servers
 
 
 def _runs(process: psutil.Process) -> bool:
