@@ -16,6 +16,7 @@ from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
+    from aligner.data.tokenizer import Tokenizer
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "prepare",
         _prepare,
-        "make the model's directory; check it, the prompts and the scorer; the launcher calls it",
+        "make the model's directory; check it, the data and the scorer; the launcher calls it",
         rank=True,
     )
     _add_convert(commands)
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_convert(commands: Any) -> None:
     what = "write a checkpoint's model, or a Hugging Face directory's, as a Hugging Face directory"
     command = commands.add_parser("convert", help=what, description=what, allow_abbrev=False)
-    command.add_argument("source", type=Path, metavar="SOURCE", help=_SOURCE.format(" or critic"))
+    command.add_argument("source", type=Path, metavar="SOURCE", help=_SOURCE.format(", reward_model or critic"))
     command.add_argument("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB")
@@ -195,22 +196,25 @@ def _prepare(parsed: argparse.Namespace) -> None:
     config = _config(parsed)
     from aligner.config.reward_sources import FunctionSource, reward_sources
     from aligner.data.model_directory import prepare_model
-    from aligner.data.prompts import PromptStream, load_prompts
     from aligner.data.tokenizer import Tokenizer
     from aligner.rewards.scorers import resolve_scorer
 
-    directory, data = prepare_model(config), config.data
-    # Building the stream tokenizes every prompt, and so refuses one that is too long.
-    PromptStream(
-        load_prompts(data),
-        Tokenizer(directory),
-        seed=config.seed,
-        shuffle=data.shuffle,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
+    directory = prepare_model(config)
+    for notice in _check_data(config, Tokenizer(directory)):
+        print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
             resolve_scorer(source.function, f"{source.key}.function")
+
+
+def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
+    """Open what the run learns from, which reads and tokenizes every record; returns what a person should know about it."""
+    from aligner.data.prompts import open_prompts
+    from aligner.data.run_data import open_run_data
+
+    if config.algorithm.trainer == "online":
+        return open_prompts(config.data, tokenizer, config.seed).notices
+    return open_run_data(config, tokenizer).notices
 
 
 def _convert(parsed: argparse.Namespace) -> None:

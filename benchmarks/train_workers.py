@@ -34,7 +34,7 @@ def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
     return Experience(tokens, counts, mask, old, old, old, zeros, zeros, advantages, zeros)
 
 
-def _loss(logprobs: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
     from aligner.algorithms.losses import policy_loss
 
     return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
@@ -143,7 +143,7 @@ class Peer:
         # The last column has no target: ignored rather than cut off, which would copy the logits.
         targets = F.pad(torch.where(rows.mask, rows.tokens[:, 1:], -100), (0, 1), value=-100)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        _loss(-losses.view(targets.shape)[:, :-1], rows, denominator)[0].backward()
+        _loss(-losses.view(targets.shape)[:, :-1], torch.zeros_like(targets[:, :-1]), rows, denominator)[0].backward()
 
 
 class LogprobPass:

@@ -1,16 +1,25 @@
-"""Advantage estimators."""
+"""Advantage estimators: from rewards a token, or from scores a response, to what each token is worth.
+
+In a grouped estimator the `group_size` responses to one prompt are next to each other.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from aligner.algorithms.whitening import masked_whiten
+
+_GRPO_EPSILON = 1e-4
+"""Added to a group's standard deviation, which is 0 where all its scores are equal."""
+
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside the mask.
 
     A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, the value after a row's last masked token being 0, and
-    returns = A + V (Schulman et al. 2016, equation 16). `mask` is true on one contiguous stretch a row.
+    returns = A + V (Schulman et al. 2016, equation 16). The masked tokens are the steps: a token outside the mask, between
+    two of them or around them, is none.
     """
     inside = mask.bool()
     values = torch.where(inside, values, 0.0)
@@ -20,7 +29,78 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     next_value = torch.zeros_like(values[:, 0])
     for step in reversed(range(values.shape[1])):
         delta = rewards[:, step] + gamma * next_value - values[:, step]
-        following = torch.where(inside[:, step], delta + gamma * lam * following, 0.0)
-        next_value = values[:, step]
+        following = torch.where(inside[:, step], delta + gamma * lam * following, following)
+        next_value = torch.where(inside[:, step], values[:, step], next_value)
         advantages[:, step] = following
-    return advantages, torch.where(inside, advantages + values, 0.0)
+    return torch.where(inside, advantages, 0.0), torch.where(inside, advantages + values, 0.0)
+
+
+def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """The discounted return from each token on, G_t = Σ_k γ^k r_{t+k}; [B, T] to [B, T], 0 outside the mask.
+
+    Williams 1992. Steps are the masked tokens, as in `gae`, of which it is the return with λ = 1 and values of 0.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """The returns of `reinforce`, whitened over all tokens of the batch; [B, T] to [B, T], 0 outside the mask.
+
+    Hu 2025, "REINFORCE++", where the KL penalty is part of each token's reward.
+    """
+    return masked_whiten(reinforce(rewards, mask, gamma), mask)
+
+
+def rloo(scores: Tensor, group_size: int) -> Tensor:
+    """Each score minus the mean of its group's others; [B] to [B] (Ahmadian et al. 2024, "Back to Basics", section 3.2).
+
+    Raises ValueError for a group without others, or that B is no multiple of.
+    """
+    groups = _groups(scores, group_size)
+    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
+    return (groups - others).flatten()
+
+
+def grpo(scores: Tensor, group_size: int) -> Tensor:
+    """Each score minus its group's mean, over its group's sample deviation + 1e-4; [B] to [B].
+
+    Shao et al. 2024, "DeepSeekMath", section 4.1.2. Raises ValueError as `rloo` does.
+    """
+    groups = _groups(scores, group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    return (centered / (groups.std(1, keepdim=True) + _GRPO_EPSILON)).flatten()
+
+
+def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
+    """Each score minus its group's mean; [B] to [B] (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3).
+
+    Raises ValueError as `rloo` does.
+    """
+    groups = _groups(scores, group_size)
+    return (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    """Advantages whitened over the masked tokens of each group of rows; [B, T] to [B, T], 0 outside the mask.
+
+    A row without a masked token has no part in its group's mean and variance. Raises ValueError as `rloo` does.
+    """
+    _check_groups(len(advantages), group_size)
+    groups = len(advantages) // group_size
+    # reshape, not view: a slice of a wider tensor is not contiguous.
+    return masked_whiten(advantages.reshape(groups, -1), mask.reshape(groups, -1), dim=1).view(advantages.shape)
+
+
+def _groups(scores: Tensor, group_size: int) -> Tensor:
+    """[B] to [B / group_size, group_size], in floating point."""
+    if scores.ndim != 1:
+        raise ValueError(f"scores are {tuple(scores.shape)}, must be one a response, [B]")
+    _check_groups(len(scores), group_size)
+    return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
+
+
+def _check_groups(rows: int, group_size: int) -> None:
+    if group_size < 2:
+        raise ValueError(f"group_size={group_size}: a response is compared with others to its prompt, so it must be 2 or more")
+    if rows % group_size:
+        raise ValueError(f"{rows} rows do not make groups of group_size={group_size}")

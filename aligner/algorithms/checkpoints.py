@@ -15,11 +15,14 @@ from aligner.config.schema import Config
 from aligner.data.checkpoint_files import FORMAT, MANIFEST, complete_steps
 from aligner.errors import AlignerError
 
-_HOLDS = {
+_PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
+    "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
     "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
+}
+_HOLDS = {
     "rng": "nothing: every random stream follows from the seed and the step",
-    "data": "the cursor is the step",
+    "data": "position, the number of prompts or examples taken: state",
 }
 
 
@@ -31,7 +34,9 @@ class RunState:
     """Training steps done."""
     kl_coefficient: float
     critic_updates: int
-    """Numbered updates that the critic had applied: its part of the checkpoint says the same."""
+    """Numbered updates that the critic had applied: its part of the checkpoint says the same. 0 without a critic."""
+    position: int
+    """Prompts or examples taken from the data so far."""
 
 
 class RunCheckpoints:
@@ -61,15 +66,16 @@ class RunCheckpoints:
 
     def commit(self, state: RunState, metric: float | None = None) -> None:
         """Declare a checkpoint, whose parts are complete, complete."""
+        directory = self._directory / f"step_{state.step}"
         content = {
             "format": FORMAT,
             "aligner": aligner.__version__,
             "state": asdict(state),
             "metric": None if metric is None else {"name": self._settings.best_metric, "value": metric},
-            "holds": _HOLDS,
+            "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,
             "config": asdict(self._config),
         }
-        manifest = self._directory / f"step_{state.step}" / MANIFEST
+        manifest = directory / MANIFEST
         temporary = manifest.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(manifest)

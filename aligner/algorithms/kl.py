@@ -53,12 +53,16 @@ class AdaptiveKLController:
     """A coefficient that moves so that the KL per sequence approaches `target`.
 
     error = clip(KL / target - 1, ±0.2), coefficient ← coefficient · (1 + error · steps / horizon) (Ziegler et al. 2019,
-    section 2.2).
+    section 2.2). Raises ValueError for a target or a horizon that is not above 0.
     """
 
     coefficient: float
     target: float
     horizon: int
+
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon <= 0:
+            raise ValueError(f"target={self.target} and horizon={self.horizon} must be above 0")
 
     def update(self, current: float, steps: int) -> None:
         """Move the coefficient after `steps` sequences whose mean KL was `current`."""

@@ -1,23 +1,56 @@
-"""Losses, each a sum over masked tokens divided by a denominator.
+"""Losses of tokens, each a sum over masked tokens divided by a denominator; those of pairs are in `preference_losses`.
 
 Given no denominator a loss is the mean over its own mask. A caller that cuts a batch into parts passes the whole batch's
-count, and then the parts' losses, statistics and gradients add up to the whole's, however it was cut. Statistics follow
-the same rule; the one whose name ends in `_max` is a maximum.
+count, and then the parts' losses, statistics and gradients add up to the whole's, however it was cut by rows. Statistics
+follow the same rule; the one whose name ends in `_max` is a maximum. Where a loss takes `weights` [B, T], they multiply
+each token's terms, in the loss and in those sums: 1 / the row's tokens, with the number of rows as denominator, makes the
+mean of the rows' means. What stands outside a mask reaches no loss, statistic or gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from aligner.algorithms.preference_losses import (
+    PreferenceKind,
+    dpo_loss,
+    dpo_stats,
+    pairwise_reward_loss,
+    pairwise_reward_stats,
+)
+
+__all__ = [
+    "AboveCap",
+    "PreferenceKind",
+    "RatioLevel",
+    "Stats",
+    "WeightLevel",
+    "behavior_weights",
+    "cispo_loss",
+    "contrastive_policy_gradient_loss",
+    "cross_entropy_loss",
+    "dpo_loss",
+    "dpo_stats",
+    "pairwise_reward_loss",
+    "pairwise_reward_stats",
+    "policy_loss",
+    "reinforce_loss",
+    "token_label_loss",
+    "value_loss",
+]
 
 Stats = dict[str, Tensor]
+RatioLevel = Literal["token", "sequence", "sequence_product"]
 WeightLevel = Literal["token", "sequence"]
+AboveCap = Literal["drop", "truncate"]
 
-
-def _masked_total(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).sum() / denominator
+_LARGEST_LOG_RATIO = 20.0
+"""A ratio is at most exp of this: the product of a long response's ratios must not overflow, whose gradient is NaN."""
 
 
 def policy_loss(
@@ -28,69 +61,167 @@ def policy_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_level: RatioLevel = "token",
     proximal_logprobs: Tensor | None = None,
     behavior_weight_cap: float | None = None,
     behavior_level: WeightLevel = "token",
+    above_behavior_cap: AboveCap = "drop",
+    weights: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate, -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A), r = exp(logprobs - old_logprobs).
 
     All [B, T] (Schulman et al. 2017, equation 7). Statistics: `loss`, `clip_fraction` (tokens whose clipped term is the
-    smaller), `approx_kl` (k3 of old against new) and `ratio_max`.
+    smaller), `approx_kl` (k3 of old against new, token by token) and `ratio_max`.
+
+    `ratio_level` says whose ratio r is: each token's own, or one for all tokens of a row, which then must be whole:
+    the geometric mean of theirs (sequence: GSPO; Zheng et al. 2025, "Group Sequence Policy Optimization", equation 7) or
+    their product (sequence_product: proximal RLOO; Noukhovitch et al. 2024, "Asynchronous RLHF").
+    With `dual_clip` c, where A < 0 the loss is at most -c·A (Ye et al. 2020, "Mastering Complex Control in MOBA Games",
+    equation 5), and the statistic `dual_clip_fraction` tells how often it would have been more.
 
     With `proximal_logprobs` the policy that r is taken against and the one that drew the tokens are two (decoupled
     objective: Hilton et al. 2022, "Batch size-invariance for policy optimization"): `old_logprobs` are those
     of the behavior policy, r = exp(logprobs - proximal_logprobs), and a token's term is multiplied by
     `behavior_weights(proximal_logprobs, old_logprobs, …)`, without a gradient. `approx_kl` is then that of the proximal
-    policy, and two more statistics say of the tokens: `importance_mean`, their mean weight, and `importance_truncated`,
-    the share whose weight the cap has cut. Under `behavior_level="sequence"` a row must be whole.
-    Raises ValueError for a cap without `proximal_logprobs`.
+    policy, and three more statistics say of the tokens: `importance_mean`, their mean weight, `importance_truncated`,
+    the share whose weight was above the cap, and `behavior_kl`, k3 of the behavior policy against the proximal one.
+    Under `behavior_level="sequence"` a row must be whole.
+    Raises ValueError for a cap without `proximal_logprobs`, a `dual_clip` below 1, and unknown names.
     """
     if behavior_weight_cap is not None and proximal_logprobs is None:
         raise ValueError(f"behavior_weight_cap={behavior_weight_cap} has nothing to cap: give proximal_logprobs as well")
     mask = mask.bool()
-    count = mask.sum().clamp(min=1) if denominator is None else denominator
-    # Outside the mask the ratio is set to 1 before anything is multiplied, so that no NaN or infinity gets out.
-    difference = torch.where(mask, logprobs - (old_logprobs if proximal_logprobs is None else proximal_logprobs), 0.0)
-    ratio = difference.exp()
+    total = _total_over(mask, weights, denominator)
+    difference = _difference(logprobs, old_logprobs if proximal_logprobs is None else proximal_logprobs, mask)
+    advantages = torch.where(mask, advantages, 0.0)
+    ratio = _ratio(difference, mask, ratio_level)
     surrogate = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    terms, importance = -torch.minimum(surrogate, clipped), {}
+    terms, stats = -torch.minimum(surrogate, clipped), {}
+    if dual_clip is not None:
+        terms, bounded = _dual_clipped(terms, advantages, dual_clip)
+        stats["dual_clip_fraction"] = total(bounded)
     if proximal_logprobs is not None:
-        weights, truncated = behavior_weights(proximal_logprobs, old_logprobs, mask, behavior_weight_cap, behavior_level)
-        terms = weights * terms
-        importance = {
-            "importance_mean": _masked_total(weights, mask, count),
-            "importance_truncated": _masked_total(truncated.float(), mask, count),
-        }
-    loss = _masked_total(terms, mask, count)
-    with torch.no_grad():
-        stats = {
-            "loss": loss.detach(),
-            "clip_fraction": _masked_total((clipped < surrogate).float(), mask, count),
-            "approx_kl": _masked_total(torch.expm1(difference) - difference, mask, count),
-            "ratio_max": torch.where(mask, ratio, 0.0).amax(),
-        }
-    return loss, stats | importance
+        importance, above = behavior_weights(
+            proximal_logprobs, old_logprobs, mask, behavior_weight_cap, behavior_level, above_behavior_cap
+        )
+        terms = importance * terms
+        stats["importance_mean"] = total(importance)
+        stats["importance_truncated"] = total(above)
+        stats["behavior_kl"] = total(_k3(_difference(proximal_logprobs, old_logprobs, mask)))
+    loss = total(terms)
+    return loss, _ratio_stats(loss, difference, ratio, clipped < surrogate, mask, total) | stats
 
 
 @torch.no_grad()
 def behavior_weights(
-    proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float | None, level: WeightLevel
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    cap: float | None,
+    level: WeightLevel,
+    above_cap: AboveCap = "drop",
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance weights, min(proximal probability / behavior probability, cap), and which the cap has cut.
+    """Importance weights, proximal probability / behavior probability, and which of them were above the cap.
 
     All [B, T]; bool the second. The ratio is each token's own (Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training"), or the whole response's, exp of the sum over the row's mask, for each of its
-    tokens (Liu et al. 2025, "When Speed Kills Stability"). No cap where None. Outside the mask a token's own weight is 1.
+    tokens (Liu et al. 2025, "When Speed Kills Stability"). A ratio above the cap becomes 0, so that the token drops out of
+    the loss (Fu et al. 2025, "AReaL"), or the cap (truncate). No cap where None. Outside the mask a token's own weight is 1.
     """
-    difference = torch.where(mask, proximal_logprobs - behavior_logprobs, 0.0)
-    if level == "sequence":
-        difference = difference.sum(-1, keepdim=True).expand_as(difference)
-    weights = difference.exp()
+    levels: dict[str, RatioLevel] = {"token": "token", "sequence": "sequence_product"}
+    if level not in levels:
+        raise ValueError(f"unknown level of the behavior weights {level!r}; known: token, sequence")
+    if above_cap not in ("drop", "truncate"):
+        raise ValueError(f"unknown treatment of weights above the cap {above_cap!r}; known: drop, truncate")
+    mask = mask.bool()
+    weights = _ratio(_difference(proximal_logprobs, behavior_logprobs, mask), mask, levels[level])
     if cap is None:
         return weights, torch.zeros_like(mask)
-    return weights.clamp(max=cap), weights > cap
+    above = weights > cap
+    return torch.where(above, cap if above_cap == "truncate" else 0.0, weights), above
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weights: Tensor | None = None,
+    denominator: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """-w·A·logprobs, w = clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high) without a gradient; all [B, T].
+
+    No token loses its gradient to the clip (Chen et al. 2025, "MiniMax-M1", equation 4). Statistics as those of
+    `policy_loss`; `clip_fraction` are the tokens whose weight was clipped.
+    """
+    mask = mask.bool()
+    total = _total_over(mask, weights, denominator)
+    difference = _difference(logprobs, old_logprobs, mask).detach()
+    ratio = _ratio(difference, mask, "token")
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    terms = -clipped * torch.where(mask, advantages, 0.0) * torch.where(mask, logprobs, 0.0)
+    loss = total(terms)
+    return loss, _ratio_stats(loss, difference, ratio, clipped != ratio, mask, total)
+
+
+def reinforce_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    denominator: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """The policy gradient's -A·logprobs, all [B, T], of tokens that the policy itself has drawn (Williams 1992).
+
+    Statistics: `loss`.
+    """
+    mask = mask.bool()
+    terms = -torch.where(mask, advantages, 0.0) * torch.where(mask, logprobs, 0.0)
+    loss = _total_over(mask, weights, denominator)(terms)
+    return loss, {"loss": loss.detach()}
+
+
+def contrastive_policy_gradient_loss(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    *,
+    group_size: int,
+    kl_coefficient: float,
+    denominator: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """-Σ_i (R_i - mean of the other R_j)·logp_i over a group's rows, R_i = score_i - kl_coefficient·(logp_i - reference_i).
+
+    logp and reference are sums over a row's mask, and R has no gradient. For a pair the gradient is that of
+    -(Δscore - ½·kl_coefficient·Δ)·Δ, Δ the difference of the two rows' logp - reference (Flet-Berliac et al. 2024,
+    "Contrastive Policy Gradient"); it needs no importance weight, whoever drew the rows. The rows of a group are next to
+    each other; one without a masked token counts for nothing in it, nor does one that is left alone.
+
+    Log-probs and mask [B, T], scores [B]; the denominator is the number of rows where None. Statistics: `loss`, and
+    `reference_kl`, logp - reference a row. Raises ValueError for a group without others, or that B is no multiple of.
+    """
+    if group_size < 2 or len(scores) % group_size:
+        raise ValueError(f"{len(scores)} rows do not make groups of group_size={group_size}, which must be 2 or more")
+    mask = mask.bool()
+    count = float(max(len(scores), 1)) if denominator is None else denominator
+    answers = torch.where(mask, logprobs, 0.0).sum(-1)
+    with torch.no_grad():
+        present = mask.any(-1)
+        kl = _difference(logprobs, reference_logprobs, mask).sum(-1)
+        regularized = torch.where(present, scores - kl_coefficient * kl, 0.0).view(-1, group_size)
+        others = present.view(-1, group_size).sum(1, keepdim=True) - 1
+        baseline = (regularized.sum(1, keepdim=True) - regularized) / others.clamp(min=1)
+        advantages = torch.where(others > 0, regularized - baseline, 0.0).flatten()
+    loss = -(advantages * answers).sum() / count
+    return loss, {"loss": loss.detach(), "reference_kl": kl.sum() / count}
 
 
 def value_loss(
@@ -107,13 +238,82 @@ def value_loss(
     (tokens whose clipped term is the larger).
     """
     mask = mask.bool()
-    count = mask.sum().clamp(min=1) if denominator is None else denominator
+    total = _total_over(mask, None, denominator)
     values = torch.where(mask, values, 0.0)
     old_values = torch.where(mask, old_values, 0.0)
     returns = torch.where(mask, returns, 0.0)
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = 0.5 * _masked_total(torch.maximum(plain_error, clipped_error), mask, count)
-    with torch.no_grad():
-        stats = {"loss": loss.detach(), "clip_fraction": _masked_total((clipped_error > plain_error).float(), mask, count)}
-    return loss, stats
+    loss = 0.5 * total(torch.maximum(plain_error, clipped_error))
+    return loss, {"loss": loss.detach(), "clip_fraction": total(clipped_error > plain_error)}
+
+
+def cross_entropy_loss(logprobs: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
+    """-logprobs of the tokens to be imitated; log-probs and mask [B, T], to a scalar."""
+    mask = mask.bool()
+    return -_total_over(mask, None, denominator)(logprobs)
+
+
+def token_label_loss(values: Tensor, labels: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
+    """Binary cross entropy of σ(values) against labels within 0 and 1, on the labeled tokens; all [B, T], to a scalar.
+
+    A process reward model's (Lightman et al. 2023, "Let's Verify Step by Step").
+    """
+    mask = mask.bool()
+    values = torch.where(mask, values, 0.0)
+    errors = binary_cross_entropy_with_logits(values, torch.where(mask, labels, 0.0).to(values.dtype), reduction="none")
+    return _total_over(mask, None, denominator)(errors)
+
+
+def _total_over(mask: Tensor, weights: Tensor | None, denominator: float | None) -> Callable[[Tensor], Tensor]:
+    """The sum of terms [B, T] over a bool mask, weighted, over the denominator: its count where None."""
+    count = mask.sum().clamp(min=1) if denominator is None else denominator
+    inside = None if weights is None else torch.where(mask, weights, 0.0)
+
+    def total(terms: Tensor) -> Tensor:
+        chosen = torch.where(mask, terms, 0.0)
+        return (chosen if inside is None else chosen * inside).sum() / count
+
+    return total
+
+
+def _difference(logprobs: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
+    """logprobs - anchor, 0 outside the mask: chosen before anything is multiplied, so that no NaN or infinity gets out."""
+    return torch.where(mask, logprobs - anchor, 0.0)
+
+
+def _ratio(difference: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """exp of the log-probs' difference, which is 0 outside the mask, at a level; [B, T]."""
+    if level not in ("token", "sequence", "sequence_product"):
+        raise ValueError(f"unknown ratio_level {level!r}; known: token, sequence, sequence_product")
+    if level != "token":
+        total = difference.sum(-1, keepdim=True)
+        if level == "sequence":
+            total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+        difference = total.expand_as(difference)
+    return difference.clamp(max=_LARGEST_LOG_RATIO).exp()
+
+
+def _dual_clipped(terms: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """The terms, at most -bound·A where A < 0, and which of them were more."""
+    if bound < 1:
+        raise ValueError(f"dual_clip={bound} must be 1 or more: it bounds how much a ratio above 1 may cost")
+    bounded = (advantages < 0) & (terms > -bound * advantages)
+    return torch.where(bounded, -bound * advantages, terms), bounded
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """KL(anchor ‖ policy) from samples of the anchor, difference being policy - anchor (Schulman 2020)."""
+    return torch.expm1(difference) - difference
+
+
+@torch.no_grad()
+def _ratio_stats(
+    loss: Tensor, difference: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]
+) -> Stats:
+    return {
+        "loss": loss.detach(),
+        "clip_fraction": total(clipped),
+        "approx_kl": total(_k3(difference)),
+        "ratio_max": torch.where(mask, ratio, 0.0).amax(),
+    }

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
-from aligner.data.types import Experience, Sample, SampleBatch
+from aligner.data.types import Experience, SampleBatch
+from aligner.rollout.rollouts import Rollout
 
 
 def sequence_kl(experience: Experience) -> float:
@@ -18,29 +19,40 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def experience_metrics(experience: Experience, scores: Tensor, samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths, KL, the critic's fit, and how far the engine's probabilities are from the trainer's.
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Scores and lengths of a step's samples, before any selection among them.
+
+    `rollout/kept_fraction` is the share of the generated samples that dynamic sampling has kept; scores are those of all.
+    """
+    scores, samples = rollout.all_scores.result(), rollout.samples
+    return {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(unbiased=False)),
+        "response/length": sum(sample.tokens.numel() - sample.prompt_length for sample in samples) / len(samples),
+        "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
+        "rollout/kept_fraction": len(samples) / len(scores),
+    }
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's.
 
     Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
     engine against the trainer; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over
     trainer, is off from 1 by more than 1%.
     """
     mask = experience.mask
-    response_lengths = mask.sum(1).float()
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
-    returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
     metrics: dict[str, Tensor | float] = {
-        "reward/mean": scores.mean(),
-        "reward/std": scores.std(unbiased=False),
-        "response/length": response_lengths.mean(),
-        "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
         "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
         "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
         "mismatch/fraction_above_1pct": masked_mean((torch.expm1(mismatch).abs() > 0.01).float(), mask),
         "kl/reference": sequence_kl(experience),
     }
-    if returns.var(unbiased=False) > 0:
-        metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+    if experience.values is not None and experience.returns is not None:
+        returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
+        if returns.var(unbiased=False) > 0:
+            metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -9,13 +9,19 @@ from torch import Tensor
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
 from aligner.algorithms.kl import KLController
-from aligner.algorithms.metrics import experience_metrics, sequence_kl, staleness_metrics, update_metrics
-from aligner.algorithms.ppo import minibatches, ppo_experience
+from aligner.algorithms.metrics import (
+    experience_metrics,
+    rollout_metrics,
+    sequence_kl,
+    staleness_metrics,
+    update_metrics,
+)
+from aligner.algorithms.online_algorithm import OnlineAlgorithm
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience
-from aligner.megatron.policy import Policy, PolicyLoss
+from aligner.megatron.policy import Policy
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.observability.timer import PhaseTimer
 from aligner.resharding.publisher import Publisher
@@ -70,7 +76,7 @@ class OnlineTrainer:
     publisher: Publisher
     rollouts: Rollouts
     services: Services
-    loss: PolicyLoss
+    algorithm: OnlineAlgorithm
     kl_controller: KLController
     checkpoints: RunCheckpoints
     saved: list[RunState]
@@ -99,46 +105,59 @@ class OnlineTrainer:
 
     def step(self, step: int, timer: PhaseTimer) -> Outcome:
         """One training step."""
-        settings = self.config.algorithm
         with timer.phase("generate"):
-            rollout = self.rollouts.take(step)  # scores and values are asked for as each part is generated
-        batch = rollout.batch
+            rollout = self.rollouts.take()  # scores and values are asked for as each part is generated
+        chosen = rollout
+        if self.algorithm.select is not None:
+            with timer.phase("server_wait"):
+                chosen = rollout.select(self.algorithm.select(rollout.scores.result(), self.algorithm.samples_per_prompt))
+        stats = self._learn(step, chosen, timer) if chosen.samples else {}
+        return Outcome(stats | rollout_metrics(rollout), rollout, rollout.scores.result())
+
+    def _learn(self, step: int, rollout: Rollout, timer: PhaseTimer) -> dict[str, float]:
+        """Make experience of the samples, and learn from it."""
+        algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
             reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
         with timer.phase("server_wait"):
             scores = rollout.scores.result()
-            values = rollout.values.result(width=batch.tokens.shape[1])
-        experience = ppo_experience(
-            batch,
-            scores,
-            values,
-            old_logprobs,
-            reference_logprobs,
-            kl_coefficient=self.kl_controller.coefficient,
-            kl_estimator=settings.kl_estimator,  # type: ignore[arg-type]  # one of its values: the schema's choices
-            gamma=settings.gamma,
-            lam=settings.lam,
-            whiten_rewards=settings.whiten_rewards,
-            whiten_advantages=settings.whiten_advantages,
-        )
-        stats = experience_metrics(experience, scores, rollout.samples) | staleness_metrics(batch, version=step)
-        stats["kl/coef"] = self.kl_controller.coefficient
+            values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
+        experience = algorithm.experience(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
+        stats = experience_metrics(experience) | staleness_metrics(batch, version=step) | {"kl/coef": coefficient}
         stats |= self._update(step, experience, timer)
         self.kl_controller.update(sequence_kl(experience), len(rollout.samples))
-        return Outcome(stats, rollout, scores)
+        return stats
 
     def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
         """The policy's updates and, at the same time on the critic's devices, the critic's."""
         settings = self.config.algorithm
         seed = self.config.seed * 1_000_003 + step
-        parts = list(minibatches(experience, settings.epochs, settings.minibatches, seed))
-        critic = self.services.train_critic([(part.tokens, part.returns, part.values, part.mask) for part in parts])
+        parts = list(self.algorithm.minibatches(experience, settings.epochs, settings.minibatches, seed))
+        critic = self.services.train_critic(
+            [
+                (part.tokens, part.returns, part.values, part.mask)
+                for part in parts
+                if part.values is not None and part.returns is not None
+            ]
+        )
         with timer.phase("train"):
-            policy_updates = [self.policy.train(part, self.loss) for part in parts]
+            policy_updates = self._train_policy(parts) if step >= settings.critic_warmup_steps else []
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         return update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
+
+    def _train_policy(self, minibatches: Sequence[Experience]) -> list[dict[str, float]]:
+        """An optimizer step on each minibatch, until the policy has moved too far."""
+        algorithm, limit = self.algorithm, self.config.algorithm.early_stop_kl
+        updates: list[dict[str, float]] = []
+        for part in minibatches:
+            loss = algorithm.loss(part, self.kl_controller.coefficient)
+            stats = self.policy.train(part, loss, denominator=algorithm.denominator(part), group=algorithm.group)
+            updates.append(stats)
+            if limit is not None and stats.get("approx_kl", 0.0) > limit:
+                break
+        return updates
 
     def _resume(self) -> int:
         """Restore policy, critic and coefficient where there is a checkpoint to start from; the first step to do."""
@@ -149,6 +168,7 @@ class OnlineTrainer:
             first = start.step
             self.policy.load(self.paths.checkpoint(first, "policy"))
             self.kl_controller.coefficient = start.kl_coefficient
+            self.rollouts.position = start.position
         if self.recorder is not None:
             self.recorder.truncate_after(first)
         return first
@@ -157,7 +177,8 @@ class OnlineTrainer:
         metric = self.checkpoints.metric(stats)
         self.policy.begin_save(self.paths.checkpoint(step, "policy"))
         critic = self.services.begin_critic_checkpoint(step)
-        self._saving = RunState(step, self.kl_controller.coefficient, critic.updates), metric
+        updates = 0 if critic is None else critic.updates
+        self._saving = RunState(step, self.kl_controller.coefficient, updates, self.rollouts.position), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save()
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from aligner.algorithms.checkpoints import RunCheckpoints
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
-from aligner.algorithms.ppo import ppo_loss
+from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.config.access import run_access
 from aligner.config.endpoints import load_endpoints, replicas
 from aligner.config.model_shape import ModelShape
@@ -18,12 +18,12 @@ from aligner.config.paths import model_directory, run_paths
 from aligner.config.schema import Algorithm, Config, EngineParallel, Rollout
 from aligner.config.weights import engine_slices
 from aligner.data.model_directory import read_shape
-from aligner.data.prompts import PromptStream, load_prompts
+from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.megatron import world as worlds
-from aligner.megatron.policy import Policy, PolicyLoss
+from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.resharding.link import Link
@@ -39,15 +39,12 @@ from aligner.servers.journal import UpdateJournal
 
 def train(config: Config) -> None:
     """One trainer rank, from its start to the run's last step."""
+    if config.algorithm.trainer != "online":
+        train_offline(config)
+        return
     directory = model_directory(config)
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
-    prompts = PromptStream(
-        load_prompts(config.data),
-        tokenizer,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
+    prompts = open_prompts(config.data, tokenizer, config.seed)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
     checkpoints = RunCheckpoints(config)
     services = connect(config, world)
@@ -99,9 +96,10 @@ def build_trainer(
             options,
             shape.pad_token_id,
             engine_sleeps=config.engine.sleep,
+            dynamic_sampling_rounds=algorithm.dynamic_sampling_rounds,
         ),
         services=services,
-        loss=build_loss(algorithm),
+        algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
@@ -115,15 +113,15 @@ def connect(config: Config, world: World) -> Services:
         return Services(None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
     endpoints = load_endpoints(paths.endpoints)
-    journal = UpdateJournal(paths.journal)
-    critic = CriticClient(
-        endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
-    )
-    if config.critic.with_reward:
-        return Services(critic, None)
-    return Services(
-        critic, RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
-    )
+    critic = reward = None
+    if config.algorithm.has_critic:
+        journal = UpdateJournal(paths.journal)
+        critic = CriticClient(
+            endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
+        )
+    if not config.critic.with_reward:
+        reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
+    return Services(critic, reward)
 
 
 def build_colocated_engine(config: Config, shape: ModelShape, world: World, policy: Policy) -> GenerationEngine:
@@ -185,17 +183,6 @@ def build_options(settings: Rollout, shape: ModelShape) -> SamplingOptions:
         top_k=settings.top_k,
         top_p=settings.top_p,
         stop_token_ids=shape.eos_token_ids if settings.stop_at_eos else (),
-    )
-
-
-def build_loss(settings: Algorithm) -> PolicyLoss:
-    """The policy's loss."""
-    return functools.partial(
-        ppo_loss,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        truncated_importance=settings.truncated_importance,  # type: ignore[arg-type]  # the schema's choices
-        truncated_importance_cap=settings.truncated_importance_cap,
     )
 
 

@@ -14,13 +14,18 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, dim: int | None = None) -> Tensor:
     """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0 outside the mask.
 
-    Population variance, 1/√(variance + 1e-8) (Huang et al. 2023, "The N Implementation Details of RLHF with PPO",
-    detail 11).
+    Over everything, or along `dim`. Population variance, 1/√(variance + 1e-8) (Huang et al. 2023, "The N Implementation
+    Details of RLHF with PPO", detail 11).
     """
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean).square(), mask)
+
+    def mean_of(tensor: Tensor) -> Tensor:
+        mean = masked_mean(tensor, mask, dim)
+        return mean if dim is None else mean.unsqueeze(dim)
+
+    mean = mean_of(values)
+    variance = mean_of((values - mean).square())
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), whitened if shift_mean else whitened + mean, 0.0)

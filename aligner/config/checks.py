@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from aligner.config.algorithms import algorithm_problems, rows_together
+from aligner.config.data_sources import data_problems
 from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, item_size
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
@@ -17,6 +18,7 @@ from aligner.config.layouts import engine_problems, layout_problems, tensor_size
 from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape, read_shape
+from aligner.config.offline import offline_problems
 from aligner.config.paths import run_paths
 from aligner.config.ports import port_problems
 from aligner.config.reward_sources import has_reward_model, reward_problems
@@ -26,6 +28,7 @@ from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
 
 _AT_MOST_ONE = (
+    "algorithm.clip_low",
     "algorithm.gamma",
     "algorithm.lam",
     "rollout.top_p",
@@ -34,11 +37,11 @@ _AT_MOST_ONE = (
 )
 _ABOVE_ZERO = ("rollout.top_p",)
 _BELOW_ONE = (
-    "algorithm.clip_low",
     "actor.optimizer.beta1",
     "actor.optimizer.beta2",
     "critic.optimizer.beta1",
     "critic.optimizer.beta2",
+    "algorithm.preference.label_smoothing",
 )
 
 
@@ -55,8 +58,14 @@ def check(config: Config) -> ModelShape:
     except ConfigError as error:
         problems.append(str(error))
     if shape is not None:
-        problems += [*_layouts(config, shape), *_engine_ranks(config, shape), *_lengths(config, shape)]
-    problems += [*_engine_update(config), *reward_problems(config), *_batches(config), *_schedule(config), *_prompts(config)]
+        problems += _layouts(config, shape)
+        if config.algorithm.trainer == "online":
+            problems += _lengths(config, shape)
+        else:
+            problems += offline_problems(config, shape)
+    if config.algorithm.trainer == "online":
+        problems += _online(config, shape)
+    problems += [*_schedule(config), *data_problems(config)]
     problems += [*port_problems(config), *tls_problems(config), *_run_directory(config)]
     _raise_all(problems)
     if shape is None:  # its problem was raised above
@@ -68,6 +77,18 @@ def _raise_all(problems: Iterator[str] | list[str]) -> None:
     found = list(problems)
     if found:
         raise ConfigError("\n".join(found))
+
+
+def _online(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """What concerns generation and the servers."""
+    if shape is not None:
+        yield from engine_problems(config.engine.parallel, shape)
+        yield from engine_kind_problems(config.engine, shape)
+        yield from _engine_ranks(config, shape)
+    yield from algorithm_problems(config)
+    yield from _engine_update(config)
+    yield from reward_problems(config)
+    yield from _batches(config)
 
 
 def _bounds(config: Config) -> Iterator[str]:
@@ -97,27 +118,28 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from layout_problems("actor.parallel", config.actor.parallel, shape)
-    yield from engine_problems(config.engine.parallel, shape)
-    yield from engine_kind_problems(config.engine, shape)
+    yield from _trained_weights(config, shape)
+    if not config.algorithm.has_critic:
+        return
     layers = config.critic.num_layers
     if layers is not None and layers > shape.num_layers:
         yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
     else:
-        yield from layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape))
-        yield from _trained_weights(config, shape)
+        critic = critic_shape(config, shape)
+        yield from layout_problems("critic.parallel", config.critic.parallel, critic)
+        yield from _frozen(config.critic, weight_table(critic, "scalar"), "critic")
 
 
 def _trained_weights(config: Config, shape: ModelShape) -> Iterator[str]:
-    tables: dict[str, tuple[TrainedModel, tuple[TensorSpec, ...]]] = {
-        "actor": (config.actor, weight_table(shape)),
-        "critic": (config.critic, weight_table(critic_shape(config, shape), "scalar")),
-    }
-    for role, (settings, table) in tables.items():
-        try:
-            frozen_names(table, settings.frozen, f"{role}.frozen")
-        except ConfigError as error:
-            yield str(error)
+    yield from _frozen(config.actor, weight_table(shape), "actor")
     yield from lora_problems("actor", config.actor, shape)
+
+
+def _frozen(settings: TrainedModel, table: tuple[TensorSpec, ...], role: str) -> Iterator[str]:
+    try:
+        frozen_names(table, settings.frozen, f"{role}.frozen")
+    except ConfigError as error:
+        yield str(error)
 
 
 def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -158,12 +180,6 @@ def _batches(config: Config) -> Iterator[str]:
         yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
     elif samples % replicas:
         yield f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do not divide by {replicas}"
-    step_samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    if step_samples % config.algorithm.minibatches:
-        yield (
-            f"algorithm.minibatches={config.algorithm.minibatches}: a step's {step_samples} samples do not divide by"
-            f" {config.algorithm.minibatches}"
-        )
 
 
 def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -178,11 +194,16 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
             f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens ({described}), need"
             f" {token * (longest - 1) / 2**20:.1f} MiB"
         )
-    roles = ["actor", "critic"] + (["reward"] if has_reward_model(config.reward) else [])
-    for role in roles:
+    roles = {"actor": rows_together(config)}
+    if config.algorithm.has_critic:
+        roles["critic"] = 1
+    if has_reward_model(config.reward):
+        roles["reward"] = 1
+    for role, together in roles.items():
         tokens = value_at(config, f"{role}.micro_batch_tokens")
-        if tokens < longest:
-            yield f"{role}.micro_batch_tokens={tokens}: must hold the longest sequence, {longest} tokens ({described})"
+        if tokens < together * longest:
+            what = "the longest sequence" if together == 1 else f"{together} of the longest sequence together"
+            yield f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens ({described})"
 
 
 def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -191,7 +212,9 @@ def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
 def _schedule(config: Config) -> Iterator[str]:
     updates = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
-    optimizers: dict[str, Optimizer] = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
+    optimizers: dict[str, Optimizer] = {"actor": config.actor.optimizer}
+    if config.algorithm.has_critic:
+        optimizers["critic"] = config.critic.optimizer
     for role, optimizer in optimizers.items():
         if optimizer.warmup_steps >= updates:
             yield f"{role}.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps"
@@ -205,24 +228,6 @@ def _schedule(config: Config) -> Iterator[str]:
     stop, steps = config.run.stop_after, config.run.steps
     if stop is not None and stop > steps:
         yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"
-
-
-def _prompts(config: Config) -> Iterator[str]:
-    if config.data.path is None:
-        if not config.data.prompts:
-            yield "data: no prompts; give data.path=FILE or data.prompts=[…]"
-        elif any(not prompt.strip() for prompt in config.data.prompts):
-            yield "data.prompts: a prompt is empty"
-        return
-    path = Path(config.data.path)
-    if path.suffix not in (".jsonl", ".txt"):
-        yield f"data.path={path}: allowed are .jsonl and .txt files"
-    elif not path.is_file():
-        yield f"data.path={path}: no such file"
-    else:
-        with path.open("rb") as lines:
-            if not any(line.strip() for line in lines):
-                yield f"data.path={path}: the prompt file is empty"
 
 
 def _run_directory(config: Config) -> Iterator[str]:

@@ -44,9 +44,12 @@ def describe_layout(parallel: Parallel) -> str:
 
 def server_ranks(config: Config) -> dict[str, int]:
     """Number of processes of each server group: `critic`, `reward`, and the reward's further replicas `reward.1`, …."""
+    if config.algorithm.trainer != "online":
+        return {}
+    critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
     rewards = 0 if config.critic.with_reward else config.reward.replicas
     names = ["reward", *(f"reward.{replica}" for replica in range(1, rewards))][:rewards]
-    return {"critic": config.critic.parallel.ranks, **dict.fromkeys(names, config.reward.parallel.ranks)}
+    return {**critic, **dict.fromkeys(names, config.reward.parallel.ranks)}
 
 
 def role_ranks(config: Config) -> dict[str, int]:
@@ -67,14 +70,21 @@ def has_gpu() -> bool:
 
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
-    engine = config.engine
+    engine, online = config.engine, config.algorithm.trainer == "online"
+    engine_layout = f", engine TP{engine.parallel.tensor} DP{engine.parallel.data}"
+    runs = {
+        "online": f"policy, reference, {engine.kind} engine",
+        "sft": "policy",
+        "dpo": "policy, reference",
+        "reward_model": "reward model",
+    }
     sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
     device, threads = "cuda" if has_gpu() else "cpu", threads_per_rank(config)
     trainer = Placement(
         "trainer",
         config.actor.parallel.ranks,
-        f"{describe_layout(config.actor.parallel)}, engine TP{engine.parallel.tensor} DP{engine.parallel.data}",
-        f"policy, reference, {engine.kind} engine",
+        describe_layout(config.actor.parallel) + (engine_layout if online else ""),
+        runs[config.algorithm.trainer],
         device,
         threads,
     )
@@ -86,6 +96,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         device,
         threads,
     )
+    servers = server_ranks(config)
     rewards = (
         Placement(
             group,
@@ -95,10 +106,10 @@ def placements(config: Config) -> tuple[Placement, ...]:
             device if has_model else "cpu",
             threads,
         )
-        for group, ranks in server_ranks(config).items()
+        for group, ranks in servers.items()
         if group != "critic"
     )
-    return (trainer, critic, *rewards)
+    return (trainer, *((critic,) if "critic" in servers else ()), *rewards)
 
 
 def placement_table(config: Config) -> Table:
@@ -117,11 +128,13 @@ def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
 
 
 def describe_model(config: Config, shape: ModelShape) -> str:
-    """Two lines: the policy's and the critic's shapes and sizes."""
+    """A line each: the policy's and, where there is one, the critic's shape and size."""
     critic = critic_shape(config, shape)
-    return (
+    described = (
         f"policy: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
         f" {shape.num_kv_heads} key-value heads, vocabulary {shape.vocab_size},"
-        f" {parameter_count(shape) / 1e6:.1f} M parameters\n"
-        f"critic: {critic.num_layers} layers, {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"
+        f" {parameter_count(shape) / 1e6:.1f} M parameters"
     )
+    if not config.algorithm.has_critic:
+        return described
+    return f"{described}\ncritic: {critic.num_layers} layers, {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from aligner.config.layouts import layout_problems
 from aligner.config.model_source import directory_shape
+from aligner.config.normalization import read_normalization
 from aligner.config.schema import Config, Parallel, Reward
 from aligner.errors import ConfigError
 
@@ -113,6 +114,7 @@ def reward_problems(config: Config) -> Iterator[str]:
     for source in model_sources(sources):
         try:
             yield from layout_problems(layout_key, layout, directory_shape(Path(source.path), f"{source.key}.path"))
+            read_normalization(Path(source.path))
         except ConfigError as error:
             yield str(error)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from aligner.config.families import read_config
 from aligner.config.lora import adapter_map
 from aligner.config.model_source import directory_shape
+from aligner.config.normalization import NORMALIZATION
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Lora
 from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
@@ -58,6 +59,8 @@ class Source:
     companions: Path
     """The directory with the tokenizer's files."""
     head: Head
+    directory: Path
+    """Where its files lie."""
     step: int = 0
     """Training steps behind a run's checkpoint."""
 
@@ -78,8 +81,8 @@ def parse_size(text: str) -> int:
 
 
 def find_source(path: Path) -> Source:
-    """The model at a path: a run directory (the policy of its last checkpoint), a `checkpoints/step_<N>` directory, its
-    `policy` or `critic`, or a Hugging Face directory.
+    """The model at a path: a run directory (the policy, or the reward model that it trains, of its last checkpoint), a
+    `checkpoints/step_<N>` directory, its `policy`, `reward_model` or `critic`, or a Hugging Face directory.
 
     Raises ConfigError for anything else, and for what is incomplete, naming what is wrong.
     """
@@ -91,11 +94,12 @@ def find_source(path: Path) -> Source:
             steps = complete_steps(checkpoints)
             if not steps:
                 raise ConfigError(f"{path}: the run has no complete checkpoint yet")
-            return _checkpoint_source(RunPaths(path).checkpoint(steps[-1], "policy"))
-        if (path / "policy").is_dir():
+            path = checkpoints / f"step_{steps[-1]}"
+        parts = [path / part for part in ("policy", "reward_model") if (path / part).is_dir()]
+        if parts:
             if not (path / MANIFEST).is_file():
                 raise ConfigError(f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written last")
-            return _checkpoint_source(path / "policy")
+            return _checkpoint_source(parts[0])
         if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
             return _checkpoint_source(path)
     except ConfigError:
@@ -144,6 +148,7 @@ def _checkpoint_source(directory: Path) -> Source:
         read,
         Path(os.path.normpath(directory / manifest.source)),
         manifest.head,
+        directory,
         int(step[1]) if step else 0,
     )
 
@@ -168,7 +173,7 @@ def _directory_source(directory: Path) -> Source:
             return tensors.get_tensor(name)
 
     try:
-        return Source(config, tuple(entry(name) for name in files), read, directory, head)
+        return Source(config, tuple(entry(name) for name in files), read, directory, head, directory)
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
 
@@ -199,6 +204,8 @@ def export(
         config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         notices = _copy_companions(source.companions, temporary)
+        if (source.directory / NORMALIZATION).is_file():
+            shutil.copyfile(source.directory / NORMALIZATION, temporary / NORMALIZATION)
         try:
             temporary.rename(output)
         except OSError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 import torch
 from torch import Tensor
 
+from aligner.data.chat import ChatTemplate
 from aligner.data.model_directory import read_shape
 from aligner.errors import AlignerError
 
@@ -18,12 +20,18 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         shape = read_shape(directory)
+        self.directory = directory
         self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         # A tokenizer.json may carry settings for training batches; a prompt is neither cut nor padded here.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How chat messages are worded; read when first asked for. Raises ConfigError for a model that has none."""
+        return ChatTemplate(self.directory)
 
     def encode(self, text: str) -> Tensor:
         """int64 [P]; AlignerError where the vocabulary cannot express the text, naming the characters it lacks."""
@@ -34,6 +42,18 @@ class Tokenizer:
             unknown = sorted(character for character in set(text) if self._tokenizer.token_to_id(character) is None)
             raise AlignerError(f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})") from error
         return torch.tensor(tokens, dtype=torch.int64)
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """int64 [R]: a response with an end-of-sequence token last: its own where only space follows, else the first.
+
+        Raises AlignerError where the model has none.
+        """
+        if not self.eos_token_ids:
+            raise AlignerError(f"{self.directory}: config.json has no eos_token_id for a response to end with")
+        ends = torch.isin(tokens, torch.tensor(self.eos_token_ids)).nonzero().flatten().tolist()
+        if ends and not self.decode(tokens[ends[-1] + 1 :]).strip():
+            return tokens[: ends[-1] + 1]
+        return torch.cat([tokens, torch.tensor(self.eos_token_ids[:1])])
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
         """The text of tokens (int64 [T]), special tokens left out."""

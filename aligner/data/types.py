@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FinishReason = Literal["stop", "length"]
 
@@ -55,66 +58,72 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Experience:
-    """A step's samples as right-padded tensors. Entry t of a [B, S-1] tensor speaks of token t+1."""
+class Rows:
+    """Sequences to learn from, as right-padded tensors. Entry t of a [B, S-1] tensor speaks of token t+1.
+
+    A subclass adds tensors with a number a row, [B], or a token, [B, S-1]; one that does not exist is None.
+    """
 
     tokens: Tensor
     """int64 [B, S]"""
     lengths: Tensor
-    """int64 [B]: prompt and response"""
+    """int64 [B]"""
     mask: Tensor
-    """bool [B, S-1]: true where token t+1 is a response token"""
+    """bool [B, S-1]: true where token t+1 is learned from"""
+
+    def __post_init__(self) -> None:
+        batch, length = self.tokens.shape
+        if self.lengths.shape != (batch,):
+            raise ValueError(f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}")
+        for name, tensor in self._tensors().items():
+            allowed = (batch,) if tensor.ndim == 1 else (batch, length - 1)
+            if name != "tokens" and tensor.shape != allowed:
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, must be {allowed}")
+
+    def select(self, rows: Tensor, width: int | None = None) -> Self:
+        """Some rows (int64 [N]), in that order, cut to `width` tokens."""
+        length = self.tokens.shape[1] if width is None else width
+
+        def picked(name: str, tensor: Tensor) -> Tensor:
+            return tensor[rows] if tensor.ndim == 1 else tensor[rows, : length if name == "tokens" else length - 1]
+
+        return replace(self, **{name: picked(name, tensor) for name, tensor in self._tensors().items()})
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        members = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in members.items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class Experience(Rows):
+    """A step's samples with what an online algorithm makes of them; the mask is that of the responses."""
+
     engine_logprobs: Tensor
     """float32 [B, S-1]"""
     old_logprobs: Tensor
     """float32 [B, S-1]"""
     reference_logprobs: Tensor
     """float32 [B, S-1]"""
-    values: Tensor
-    """float32 [B, S-1]"""
+    values: Tensor | None
+    """float32 [B, S-1]; None without a critic"""
     rewards: Tensor
-    """float32 [B, S-1]: what the advantage estimator saw, KL penalty included"""
+    """float32 [B, S-1]: what the advantage estimator saw, a KL penalty in the reward included"""
     advantages: Tensor
     """float32 [B, S-1]"""
-    returns: Tensor
-    """float32 [B, S-1]"""
-
-    def __post_init__(self) -> None:
-        batch, length = self.tokens.shape
-        if self.lengths.shape != (batch,):
-            raise ValueError(f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}")
-        for name in _PER_TOKEN:
-            shape = tuple(getattr(self, name).shape)
-            if shape != (batch, length - 1):
-                raise ValueError(f"{name} is {shape}, must be {(batch, length - 1)}")
-
-    def select(self, rows: Tensor, width: int | None = None) -> Experience:
-        """The experience of some rows (int64 [N]), in that order, cut to `width` tokens."""
-        length = self.tokens.shape[1] if width is None else width
-        widths = {"tokens": length} | dict.fromkeys(_PER_TOKEN, length - 1)
-        picked = {name: getattr(self, name)[rows, : widths[name]] for name in widths}
-        return Experience(lengths=self.lengths[rows], **picked)
-
-    def to(self, device: torch.device) -> Experience:
-        """The same on a device."""
-        return Experience(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
-
-
-_PER_TOKEN = tuple(name for name in Experience.__dataclass_fields__ if name not in ("tokens", "lengths"))
+    returns: Tensor | None
+    """float32 [B, S-1]: what the values should have been; None without a critic"""
 
 
 @dataclass(frozen=True)
-class SampleBatch:
-    """Samples as right-padded tensors."""
+class SampleBatch(Rows):
+    """Samples; the mask is that of the responses."""
 
-    tokens: Tensor
-    """int64 [B, S]"""
-    lengths: Tensor
-    """int64 [B]"""
     prompt_lengths: Tensor
     """int64 [B]"""
-    mask: Tensor
-    """bool [B, S-1]: true where token t+1 is a response token"""
     engine_logprobs: Tensor
     """float32 [B, S-1], 0 outside the mask"""
     weight_versions: Tensor
@@ -139,4 +148,5 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         tokens[row, : sample.tokens.numel()] = sample.tokens
         logprobs[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.engine_logprobs
         versions[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.weight_versions
-    return SampleBatch(tokens, lengths, prompt_lengths, response_mask(lengths, prompt_lengths, width), logprobs, versions)
+    mask = response_mask(lengths, prompt_lengths, width)
+    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions)

@@ -203,16 +203,21 @@ def pack_share(
     device: torch.device,
     cut: Cut | None = None,
     multiple: int = 1,
+    group: int = 1,
 ) -> list[PackedBatch]:
     """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
+
+    Of every `group` rows in a row all are in one micro-batch, in their order.
 
     Every data rank gets as many micro-batches as every other, a multiple of `multiple`, since pipeline schedules and
     gradient reductions go in step; where sequences are too few, fillers make up the number.
     """
-    shares = data_parallel_share(lengths.tolist(), data_size)
-    fewest = max(len(token_budget_batches(lengths[share].tolist(), budget)) for share in shares)
+    groups = lengths.view(-1, group).sum(1)
+    shares = data_parallel_share(groups.tolist(), data_size)
+    fewest = max(len(token_budget_batches(groups[share].tolist(), budget)) for share in shares)
     count = -(-fewest // multiple) * multiple
     mine = torch.tensor(shares[data_rank], dtype=torch.int64)
-    batches = token_budget_batches(lengths[mine].tolist(), budget, count=min(count, len(mine)))
+    batches = token_budget_batches(groups[mine].tolist(), budget, count=min(count, len(mine)))
     batches += [[] for _ in range(count - len(batches))]
-    return [pack(tokens, lengths, mine[batch], device, cut) for batch in batches]
+    members = torch.arange(len(lengths)).view(-1, group)
+    return [pack(tokens, lengths, members[mine[batch]].flatten(), device, cut) for batch in batches]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Actor
 from aligner.data.checkpoint_files import trained_model
-from aligner.data.types import Experience
+from aligner.data.types import Rows
 from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.heads import VocabularyHead
 from aligner.megatron.lora import LoraWeights
@@ -19,14 +19,16 @@ from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
 
+_R = TypeVar("_R", bound=Rows, contravariant=True)
 
-class PolicyLoss(Protocol):
-    """A policy loss on right-padded rows."""
 
-    def __call__(self, logprobs: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, the whole minibatch's response tokens.
+class PolicyLoss(Protocol[_R]):
+    """A loss of the policy on right-padded rows."""
 
-        `logprobs` are zero outside the experience's mask.
+    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
+        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
+
+        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
         """
         ...
 
@@ -39,14 +41,24 @@ class Policy:
     """
 
     def __init__(
-        self, shape: ModelShape, world: World, settings: Actor, directory: Path, temperature: float, total_updates: int
+        self,
+        shape: ModelShape,
+        world: World,
+        settings: Actor,
+        directory: Path,
+        temperature: float,
+        total_updates: int,
+        *,
+        with_reference: bool = True,
     ) -> None:
+        """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is not there."""
         self.world = world
         self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
         self.runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
         self.runner.weights.load_directory(directory)
         # With adapters the initial weights are the model without them.
-        self._reference = {} if isinstance(self.runner.weights, LoraWeights) else self.runner.host_copy()
+        keeps_copy = with_reference and not isinstance(self.runner.weights, LoraWeights)
+        self._reference = self.runner.host_copy() if keeps_copy else {}
         self.runner.start_training()
         self._trained = trained_model(directory, "vocabulary", shape.num_layers)
         self._checkpoints = CheckpointWriter(self.runner, self._trained)
@@ -64,19 +76,27 @@ class Policy:
         with initial:
             return self.logprobs(tokens, lengths)
 
-    def train(self, experience: Experience, loss: PolicyLoss) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`."""
-        denominator = float(experience.mask.sum())
+    def train(
+        self, minibatch: Rows, loss: PolicyLoss[Any], *, denominator: float | None = None, group: int = 1
+    ) -> dict[str, float]:
+        """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
+
+        `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
+        together, in their order.
+        """
+        tokens = max(float(minibatch.mask.sum()), 1.0)
+        shared = tokens if denominator is None else denominator
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
-            rows = experience.select(batch.batch_rows, batch.width).to(output.device)
+            rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
             logprobs, entropy = self._score(output, batch, with_entropy=True)
             assert entropy is not None
-            value, stats = loss(batch.unpack_targets(logprobs), rows, denominator)
-            return value, stats | {"entropy": batch.unpack_targets(entropy.detach()).sum() / denominator}
+            entropies = batch.unpack_targets(entropy)
+            value, stats = loss(batch.unpack_targets(logprobs), entropies, rows, shared)
+            return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        return self.runner.update(self.runner.share(experience.tokens, experience.lengths), packed_loss)
+        return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
 
     def begin_save(self, directory: Path) -> None:
         """Copy weights, optimizer and schedule to host memory, and write them in the background."""

@@ -79,9 +79,10 @@ class ModelRunner:
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def share(self, tokens: Tensor, lengths: Tensor) -> list[PackedBatch]:
+    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
         """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B].
 
+        Of every `group` rows in a row all are in one micro-batch, in their order.
         Raises AlignerError for a sequence that is longer than the model's positions.
         """
         place, layout = self.world.place, self.world.layout
@@ -101,6 +102,7 @@ class ModelRunner:
             cut=self._cut,
             # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many as there are stages.
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            group=group,
         )
 
     def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput) -> Tensor:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from aligner.config.families import SCALAR_HEAD
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config, MegatronModel, TrainedModel
 from aligner.data.checkpoint_files import trained_model
 from aligner.data.model_directory import read_shape
+from aligner.data.types import Rows
 from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
+
+_R = TypeVar("_R", bound=Rows, contravariant=True)
+
+
+class RowsLoss(Protocol[_R]):
+    """A loss of a model with one number a token, on right-padded rows."""
+
+    def __call__(self, values: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
+        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
+
+        `values` [N, L] are the head's numbers at the rows' tokens, zeros past a sequence's end; differentiable.
+        """
+        ...
 
 
 class ValueLoss(Protocol):
@@ -28,6 +44,14 @@ class ValueLoss(Protocol):
     ) -> tuple[Tensor, Stats]:
         """Loss and statistics of some rows [N, L-1], as sums over `denominator`, the whole batch's mask count."""
         ...
+
+
+@dataclass(frozen=True)
+class _CriticRows(Rows):
+    """What a critic learns from, [B, S-1]."""
+
+    old_values: Tensor
+    returns: Tensor
 
 
 class ValueModel:
@@ -45,15 +69,19 @@ class ValueModel:
         *,
         total_updates: int = 1,
         loss: ValueLoss | None = None,
+        head: Tensor | None = None,
     ) -> None:
+        """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None."""
         self.world, self.shape = world, shape
         self._loss = loss
         self.runner = ModelRunner(shape, world, "scalar", settings, total_updates)
-        # A critic may start from a language model's first layers, and then with a head of zeros (Huang et al. 2023,
-        # detail 5); a reward model needs a trained head.
-        is_critic = isinstance(settings, TrainedModel)
-        self.runner.weights.load_directory(directory, optional=("score.weight",) if is_critic else (), partial=is_critic)
-        if is_critic:
+        weights, is_trained = self.runner.weights, isinstance(settings, TrainedModel)
+        if head is not None and SCALAR_HEAD.name in weights:
+            weights.write(SCALAR_HEAD.name, head)
+        # What is trained may start from a language model's first layers, a critic then with a head of zeros (Huang et al.
+        # 2023, detail 5); a frozen reward model needs a trained head.
+        weights.load_directory(directory, optional=(SCALAR_HEAD.name,) if is_trained else (), partial=is_trained)
+        if is_trained:
             self.runner.start_training()
         self._trained = trained_model(directory, "scalar", shape.num_layers)
         self._checkpoints = CheckpointWriter(self.runner, self._trained)
@@ -82,17 +110,30 @@ class ValueModel:
         if self._loss is None:
             raise ValueError("this model was built without a loss")
         loss, chosen = self._loss, mask > 0
-        denominator = float(chosen.sum())
         # What comes after the last token that is learned from cannot matter to a causal model.
         steps = torch.arange(1, mask.shape[1] + 1)
         lengths = torch.where(chosen, steps, 0).amax(1).clamp(min=1) + 1
 
-        def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
-            values = batch.unpack_tokens(output[0, :, 0].float())[:, :-1]
-            rows = (part[batch.batch_rows, : batch.width - 1].to(values.device) for part in (old_values, returns, chosen))
-            return loss(values, *rows, denominator=denominator)
+        def rows_loss(values: Tensor, rows: _CriticRows, denominator: float) -> tuple[Tensor, Stats]:
+            return loss(values[:, :-1], rows.old_values, rows.returns, rows.mask, denominator=denominator)
 
-        return self.runner.update(self.runner.share(tokens, lengths), packed_loss)
+        return self.train_rows(_CriticRows(tokens, lengths, chosen, old_values, returns), rows_loss)
+
+    def train_rows(
+        self, minibatch: Rows, loss: RowsLoss[Any], *, denominator: float | None = None, group: int = 1
+    ) -> dict[str, float]:
+        """One optimizer step on a minibatch; returns the loss's statistics, `grad_norm` and `lr`.
+
+        `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
+        together, in their order.
+        """
+        shared = max(float(minibatch.mask.sum()), 1.0) if denominator is None else denominator
+
+        def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
+            rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
+            return loss(batch.unpack_tokens(output[0, :, 0].float()), rows, shared)
+
+        return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
 
     def sleep(self) -> None:
         """Keep the weights in host memory and free the device's, until `wake`; only `finish_save` may be called."""
@@ -131,6 +172,25 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
         config.critic,
         total_updates=config.run.steps * config.algorithm.epochs * config.algorithm.minibatches,
         loss=loss,
+    )
+
+
+def build_initial_reward_model(config: Config, world: World) -> ValueModel:
+    """The reward model that a run trains, before its first step: the model's trunk under a head that is drawn from the seed.
+
+    The head is normal with deviation 1/sqrt(hidden size + 1) and has no bias (Huang et al. 2023, detail 5); it is the same
+    at every layout.
+    """
+    directory = model_directory(config)
+    shape = read_shape(directory)
+    head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(config.seed))
+    return ValueModel(
+        shape,
+        world,
+        directory,
+        config.actor,
+        total_updates=config.run.steps,
+        head=head / (shape.hidden_size + 1) ** 0.5,
     )
 
 

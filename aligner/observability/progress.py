@@ -14,6 +14,14 @@ from rich.text import Text
 _WINDOW = 5
 """Steps over which the seconds per step, and with them the time left, are averaged."""
 
+_SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "kl/reference": "KL {:.4f}",
+    **{f"{trainer}/loss": "loss {:.4f}" for trainer in ("sft", "dpo", "reward_model")},
+    **{f"{trainer}/accuracy": "accuracy {:.3f}" for trainer in ("dpo", "reward_model")},
+    "eval/loss": "held-out loss {:.4f}",
+}
+
 
 class ProgressView(Protocol):
     """Shows how a run goes."""
@@ -45,12 +53,8 @@ class _Pace:
         self._recent: list[float] = []
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """Reward, KL, pace and time left; what the step did not measure is left out."""
-        parts = []
-        if "reward/mean" in metrics:
-            parts.append(f"reward {metrics['reward/mean']:.3f}")
-        if "kl/reference" in metrics:
-            parts.append(f"KL {metrics['kl/reference']:.4f}")
+        """What is learned, pace and time left; what the step did not measure is left out."""
+        parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
         if "time/step" in metrics:
             self._recent = [*self._recent, metrics["time/step"]][-_WINDOW:]
             pace = sum(self._recent) / len(self._recent)

@@ -16,6 +16,10 @@ _COMPARED = {
     "reward/mean": "reward",
     "kl/reference": "KL to the reference",
     "response/length": "response length, tokens",
+    **{f"{trainer}/loss": "loss" for trainer in ("sft", "dpo", "reward_model")},
+    **{f"{trainer}/accuracy": "accuracy" for trainer in ("dpo", "reward_model")},
+    "eval/loss": "held-out loss",
+    "eval/accuracy": "held-out accuracy",
     "time/step": "seconds a step",
 }
 

@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from aligner.errors import AlignerError, ConfigError, UnavailableError
+from aligner.rewards.math_checker import require_math_verify
+from aligner.rewards.verifiers import RULES, Rule, Unverifiable
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,27 @@ def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
     return [sum(character in "0123456789" for character in r.response) / max(len(r.response), 1) for r in requests]
 
 
-BUILT_IN: Mapping[str, Scorer] = {"digit_fraction": digit_fraction, "sentiment": sentiment}
+def verifier(rule: Rule) -> Scorer:
+    """A scorer that gives 1 for a response that a rule finds right, else 0."""
+
+    def scores(requests: Sequence[ScoringRequest]) -> list[float]:
+        return [float(_verified(rule, request)) for request in requests]
+
+    return scores
+
+
+def _verified(rule: Rule, request: ScoringRequest) -> bool:
+    try:
+        return rule(request.response, request.metadata)
+    except Unverifiable as error:
+        raise ScoringError(f"{error}; {_shown([request])}") from error
+
+
+BUILT_IN: Mapping[str, Scorer] = {
+    "digit_fraction": digit_fraction,
+    "sentiment": sentiment,
+    **{name: verifier(rule) for name, rule in RULES.items()},
+}
 
 
 def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
@@ -67,6 +89,8 @@ def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
     if name in BUILT_IN:
         if name == "sentiment":
             _sentiment_analyzer()
+        if name == "math":
+            require_math_verify(key)
         return BUILT_IN[name]
     module, separator, attribute = name.partition(":")
     if not (module and separator and attribute):

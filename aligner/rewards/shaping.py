@@ -1,6 +1,8 @@
-"""From a score a sequence to a reward a token."""
+"""What becomes of scores before an algorithm sees them: penalties, normalization, and from a sequence to its tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +18,76 @@ def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: T
         raise ValueError(
             f"scores {tuple(scores.shape)}, kl {tuple(kl.shape)} and mask {tuple(mask.shape)} do not fit together"
         )
+    mask = mask.bool()
     if not bool(mask.any(dim=1).all()):
         raise ValueError("a sequence has no response token to put its score on")
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
     return rewards.scatter_add(1, last[:, None], scores[:, None].to(rewards.dtype))
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """What a response of so many tokens loses for its length; [B] to float [B].
+
+    0 up to max_length - buffer, from there linearly to -1 at max_length, and -1 above (Yu et al. 2025, "DAPO",
+    equation 13). Raises ValueError for a buffer that is not within 1 and max_length.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer={buffer} must be within 1 and max_length={max_length}")
+    return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
+
+
+def truncate_at_token(
+    tokens: Tensor, mask: Tensor, token_id: int, after: int, pad_token_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Responses cut behind their first `token_id` at position `after` or later: new tokens, new mask, and where it was found.
+
+    `tokens` int64 [B, S]; `mask` bool [B, S-1], true where token t+1 is a response token; a response's first token has
+    position 0. What follows the cut becomes `pad_token_id` and leaves the mask; a response without such a token stays as it
+    is, with False in the third, bool [B] (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8).
+    """
+    if after < 0:
+        raise ValueError(f"after={after} is a position in the response, so it must be 0 or more")
+    inside = mask.bool()
+    position = inside.cumsum(1) - 1
+    hits = inside & (tokens[:, 1:] == token_id) & (position >= after)
+    behind = (hits.cumsum(1) - hits.long()) > 0
+    kept = torch.where(behind, pad_token_id, tokens[:, 1:])
+    return torch.cat((tokens[:, :1], kept), dim=1), inside & ~behind, hits.any(1)
+
+
+def missing_token_penalty(scores: Tensor, found: Tensor, penalty: float = -1.0) -> Tensor:
+    """The scores [B], `penalty` taking the place of one whose response lacks the token (`found` bool [B])."""
+    return torch.where(found.bool(), scores, penalty)
+
+
+@dataclass(frozen=True)
+class RewardNormalizer:
+    """gain·reward + bias."""
+
+    gain: float = 1.0
+    bias: float = 0.0
+
+    @classmethod
+    def fit(cls, scores: Tensor, mean: float = 0.0, std: float = 1.0) -> RewardNormalizer:
+        """The one that gives these scores a mean and a population standard deviation.
+
+        gain = std / σ, bias = mean - gain·μ (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 6).
+        Raises ValueError for scores that are all equal, or not all finite.
+        """
+        samples = scores.detach().double()
+        if not samples.isfinite().all():
+            raise ValueError("a score is not finite")
+        if samples.unique().numel() < 2:
+            raise ValueError(f"{samples.numel()} scores do not differ: there is no deviation to scale by")
+        gain = std / float(samples.std(correction=0))
+        return cls(gain, mean - gain * float(samples.mean()))
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Any shape, element by element."""
+        return self.gain * rewards + self.bias
+
+    def then(self, following: RewardNormalizer) -> RewardNormalizer:
+        """This one and another after it as one."""
+        return RewardNormalizer(following.gain * self.gain, following.gain * self.bias + following.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from aligner.rewards.scorers import (
     require_finite,
     resolve_scorer,
 )
+from aligner.rewards.shaping import RewardNormalizer
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ class TextSource:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A reward model: its value after a sequence's last token."""
+    """A reward model: its value after a sequence's last token, normalized."""
 
     name: str
     model: ScalarModel
+    normalizer: RewardNormalizer = field(default_factory=RewardNormalizer)
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
@@ -88,7 +90,7 @@ class ModelSource:
         scores = self.model.values(batch.tokens, batch.lengths).gather(1, batch.lengths[:, None] - 1)[:, 0].double()
         if not bool(scores.isfinite().all()):
             require_finite(self.name, scores.tolist(), batch.requests())
-        return scores
+        return self.normalizer(scores)
 
 
 def text_source(source: Source) -> TextSource:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from aligner.config.schema import EngineParallel
@@ -12,13 +13,14 @@ from aligner.data.collectives import gather_samples
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
 from aligner.rollout.services import PendingRows, Services
 from aligner.servers.client import RemoteFuture
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples; scores [B] and values [B, S] arrive while other work goes on."""
+    """A step's samples, each prompt's in a row; scores [B] and values [B, S] arrive while other work goes on."""
 
     prompts: list[Prompt]
     """One a sample."""
@@ -26,6 +28,31 @@ class Rollout:
     batch: SampleBatch
     scores: PendingRows
     values: PendingRows
+    """Of no rows without a critic."""
+    all_scores: PendingRows
+    """Of everything that was generated for these samples, what dynamic sampling left out included."""
+
+    def select(self, rows: Tensor) -> Rollout:
+        """Some of the samples (int64 [N]), in that order."""
+        chosen = rows.tolist()
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in chosen],
+            samples=[self.samples[row] for row in chosen],
+            batch=self.batch.select(rows),
+            scores=self.scores.select(rows),
+            values=self.values.select(rows),
+        )
+
+
+@dataclass
+class _Asked:
+    """What has been generated so far, with the scores and values that were asked for."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    scores: list[RemoteFuture[Tensor]] = field(default_factory=list)
+    values: list[RemoteFuture[Tensor]] = field(default_factory=list)
 
 
 class Rollouts:
@@ -45,39 +72,75 @@ class Rollouts:
         rank: int,
         options: SamplingOptions,
         pad_token_id: int,
+        *,
         engine_sleeps: bool = False,
+        dynamic_sampling_rounds: int = 0,
     ) -> None:
-        """With `engine_sleeps` the engine drops its memory once it has generated a step's samples."""
+        """With `engine_sleeps` the engine drops its memory once it has generated a step's samples.
+
+        With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
+        most so many rounds (DAPO: Yu et al. 2025, section 3.2).
+        """
         self._prompts, self._engine, self._services = prompts, engine, services
         self._settings, self._layout, self._options = settings, layout, options
         self._replica = rank // layout.tensor
         self._pad_token_id, self._engine_sleeps = pad_token_id, engine_sleeps
+        self._rounds = dynamic_sampling_rounds
+        self.position = 0
+        """Prompts taken from the stream so far: what a resumed run sets."""
 
-    def take(self, step: int) -> Rollout:
-        """The samples of a training step, each prompt's in a row, equal on every rank. Collective."""
-        settings = self._settings
-        prompts = self._prompts.take(step, settings.prompts_per_step)
-        size = settings.prompts_per_step // settings.micro_batches
-        samples: list[Sample] = []
-        scores: list[RemoteFuture[Tensor]] = []
-        values: list[RemoteFuture[Tensor]] = []
-        for start in range(0, settings.prompts_per_step, size):
-            part = self._generate(prompts[start : start + size])
-            batch = collate(part, self._pad_token_id)
-            of_prompts = prompts[start : start + size]
-            metadata = [prompt.metadata for prompt in of_prompts for _ in range(settings.samples_per_prompt)]
-            asked = self._services.ask(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
-            scores += asked[0]
-            values += asked[1]
-            samples += part
+    def take(self) -> Rollout:
+        """The samples of the next training step, equal on every rank. Collective.
+
+        Raises AlignerError when dynamic sampling does not find enough prompts.
+        """
+        asked = _Asked()
+        self._ask(asked, self._settings.prompts_per_step)
+        rows = self._informative(asked) if self._rounds else None
         if self._engine_sleeps:
             self._engine.sleep(keep_weights=False)  # new ones come before the next step
+        kept = range(len(asked.samples)) if rows is None else rows.tolist()
+        samples = [asked.samples[row] for row in kept]
         return Rollout(
-            prompts=[prompt for prompt in prompts for _ in range(settings.samples_per_prompt)],
+            prompts=[asked.prompts[row] for row in kept],
             samples=samples,
             batch=collate(samples, self._pad_token_id),
-            scores=PendingRows(tuple(scores)),
-            values=PendingRows(tuple(values)),
+            scores=PendingRows(tuple(asked.scores), rows),
+            values=PendingRows(tuple(asked.values), rows),
+            all_scores=PendingRows(tuple(asked.scores)),
+        )
+
+    def _ask(self, asked: _Asked, count: int) -> None:
+        """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
+        settings = self._settings
+        size = settings.prompts_per_step // settings.micro_batches
+        for _ in range(0, count, size):
+            prompts = self._prompts.take(self.position, size)
+            self.position += size
+            samples = self._generate(prompts)
+            batch = collate(samples, self._pad_token_id)
+            of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
+            metadata = [prompt.metadata for prompt in of_samples]
+            scores, values = self._services.ask(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            asked.prompts += of_samples
+            asked.samples += samples
+            asked.scores += scores
+            asked.values += values
+
+    def _informative(self, asked: _Asked) -> Tensor:
+        """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
+        wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
+        for rounds in range(self._rounds + 1):
+            rows = informative(PendingRows(tuple(asked.scores)).result(), each)
+            found = len(rows) // each
+            if found >= wanted:
+                return rows[: wanted * each]
+            if rounds < self._rounds:
+                self._ask(asked, wanted - found)
+        raise AlignerError(
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(asked.samples) // each} prompts only {found} have"
+            f" samples with different scores, and a step takes {wanted}; allow more rounds, draw more samples a prompt"
+            f" (rollout.samples_per_prompt={each}), or choose prompts that are neither solved nor out of reach"
         )
 
     def close(self) -> None:
@@ -92,3 +155,10 @@ class Rollouts:
         mine = requests[self._replica * share : (self._replica + 1) * share]
         speakers = [replica * self._layout.tensor for replica in range(self._layout.data)]
         return gather_samples(self._engine.generate(mine, self._options), speakers)
+
+
+def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
+    """Rows, int64 [N], of the prompts whose scores [B] are not all equal."""
+    groups = scores.view(-1, samples_per_prompt)
+    rows = torch.arange(len(scores)).view(-1, samples_per_prompt)
+    return rows[groups.amax(1) > groups.amin(1)].flatten()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,11 @@ class PendingRows:
     """Answers under way about parts of a batch, in row order; only rank 0 holds futures."""
 
     futures: tuple[RemoteFuture[Tensor], ...]
+    chosen: Tensor | None = None
+    """int64 [B]: which of the rows are wanted, all where None"""
 
     def result(self, width: int | None = None) -> Tensor:
-        """Wait, and give every rank the rows: [B], or [B, width] zero-padded on the right. Collective.
+        """Wait, and give every rank the rows: [B], or [B, width], cut or zero-padded on the right. Collective.
 
         Raises the server's error on every rank.
         """
@@ -49,7 +51,11 @@ class PendingRows:
         rows = torch.empty(header["shape"]) if rows is None else rows.contiguous()
         if is_distributed():
             dist.broadcast(rows, 0)
-        return rows
+        return rows if self.chosen is None else rows[self.chosen]
+
+    def select(self, rows: Tensor) -> PendingRows:
+        """Some of these rows (int64 [N]), in that order."""
+        return replace(self, chosen=rows if self.chosen is None else self.chosen[rows])
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,10 @@ class PendingUpdates:
 
 
 class Services:
-    """The servers. Rank 0 is given clients, the others None; without a reward client the critic serves the reward too."""
+    """The servers. Rank 0 is given clients, of those that the run has, and the other ranks None.
+
+    Without a reward client the critic serves the reward too.
+    """
 
     def __init__(self, critic: CriticClient | None, reward: RewardClient | None) -> None:
         self._critic, self._reward = critic, reward
@@ -92,15 +101,14 @@ class Services:
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]],
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
-        """Ask for the scores [B] and the values [B, S] of some rows; float32."""
-        if self._critic is None:
-            return (), ()
-        if self._reward is None:
-            values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
-        else:
+        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32."""
+        if self._reward is not None:
             scores = self._reward.score(tokens, lengths, prompt_lengths, metadata)
-            values = self._critic.values(tokens, lengths)
-        return (scores,), (values,)
+            return (scores,), () if self._critic is None else (self._critic.values(tokens, lengths),)
+        if self._critic is not None:
+            values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
+            return (scores,), (values,)
+        return (), ()
 
     def train_critic(self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PendingUpdates:
         """Ask for one optimizer step on each (tokens, returns, old values, mask), in order."""
@@ -108,10 +116,11 @@ class Services:
             return PendingUpdates(())
         return PendingUpdates(tuple(self._critic.train(*batch) for batch in batches))
 
-    def begin_critic_checkpoint(self, step: int) -> CriticState:
-        """Have the critic begin to save itself as part of the run's checkpoint `step`. Collective."""
+    def begin_critic_checkpoint(self, step: int) -> CriticState | None:
+        """Have the critic, if there is one, begin to save itself as part of the run's checkpoint `step`. Collective."""
         critic = self._critic
-        return CriticState(**_together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step))))
+        state = _together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
+        return None if state is None else CriticState(**state)
 
     def finish_critic_checkpoint(self) -> None:
         """Return when the critic's part of the checkpoint is complete. Collective."""

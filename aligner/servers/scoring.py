@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from aligner.config import reward_sources
+from aligner.config.normalization import read_normalization
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
 from aligner.rewards.scorers import ScoringRequest
+from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.servers.backend import ValueModel
 from aligner.servers.commands import Handler, RowJoin, joined_by
@@ -117,7 +119,8 @@ def build_scoring(config: Config, build_model: BuildModel) -> Scoring:
     for source in reward_sources.reward_sources(config.reward):
         if isinstance(source, reward_sources.ModelSource):
             model = build_model(Path(source.path))
-            parts.append((source, ModelSource(source.name, model)))
+            normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
+            parts.append((source, ModelSource(source.name, model, normalizer)))
             limits = narrower(limits, model_limits(config, Path(source.path), model.vocab_size))
         else:
             parts.append((source, text_source(source)))

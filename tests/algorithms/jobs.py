@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.ppo import TruncatedImportance, ppo_loss
+from aligner.algorithms.losses import Stats
+from aligner.algorithms.online_algorithm import clipped_surrogate
+from aligner.config.schema import Algorithm
 from aligner.data.types import Experience
 from aligner.megatron import world as worlds
 from tests.megatron.jobs import make_experience, policy
 
-LOSS = functools.partial(ppo_loss, clip_low=0.2, clip_high=0.2, truncated_importance_cap=1.5)
+
+def corrected_loss(
+    logprobs: Tensor, entropy: Tensor, rows: Experience, denominator: float, *, level: str
+) -> tuple[Tensor, Stats]:
+    settings = Algorithm(truncated_importance=level, truncated_importance_cap=1.5)
+    return clipped_surrogate(logprobs, rows, settings=settings, weights=None, denominator=denominator)
 
 
 def stale_experience(vocab_size: int) -> Experience:
@@ -24,11 +31,11 @@ def stale_experience(vocab_size: int) -> Experience:
     return dataclasses.replace(experience, engine_logprobs=experience.old_logprobs + 0.3 * noise)
 
 
-def corrected_update(directory: str, layout: dict[str, Any], level: TruncatedImportance) -> tuple[Tensor, dict[str, float]]:
+def corrected_update(directory: str, layout: dict[str, Any], level: str) -> tuple[Tensor, dict[str, float]]:
     """The policy's log-probs, and the statistics of an update of it."""
     actor = policy(directory, layout)
     experience = stale_experience(actor.runner.shape.vocab_size)
     logprobs = actor.logprobs(experience.tokens, experience.lengths)
-    stats = actor.train(experience, functools.partial(LOSS, truncated_importance=level))
+    stats = actor.train(experience, functools.partial(corrected_loss, level=level))
     worlds.shutdown()
     return logprobs, stats

@@ -1,17 +1,18 @@
-"""Truncated importance sampling, against numbers worked out by hand and against the formulas in plain Python."""
+"""Importance weights of the behavior policy, against numbers worked out by hand and against the formulas in plain Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, tensor
 
 from aligner.algorithms.losses import policy_loss
-from aligner.algorithms.ppo import ppo_loss
-from aligner.algorithms.trainer_setup import build_loss, build_options
+from aligner.algorithms.online_algorithm import build_objective
+from aligner.algorithms.trainer_setup import build_options
 from aligner.config.families import read_config
 from aligner.config.schema import Algorithm, Parallel, Rollout
 from aligner.data.types import Experience
@@ -39,23 +40,34 @@ TERMS = (-1.1, -2.4, 0.8)
 
 
 @pytest.mark.parametrize(
-    ("cap", "level", "weights", "truncated"),
+    ("cap", "level", "above", "weights", "truncated"),
     [
-        (None, "token", (2.0, 0.8, 4.0), 0.0),
-        (3.0, "token", (2.0, 0.8, 3.0), 1 / 3),
-        (None, "sequence", (6.4, 6.4, 6.4), 0.0),
-        (3.0, "sequence", (3.0, 3.0, 3.0), 1.0),
-        (10.0, "sequence", (6.4, 6.4, 6.4), 0.0),
+        (None, "token", "truncate", (2.0, 0.8, 4.0), 0.0),
+        (3.0, "token", "truncate", (2.0, 0.8, 3.0), 1 / 3),
+        (3.0, "token", "drop", (2.0, 0.8, 0.0), 1 / 3),
+        (None, "sequence", "truncate", (6.4, 6.4, 6.4), 0.0),
+        (3.0, "sequence", "truncate", (3.0, 3.0, 3.0), 1.0),
+        (3.0, "sequence", "drop", (0.0, 0.0, 0.0), 1.0),
+        (10.0, "sequence", "drop", (6.4, 6.4, 6.4), 0.0),
     ],
 )
-def test_each_term_is_weighed_by_the_truncated_ratio_of_trainer_to_engine(cap, level, weights, truncated):
+def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(cap, level, above, weights, truncated):
     new = NEW.clone().requires_grad_()
     loss, stats = policy_loss(
-        new, BEHAVIOR, ADVANTAGES, ALL, proximal_logprobs=PROXIMAL, behavior_weight_cap=cap, behavior_level=level
+        new,
+        BEHAVIOR,
+        ADVANTAGES,
+        ALL,
+        proximal_logprobs=PROXIMAL,
+        behavior_weight_cap=cap,
+        behavior_level=level,
+        above_behavior_cap=above,
     )
     assert loss.item() == pytest.approx(sum(w * term for w, term in zip(weights, TERMS, strict=True)) / 3)
     assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / 3)
     assert float(stats["importance_truncated"]) == pytest.approx(truncated)
+    ratios = (2.0, 0.8, 4.0)
+    assert float(stats["behavior_kl"]) == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 3)
     # Of r = exp(new - proximal) alone, and only where it is not clipped: d(-w·r·A)/d(new) = -w·r·A.
     (gradient,) = torch.autograd.grad(loss, new)
     torch.testing.assert_close(gradient, tensor([[-weights[0] * 1.1 / 3, 0.0, 0.0]]))
@@ -97,6 +109,7 @@ def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
             proximal_logprobs=proximal[rows],
             behavior_weight_cap=1.5,
             behavior_level=level,
+            above_behavior_cap="truncate",
             denominator=denominator,
         )
 
@@ -143,6 +156,12 @@ def test_what_is_outside_the_mask_enters_no_weight(level):
     assert torch.isfinite(gradient).all() and not gradient[:, 3:].any()
 
 
+def test_weights_above_the_cap_drop_out_of_the_loss_unless_asked_otherwise():
+    settings = {"proximal_logprobs": PROXIMAL, "behavior_weight_cap": 3.0}
+    loss, _ = policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, **settings)
+    assert loss.item() == pytest.approx((-2.2 - 1.92) / 3)
+
+
 def test_a_cap_without_a_proximal_policy_is_refused():
     with pytest.raises(ValueError, match=r"behavior_weight_cap=2\.0 has nothing to cap"):
         policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, behavior_weight_cap=2.0)
@@ -163,14 +182,18 @@ EXPERIENCE = Experience(
 )
 
 
+def objective(**keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = build_objective(Algorithm(**keys), samples_per_prompt=1)
+    return loss(NEW, EXPERIENCE, weights=None, denominator=3.0, kl_coefficient=0.0)
+
+
 def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proximal():
-    clip = {"clip_low": 0.2, "clip_high": 0.2}
-    plain, stats = ppo_loss(NEW, EXPERIENCE, 3.0, **clip)
+    plain, stats = objective()
     assert float(plain) == pytest.approx(sum(TERMS) / 3)
     assert "importance_mean" not in stats
-    loss, _ = ppo_loss(NEW, EXPERIENCE, 3.0, **clip, truncated_importance="token", truncated_importance_cap=3.0)
+    loss, _ = objective(truncated_importance="token", truncated_importance_cap=3.0)
     assert float(loss) == pytest.approx((-2.2 - 1.92 + 2.4) / 3)
-    loss, _ = ppo_loss(NEW, EXPERIENCE, 3.0, **clip, truncated_importance="sequence", truncated_importance_cap=3.0)
+    loss, _ = objective(truncated_importance="sequence", truncated_importance_cap=3.0)
     assert float(loss) == pytest.approx(sum(TERMS))
 
 
@@ -180,16 +203,18 @@ def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over
     experience = jobs.stale_experience(72)
     for layout in ({}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}):
         for logprobs, stats in pool.run(jobs.corrected_update, Parallel(**layout).ranks, str(directory), layout, level):
-            _, expected = jobs.LOSS(logprobs, experience, float(experience.mask.sum()), truncated_importance=level)
+            tokens = float(experience.mask.sum())
+            _, expected = jobs.corrected_loss(logprobs, torch.zeros_like(logprobs), experience, tokens, level=level)
             assert 0 < expected["importance_truncated"] < 1
             for name, value in expected.items():
                 assert stats[name] == pytest.approx(value.item(), rel=1e-4), name
 
 
 def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
-    algorithm = Algorithm(truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3)
-    loss, _ = build_loss(algorithm)(NEW, EXPERIENCE, 3.0)
+    loss, _ = objective(truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3)
     assert float(loss) == pytest.approx(4 * (-1.1 - 2.5 + 0.8) / 3)
+    loss, _ = objective(truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop")
+    assert float(loss) == pytest.approx((-2.2 - 1.92) / 3)
     settings = Rollout(top_k=7, top_p=0.9, min_response_tokens=3, max_response_tokens=12, temperature=0.5)
     shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
     expected = SamplingOptions(12, min_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(1, 3))

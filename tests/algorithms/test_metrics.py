@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.metrics import experience_metrics, update_metrics
-from aligner.data.types import Experience, Sample
+from aligner.data.types import Experience
 
 
 def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():
@@ -18,8 +18,7 @@ def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_to
     experience = Experience(
         tokens, torch.tensor([6]), mask, engine, trainer, trainer, nothing, nothing, nothing, torch.arange(6.0)[None]
     )
-    sample = Sample(0, 0, tokens[0, :6], 2, torch.zeros(4), torch.zeros(4, dtype=torch.int64), "length")
-    metrics = experience_metrics(experience, torch.zeros(1), [sample])
+    metrics = experience_metrics(experience)
     assert metrics["mismatch/fraction_above_1pct"] == 0.5
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
     assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)

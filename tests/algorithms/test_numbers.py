@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.algorithms.advantages import gae
-from aligner.algorithms.kl import AdaptiveKLController, approximate_kl
-from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.algorithms.advantages import dr_grpo, gae, grpo, rloo
+from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, approximate_kl
+from aligner.algorithms.losses import dpo_loss, pairwise_reward_loss, policy_loss, value_loss
 from aligner.algorithms.whitening import masked_mean, masked_whiten
 
 DIFFERENCES = tensor([-0.3315, -0.0426, 0.6351])
@@ -34,6 +34,52 @@ def test_adaptive_kl_coefficient_follows_the_published_steps():
     assert controller.coefficient == pytest.approx(0.151536, abs=1e-9)
     controller.update(3, 512)
     assert controller.coefficient == pytest.approx(0.14998427, abs=1e-8)
+
+
+def test_fixed_kl_coefficient_stays():
+    controller = FixedKLController(0.15)
+    controller.update(12, 512)
+    assert controller.coefficient == 0.15
+
+
+@pytest.mark.parametrize(("target", "horizon"), [(0.0, 10000), (6.0, 0)])
+def test_adaptive_kl_needs_a_target_and_a_horizon(target, horizon):
+    with pytest.raises(ValueError, match=f"target={target} and horizon={horizon} must be above 0"):
+        AdaptiveKLController(0.15, target, horizon)
+
+
+def test_unknown_kl_estimator_is_refused():
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; known: k1, k2, k3"):
+        approximate_kl(DIFFERENCES, DIFFERENCES, "k4")
+
+
+@pytest.mark.parametrize(("estimator", "size"), [(rloo, 0.66667), (grpo, 0.865875), (dr_grpo, 0.5)])
+def test_grouped_advantages_give_the_published_values(estimator, size):
+    expected = tensor([size, -size, -size, size])
+    torch.testing.assert_close(estimator(tensor([1.0, 0.0, 0.0, 1.0]), 4), expected, atol=1e-5, rtol=0)
+
+
+def test_dual_clip_bounds_what_a_grown_ratio_may_cost():
+    one, ratio = torch.ones(1, 1), tensor([[2.0]], requires_grad=True)
+    plain, _ = policy_loss(ratio, torch.zeros(1, 1), -one, one)
+    assert plain.item() == pytest.approx(math.e**2)
+    bounded, stats = policy_loss(ratio, torch.zeros(1, 1), -one, one, dual_clip=3.0)
+    assert bounded.item() == 3.0 and stats["dual_clip_fraction"] == 1
+    assert torch.autograd.grad(bounded, ratio)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 0.620957), ({"label_smoothing": 0.1}, 0.9 * 0.620957 + 0.1 * 0.770957), ({"kind": "ipo"}, (1.5 - 5.0) ** 2)],
+)
+def test_preference_loss_gives_the_published_value(options, expected):
+    loss = dpo_loss(tensor([-10.0]), tensor([-11.0]), tensor([-12.0]), tensor([-11.5]), beta=0.1, **options)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(None, 0.313262), (0.5, 0.474077)])
+def test_reward_loss_gives_the_logistic_of_the_difference(margin, expected):
+    assert pairwise_reward_loss(tensor([2.0]), tensor([1.0]), margin).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_whitening_without_mean_shift_gives_the_published_values():

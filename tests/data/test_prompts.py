@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from aligner.config.compose import compose_config
 from aligner.config.schema import Data
 from aligner.data.model_directory import prepare_model
-from aligner.data.prompts import PromptStream, PromptText, load_prompts
+from aligner.data.prompts import PromptStream, open_prompts, read_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 
@@ -19,35 +21,36 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def stream(tokenizer, *, seed=1, shuffle=True, limit=16, texts=TEXTS) -> PromptStream:
-    prompts = [PromptText(text, f"data.prompts[{index}]", {"index": index}) for index, text in enumerate(texts)]
-    return PromptStream(prompts, tokenizer, seed=seed, shuffle=shuffle, max_prompt_tokens=limit)
+    return open_prompts(Data(prompts=texts, shuffle=shuffle, max_prompt_tokens=limit), tokenizer, seed)
 
 
 def texts(prompts):
     return [prompt.text for prompt in prompts]
 
 
-def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(tokenizer):
-    prompts = stream(tokenizer).take(2, 3)
+def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(tokenizer, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "index": index}) + "\n" for index, text in enumerate(TEXTS)))
+    prompts = open_prompts(Data(path=str(path)), tokenizer, seed=1).take(6, 3)
     assert [prompt.id for prompt in prompts] == [6, 7, 8]
     for prompt in prompts:
         assert tokenizer.decode(prompt.tokens) == prompt.text == TEXTS[prompt.metadata["index"]]
 
 
-def test_a_step_depends_on_nothing_taken_before(tokenizer):
+def test_what_is_taken_depends_on_nothing_taken_before(tokenizer):
     used = stream(tokenizer)
-    for step in range(4):
-        used.take(step, 3)
-    assert texts(used.take(4, 3)) == texts(stream(tokenizer).take(4, 3))
+    for start in range(0, 12, 3):
+        used.take(start, 3)
+    assert texts(used.take(12, 3)) == texts(stream(tokenizer).take(12, 3))
 
 
 def test_another_cut_of_the_stream_gives_the_same_prompts(tokenizer):
     prompts = stream(tokenizer)
-    assert texts(prompts.take(0, 12)) == [text for step in range(4) for text in texts(prompts.take(step, 3))]
+    assert texts(prompts.take(0, 12)) == [text for start in range(0, 12, 3) for text in texts(prompts.take(start, 3))]
 
 
 def test_every_pass_has_all_prompts_in_an_order_of_its_own(tokenizer):
-    passes = [tuple(texts(stream(tokenizer).take(number, len(TEXTS)))) for number in range(8)]
+    passes = [tuple(texts(stream(tokenizer).take(start, len(TEXTS)))) for start in range(0, 40, 5)]
     assert all(sorted(order) == sorted(TEXTS) for order in passes)
     assert len(set(passes)) > 4
 
@@ -73,7 +76,7 @@ def test_a_prompt_outside_the_vocabulary_is_named_with_its_characters(tokenizer)
 def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "a\\u2028b"}\n')
-    first, second = load_prompts(Data(path=str(path)))
+    first, second = read_prompts(path, "data.path=")
     assert (first.text, dict(first.metadata), first.origin) == ("2+2=", {"answer": "4"}, f"{path}:1")
     assert (second.text, dict(second.metadata)) == ("a\u2028b", {})
 
@@ -81,14 +84,17 @@ def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path):
 def test_txt_has_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("first \nzweité\r\nlast".encode())
-    assert texts(load_prompts(Data(path=str(path)))) == ["first ", "zweité", "last"]
+    assert texts(read_prompts(path, "data.path=")) == ["first ", "zweité", "last"]
 
 
-def test_a_file_comes_before_prompts_in_place(tmp_path):
+def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("from the file\n")
-    assert texts(load_prompts(Data(path=str(path), prompts=["in place"]))) == ["from the file"]
-    assert texts(load_prompts(Data(prompts=["in place"]))) == ["in place"]
+    for data, expected in [
+        (Data(path=str(path), prompts=["in place"]), "from the file"),
+        (Data(prompts=["in place"]), "in place"),
+    ]:
+        assert texts(open_prompts(data, tokenizer, seed=1).take(0, 1)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -109,20 +115,20 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        load_prompts(Data(path=str(path)))
+        read_prompts(path, "data.path=")
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.txt cannot be read"):
-        load_prompts(Data(path=str(tmp_path / "absent.txt")))
+        read_prompts(tmp_path / "absent.txt", "data.path=")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"binary\.txt cannot be read"):
-        load_prompts(Data(path=str(binary)))
+        read_prompts(binary, "data.path=")
 
 
-def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused():
+def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="no prompts"):
-        load_prompts(Data())
+        open_prompts(Data(), tokenizer, seed=1)
     with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: the prompt is empty"):
-        load_prompts(Data(prompts=["a", ""]))
+        open_prompts(Data(prompts=["a", ""]), tokenizer, seed=1)

@@ -45,7 +45,7 @@ def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experienc
     return Experience(tokens, lengths, mask, old, torch.where(mask, old, 0.0), *rest)
 
 
-def loss(logprobs: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
     return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
 
 

@@ -78,7 +78,8 @@ def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:
     stats = []
     for step in range(steps):
         optimizer.zero_grad()
-        value, _ = loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
+        given = logprobs(model, experience.tokens, experience.lengths)
+        value, _ = loss(given, torch.zeros_like(given), experience, float(experience.mask.sum()))
         value.backward()
         if step == 0:
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

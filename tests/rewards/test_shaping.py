@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import tensor
 
-from aligner.rewards.shaping import penalized_rewards
+from aligner.rewards.shaping import (
+    RewardNormalizer,
+    missing_token_penalty,
+    overlong_penalty,
+    penalized_rewards,
+    truncate_at_token,
+)
 
 
 def test_published_numbers_of_the_kl_penalty():
@@ -21,3 +28,71 @@ def test_score_lands_on_the_last_response_token_and_nothing_leaks_through_the_ma
 def test_a_sequence_without_a_response_is_refused():
     with pytest.raises(ValueError, match="no response token"):
         penalized_rewards(torch.zeros(1), torch.zeros(1, 2), 0.1, torch.zeros(1, 2).bool())
+
+
+def test_published_numbers_of_the_overlong_penalty():
+    lengths = tensor([1, 80, 85, 90, 100, 130])
+    expected = tensor([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+    torch.testing.assert_close(overlong_penalty(lengths, max_length=100, buffer=20), expected)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_an_overlong_buffer_that_is_none_is_refused(buffer):
+    with pytest.raises(ValueError, match=f"buffer={buffer} must be within 1 and max_length=100"):
+        overlong_penalty(tensor([5]), max_length=100, buffer=buffer)
+
+
+END, PAD = 7, 0
+
+
+def test_responses_end_with_the_first_such_token_from_a_position_on():
+    tokens = tensor(
+        [
+            [7, 7, 1, 7, 2, 7, 3, 7],  # the prompt's and the early one do not count, the later one stays
+            [7, 7, 7, 1, 2, 3, 4, PAD],  # none from the position on
+            [1, 7, 4, 4, 7, PAD, PAD, PAD],  # exactly there, and last
+        ]
+    )
+    mask = tensor([[0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]]).bool()
+    cut, kept, found = truncate_at_token(tokens, mask, END, after=3, pad_token_id=PAD)
+    assert cut.tolist() == [[7, 7, 1, 7, 2, 7, PAD, PAD], tokens[1].tolist(), tokens[2].tolist()]
+    assert kept.int().tolist() == [[0, 1, 1, 1, 1, 0, 0], mask[1].int().tolist(), mask[2].int().tolist()]
+    assert found.tolist() == [True, False, True]
+    cut, kept, found = truncate_at_token(tokens, mask, END, after=0, pad_token_id=PAD)
+    assert cut[2].tolist() == [1, 7] + [PAD] * 6 and kept.sum(1).tolist() == [2, 1, 1] and found.all()
+
+
+def test_a_negative_position_is_refused():
+    with pytest.raises(ValueError, match="after=-1 is a position in the response"):
+        truncate_at_token(tensor([[1, 2]]), tensor([[True]]), END, after=-1, pad_token_id=PAD)
+
+
+def test_a_response_without_the_token_gets_a_fixed_score():
+    scores, found = tensor([0.5, float("nan"), 2.0]), tensor([True, False, True])
+    assert missing_token_penalty(scores, found).tolist() == [0.5, -1.0, 2.0]
+    assert missing_token_penalty(scores, found, penalty=-3.0).tolist() == [0.5, -3.0, 2.0]
+
+
+def test_published_numbers_of_reward_normalization():
+    rewards = tensor([2.0, 4.0, 6.0, 8.0])
+    normalizer = RewardNormalizer.fit(rewards)
+    assert (normalizer.gain, normalizer.bias) == (pytest.approx(0.44721, abs=1e-5), pytest.approx(-2.23607, abs=1e-5))
+    normalized = normalizer(rewards)
+    assert normalized.mean().item() == pytest.approx(0, abs=1e-6)
+    assert normalized.std(correction=0).item() == pytest.approx(1)
+
+
+def test_normalizations_before_and_after_training_are_one():
+    before = RewardNormalizer.fit(tensor([1.0, 2.0, 6.0]))
+    trained = tensor([0.3, -1.0, 5.0, 2.0])
+    after = RewardNormalizer.fit(before(trained), mean=1.5, std=2.0)
+    together = before.then(after)
+    torch.testing.assert_close(together(trained), after(before(trained)))
+    assert together(trained).mean().item() == pytest.approx(1.5)
+    assert together(trained).std(correction=0).item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("scores", [[], [0.1, 0.1, 0.1], [1.0, float("nan")], [1.0, float("inf")]])
+def test_scores_without_a_deviation_are_refused(scores):
+    with pytest.raises(ValueError, match=r"scores do not differ|not finite"):
+        RewardNormalizer.fit(tensor(scores))

@@ -1,0 +1,93 @@
+"""Losses of pairs of answers, the chosen and the rejected one; every argument is a number a pair, [B].
+
+Each is the mean over its pairs, or their sum over `denominator`, and so are the statistics: with the number of the whole
+batch's pairs as denominator the parts of a batch add up to it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+PreferenceKind = Literal["sigmoid", "ipo"]
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+    kind: PreferenceKind = "sigmoid",
+    denominator: float | None = None,
+) -> Tensor:
+    """Direct preference optimization; log-probabilities of whole answers to a scalar.
+
+    With h = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected), the loss of a pair is
+    sigmoid: -log σ(β·h) (Rafailov et al. 2023, equation 7), or with label_smoothing ε, the probability that a label is the
+    wrong way round, -(1 - ε)·log σ(β·h) - ε·log σ(-β·h) (conservative DPO; Mitchell 2023);
+    ipo: (h - 1/(2β))² (Azar et al. 2023, equation 17).
+    Raises ValueError for another kind, a beta of 0 or less, and a smoothing that is not within 0 and 0.5 or that ipo gets.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta={beta} must be above 0")
+    if not 0 <= label_smoothing <= 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must be within 0 and 0.5: above it the labels are turned round")
+    preference = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected)
+    if kind == "sigmoid":
+        scaled = beta * preference
+        return _mean(-(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled), denominator)
+    if kind == "ipo":
+        if label_smoothing:
+            raise ValueError(f"label_smoothing={label_smoothing} is for kind='sigmoid': kind='ipo' has no smoothed form")
+        return _mean((preference - 1 / (2 * beta)).square(), denominator)
+    raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
+
+
+@torch.no_grad()
+def dpo_stats(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    beta: float,
+    denominator: float | None = None,
+) -> dict[str, Tensor]:
+    """What `dpo_loss` has made of its pairs, by the implicit reward β·(policy - reference) (Rafailov et al. 2023, section 4).
+
+    `chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy` (pairs whose margin is above 0).
+    """
+    chosen = beta * (policy_chosen - reference_chosen)
+    rejected = beta * (policy_rejected - reference_rejected)
+    return pairwise_reward_stats(chosen, rejected, denominator)
+
+
+def pairwise_reward_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None, denominator: float | None = None
+) -> Tensor:
+    """-log σ(chosen - rejected - margin) of the rewards of each pair, to a scalar; margin [B], a number or none.
+
+    Bradley and Terry 1952; the margin as in Touvron et al. 2023, "Llama 2", section 3.2.2.
+    """
+    difference = chosen - rejected
+    return _mean(-logsigmoid(difference if margin is None else difference - margin), denominator)
+
+
+@torch.no_grad()
+def pairwise_reward_stats(chosen: Tensor, rejected: Tensor, denominator: float | None = None) -> dict[str, Tensor]:
+    """`chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy` (margins above 0)."""
+    margin = chosen - rejected
+    return {
+        "chosen_reward": _mean(chosen, denominator),
+        "rejected_reward": _mean(rejected, denominator),
+        "margin": _mean(margin, denominator),
+        "accuracy": _mean((margin > 0).to(margin.dtype), denominator),
+    }
+
+
+def _mean(values: Tensor, denominator: float | None) -> Tensor:
+    return values.sum() / (max(values.numel(), 1) if denominator is None else denominator)

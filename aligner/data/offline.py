@@ -1,0 +1,109 @@
+"""Streams of demonstrations, preferences and labeled steps, for the trainers that learn from data alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import Data
+from aligner.data.conversations import exchange, prompt_text
+from aligner.data.examples import Demonstration, LabeledSteps, Preference
+from aligner.data.prompts import tokenize_text
+from aligner.data.records import BadRecord, Record, first_record, read_examples
+from aligner.data.streams import ExampleStream
+from aligner.data.tokenizer import Tokenizer
+
+Example = TypeVar("Example")
+
+
+def open_demonstrations(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
+    """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
+
+    All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
+    to be skipped, a record that is not as it must be or too long, with its place.
+    """
+    return _open(data, tokenizer, seed, lambda record: _demonstration(record, "response", tokenizer, data))
+
+
+def open_preferences(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
+    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`.
+
+    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
+    """
+    return _open(data, tokenizer, seed, lambda record: _preference(record, tokenizer, data))
+
+
+def open_labeled_steps(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
+    """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and their `labels`, 0 or 1.
+
+    Raises as `open_demonstrations` does.
+    """
+    return _open(data, tokenizer, seed, lambda record: _labeled_steps(record, tokenizer, data))
+
+
+def has_steps(data: Data) -> bool:
+    """Whether the records are labeled steps rather than preferences: whether the first one has `steps`."""
+    return "steps" in first_record(data).values
+
+
+def _open(data: Data, tokenizer: Tokenizer, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
+    sources, weights, notices = read_examples(data, parse)
+    return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+
+
+def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data) -> Demonstration:
+    prompt, response = exchange(record, answer, tokenizer)
+    prompt_tokens = _prompt_tokens(record, prompt, tokenizer, data)
+    limit = data.max_response_tokens
+    tokens = tokenize_text(response, answer, record.origin, tokenizer, limit, f"data.max_response_tokens={limit}", ended=True)
+    return Demonstration(torch.cat([prompt_tokens, tokens]), prompt_tokens.numel())
+
+
+def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: Data) -> Tensor:
+    limit = data.max_prompt_tokens
+    return tokenize_text(text, "prompt", record.origin, tokenizer, limit, f"data.max_prompt_tokens={limit}")
+
+
+def _preference(record: Record, tokenizer: Tokenizer, data: Data) -> Preference:
+    chosen = _demonstration(record, "chosen", tokenizer, data)
+    rejected = _demonstration(record, "rejected", tokenizer, data)
+    length = chosen.prompt_length
+    if not torch.equal(chosen.tokens[:length], rejected.tokens[: rejected.prompt_length]):
+        raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
+    if torch.equal(chosen.tokens, rejected.tokens):
+        raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")
+    return Preference(chosen, rejected, _margin(record))
+
+
+def _margin(record: Record) -> float | None:
+    margin = record.values.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
+        raise BadRecord(f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0")
+    return float(margin)
+
+
+def _labeled_steps(record: Record, tokenizer: Tokenizer, data: Data) -> LabeledSteps:
+    steps, labels = record.items("steps"), record.items("labels")
+    if len(steps) != len(labels):
+        raise BadRecord(f"{record.origin}: {len(steps)} steps, but {len(labels)} labels")
+    for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        if not isinstance(step, str) or not step.strip():
+            raise BadRecord(f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one")
+        if label not in (0, 1):
+            raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
+    tokens = [_prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)]
+    limit = data.max_response_tokens
+    allowed = f"data.max_response_tokens={limit}, which all steps share"
+    for index, step in enumerate(steps):
+        tokens.append(tokenize_text(step, f"steps[{index}]", record.origin, tokenizer, limit, allowed))
+        limit -= tokens[-1].numel()
+    lengths = torch.tensor([part.numel() for part in tokens])
+    return LabeledSteps(
+        torch.cat(tokens), int(lengths[0]), lengths.cumsum(0)[1:] - 1, torch.tensor(labels, dtype=torch.float32)
+    )

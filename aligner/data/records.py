@@ -1,0 +1,199 @@
+"""Records as files have them, and what becomes of the bad ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aligner.config.data_sources import DataSource, data_sources, is_dataset
+from aligner.config.schema import Data
+from aligner.errors import ConfigError
+
+Example = TypeVar("Example")
+_SUFFIXES = ("jsonl", "txt")
+
+
+class BadRecord(ConfigError):
+    """A record is not as it must be; says where it was read, and which field is wrong."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A record before it is parsed."""
+
+    content: str | Mapping[str, Any]
+    """A JSON object's text, or the fields themselves."""
+    origin: str
+    """Where it was read, for messages: FILE:LINE, or DIRECTORY[INDEX]."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Fields by their names, which are ours."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+    def text(self, name: str) -> str:
+        """A field that must be a text, and not an empty one."""
+        value = self._value(name, str, "a text")
+        if not value.strip():
+            raise BadRecord(f"{self.origin}: the {name} is empty")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        """A field that must be a list, and not an empty one."""
+        value = self._value(name, list, "a list")
+        if not value:
+            raise BadRecord(f"{self.origin}: `{name}` is an empty list")
+        return value
+
+    def _value(self, name: str, kind: type, wanted: str) -> Any:
+        if name not in self.values:
+            raise missing(self.origin, name, f" with {wanted}", self.values)
+        value = self.values[name]
+        if not isinstance(value, kind):
+            raise BadRecord(f"{self.origin}: needs a `{name}` key with {wanted}, not {type(value).__name__}")
+        return value
+
+
+def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> BadRecord:
+    """That a record has no field of a name."""
+    return BadRecord(f"{origin}: needs a `{name}` key{wanted}; it has {', '.join(values) or 'no keys'}")
+
+
+def read_examples(data: Data, parse: Callable[[Record], Example]) -> tuple[list[list[Example]], list[float], list[str]]:
+    """Each source's examples, the sources' weights, and notices for a person, a line each.
+
+    `parse` raises BadRecord for a record that it cannot use: an error, or left out and noticed with
+    `data.skip_bad_records`. Raises ConfigError for a source that cannot be read or has nothing to use.
+    """
+    sources = data_sources(data)
+    if not sources:
+        lines = [Line({"prompt": text}, f"data.prompts[{index}]") for index, text in enumerate(data.prompts)]
+        examples, notices = convert(lines, lambda line: parse(parse_line(line)), "data.prompts", skip=data.skip_bad_records)
+        return [examples], [1.0], notices
+    loaded: list[list[Example]] = []
+    notices = []
+    for source in sources:
+        lines = read_lines(source.path, f"{source.key}.path=")
+        examples, noticed = convert(lines, _parser(source, parse), source.given_as, skip=data.skip_bad_records)
+        loaded.append(examples)
+        notices += noticed
+    return loaded, [source.weight for source in sources], notices
+
+
+def first_record(data: Data) -> Record:
+    """The first record that is a JSON object, to see what kind they are. Raises ConfigError as `read_examples` does."""
+    source = data_sources(data)[0]
+    parse = _parser(source, lambda record: record)
+    for line in read_lines(source.path, f"{source.key}.path="):
+        try:
+            return parse(line)
+        except BadRecord:
+            if not data.skip_bad_records:
+                raise
+    raise ConfigError(f"{source.given_as}: no record can be read")
+
+
+def _parser(source: DataSource, parse: Callable[[Record], Example]) -> Callable[[Line], Example]:
+    return lambda line: parse(_renamed(parse_line(line), source))
+
+
+def convert(
+    lines: Iterable[Line], parse: Callable[[Line], Example], what: str, *, skip: bool
+) -> tuple[list[Example], list[str]]:
+    """What becomes of the lines, and a notice if any was left out.
+
+    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`. Raises ConfigError where all
+    were; `what` is where the lines are from.
+    """
+    kept: list[Example] = []
+    bad: list[BadRecord] = []
+    for line in lines:
+        try:
+            kept.append(parse(line))
+        except BadRecord as error:
+            if not skip:
+                raise
+            bad.append(error)
+    if not bad:
+        return kept, []
+    notice = f"{what}: skipped {len(bad)} of {len(bad) + len(kept)} records; the first: {bad[0]}"
+    if not kept:
+        raise ConfigError(notice)
+    return kept, [notice]
+
+
+def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
+    """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory.
+
+    `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the path was
+    given with, for messages. Raises ConfigError for what cannot be read or is empty.
+    """
+    if path.is_dir():
+        return list(_dataset_lines(path, key))
+    standard_input = str(path) == "-"
+    kind = kind or ("txt" if standard_input else path.suffix.removeprefix("."))
+    if kind not in _SUFFIXES:
+        allowed = ", ".join(f".{suffix}" for suffix in _SUFFIXES)
+        raise ConfigError(f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {allowed}")
+    try:
+        content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
+        lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
+    if lines == [""]:
+        raise ConfigError(f"{key}{path}: the file is empty")
+    name = "standard input" if standard_input else str(path)
+    return [
+        Line({"prompt": line} if kind == "txt" else line, f"{name}:{number}") for number, line in enumerate(lines, start=1)
+    ]
+
+
+def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
+    if not is_dataset(path):
+        raise ConfigError(f"{key}{path}: a directory, but not one data set, or split, that Hugging Face datasets saved")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}{path}: reading it needs the datasets package; install the datasets extra, pip install 'aligner[datasets]':"
+            f" {error}"
+        ) from error
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
+    if not len(dataset):
+        raise ConfigError(f"{key}{path}: the data set is empty")
+    for index, values in enumerate(dataset):
+        # Every record of a data set has every field; those that one lacks are null.
+        yield Line({name: value for name, value in values.items() if value is not None}, f"{path}[{index}]")
+
+
+def parse_line(line: Line) -> Record:
+    """A line's fields. Raises BadRecord for one that is no JSON object."""
+    if not isinstance(line.content, str):
+        return Record(line.content, line.origin)
+    try:
+        values = json.loads(line.content)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"{line.origin}: not a JSON object: {error}") from error
+    if not isinstance(values, dict):
+        raise BadRecord(f"{line.origin}: not a JSON object but {type(values).__name__}")
+    return Record(values, line.origin)
+
+
+def _renamed(record: Record, source: DataSource) -> Record:
+    """A record under our names for its fields."""
+    values = {name: value for name, value in record.values.items() if name not in source.fields.values()}
+    for ours, theirs in source.fields.items():
+        if theirs not in record.values:
+            raise missing(record.origin, theirs, f" for `{ours}` (fields)", record.values)
+        values[ours] = record.values[theirs]
+    return Record(values, record.origin)

@@ -1,0 +1,104 @@
+"""Endless, shuffled, mixed streams of examples that need no state but a position."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from aligner.errors import ConfigError
+
+Example = TypeVar("Example")
+
+
+class ExampleStream(Generic[Example]):
+    """Examples of one or more sources, each source one pass after another, in an order of its own when shuffled.
+
+    What it yields is a pure function of (examples, weights, seed, position), so a resumed run needs no state but its step.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Example]],
+        weights: Sequence[float] | None = None,
+        *,
+        seed: int,
+        shuffle: bool,
+        notices: Sequence[str] = (),
+    ) -> None:
+        """`weights` are the sources' shares, above 0 and not necessarily of sum 1; equal ones where None.
+
+        `notices` are what a person should know about the examples, a line each. Raises ConfigError without an example.
+        """
+        if not sources or not all(sources):
+            raise ConfigError("there are no examples")
+        self._sources = sources
+        self._weights = [Fraction(str(weight)) for weight in weights or [1] * len(sources)]
+        self._seed, self._shuffle = seed, shuffle
+        self._order = lru_cache(maxsize=2 * len(sources))(self._pass_order)
+        self.notices = tuple(notices)
+
+    def __len__(self) -> int:
+        """How many examples the sources have together."""
+        return sum(map(len, self._sources))
+
+    def hold_out(self, count: int) -> tuple[ExampleStream[Example], list[Example]]:
+        """A stream without the last `count` examples of each source, and those; ConfigError where a source has no more."""
+        if count == 0:
+            return self, []
+        for number, source in enumerate(self._sources, start=1):
+            if len(source) <= count:
+                which = f"source {number} of {len(self._sources)} has" if len(self._sources) > 1 else "there are"
+                raise ConfigError(f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that some are left")
+        kept = [source[:-count] for source in self._sources]
+        held_out = [example for source in self._sources for example in source[-count:]]
+        weights = [float(weight) for weight in self._weights]
+        rest = ExampleStream(kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices)
+        return rest, held_out
+
+    def take(self, start: int, count: int) -> list[Example]:
+        """The `count` examples at positions `start` and up."""
+        taken = []
+        for source, index in _places(self._weights, start, count):
+            examples = self._sources[source]
+            number, place = divmod(index, len(examples))
+            taken.append(examples[int(self._order(source, number)[place])])
+        return taken
+
+    def _pass_order(self, source: int, number: int) -> np.ndarray:
+        """int64 [N]: which of a source's examples comes when in a pass."""
+        size = len(self._sources[source])
+        if not self._shuffle:
+            return np.arange(size)
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, number, source]))
+        return np.random.Generator(bits).permutation(size)
+
+
+def _places(weights: Sequence[Fraction], start: int, count: int) -> Iterator[tuple[int, int]]:
+    """(source, how many of it came before) at positions `start` to `start + count` of an endless interleaving.
+
+    Sainte-Laguë's divisor method: item k of a source is due at (k + 1/2) / share, and items come in the order in which
+    they are due. Shares are met exactly in the long run and about as nearly as whole numbers can in every stretch, so
+    that small steps are mixed alike; a draw at each position would scatter them.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    # Before time t, ceil(share * t - 1/2) items of a source are due: fewer than t + len(shares) / 2 of all sources, and
+    # no less than t - len(shares) / 2. Starting so early skips at most one item a source.
+    time = max(Fraction(0), start - Fraction(len(shares), 2))
+    counts = [max(0, math.ceil(share * time - Fraction(1, 2))) for share in shares]
+    due = [
+        ((taken + Fraction(1, 2)) / share, source) for source, (taken, share) in enumerate(zip(counts, shares, strict=True))
+    ]
+    heapq.heapify(due)
+    for position in range(sum(counts), start + count):
+        _, source = due[0]
+        if position >= start:
+            yield source, counts[source]
+        counts[source] += 1
+        heapq.heapreplace(due, ((counts[source] + Fraction(1, 2)) / shares[source], source))

@@ -1,0 +1,121 @@
+"""Rules that tell whether a response is right, from what the data says about its prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from aligner.errors import AlignerError
+from aligner.rewards.math_checker import MathChecker
+
+Rule = Callable[[str, Mapping[str, Any]], bool]
+"""Whether a response is right, by its prompt's metadata. Raises Unverifiable."""
+
+# Commas within a number, once those between thousands are gone, end it.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:\.\d+)?|\.\d+)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")
+
+
+class Unverifiable(AlignerError):
+    """A prompt's metadata does not say what to compare a response with."""
+
+
+def exact_match(response: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the response is the `answer`, letter by letter, but for space around either."""
+    return response.strip() == _answer(metadata).strip()
+
+
+def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether `final_number` of the response and of the `answer`, which may be a whole solution, are equal."""
+    answer = _answer(metadata)
+    expected = final_number(answer)
+    if expected is None:
+        raise Unverifiable(f"the answer {answer!r} has no number")
+    return final_number(response) == expected
+
+
+def final_number(text: str) -> Decimal | None:
+    r"""The number that a solution ends with: the first after the last `####`, else in the last `\boxed{}`, else the last.
+
+    Thousands separators, `$`, `%` and trailing zeros make no difference. None where there is none.
+    """
+    if "####" in text:
+        numbers = _numbers(text.rpartition("####")[2])
+        return numbers[0] if numbers else None
+    boxed = _last_boxed(text)
+    numbers = _numbers(text if boxed is None else boxed)
+    return numbers[-1] if numbers else None
+
+
+def _numbers(text: str) -> list[Decimal]:
+    plain = _THOUSANDS.sub("", text.replace("\\$", "").replace("$", "").replace("\u2212", "-"))
+    return [Decimal(number) for number in _NUMBER.findall(plain)]
+
+
+def _last_boxed(text: str) -> str | None:
+    _, found, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for place, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:place]
+    return rest if found else None
+
+
+def math(response: str, metadata: Mapping[str, Any]) -> bool:
+    r"""Whether the response's last mathematical expression and the `answer` are equal, as math-verify finds.
+
+    Either is LaTeX, plain, in `$…$` or in `\boxed{}`. A response that takes too long to check is not right.
+    """
+    answer = _answer(metadata)
+    equal = _math_checker().equal(answer, response)
+    if equal is None:
+        raise Unverifiable(f"math-verify finds no expression in the answer {answer!r}")
+    return equal
+
+
+@lru_cache(maxsize=1)
+def _math_checker() -> MathChecker:
+    return MathChecker()
+
+
+def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the whole response matches the regular expression `format`, in which `.` is any character, line ends too."""
+    pattern = _entry(metadata, "format", str, "a regular expression")
+    try:
+        return re.fullmatch(pattern, response, re.DOTALL) is not None
+    except re.error as error:
+        raise Unverifiable(f"its `format` {pattern!r} is no regular expression: {error}") from error
+
+
+def length(response: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the response has at most `max_length` characters, and at least `min_length` where that is given."""
+    longest = _entry(metadata, "max_length", int, "a number of characters")
+    shortest = _entry(metadata, "min_length", int, "a number of characters") if "min_length" in metadata else 0
+    return shortest <= len(response) <= longest
+
+
+def _answer(metadata: Mapping[str, Any]) -> str:
+    return str(_entry(metadata, "answer", (str, int, float), "a text or a number"))
+
+
+def _entry(metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str) -> Any:
+    if name not in metadata:
+        found = ", ".join(metadata) or "nothing"
+        raise Unverifiable(f"the data must say `{name}`, {wanted}, beside the prompt; it says {found}")
+    value = metadata[name]
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise Unverifiable(f"its `{name}` is {value!r}, must be {wanted}")
+    return value
+
+
+RULES: Mapping[str, Rule] = {
+    "exact_match": exact_match,
+    "format": format_matches,
+    "gsm8k": gsm8k,
+    "length": length,
+    "math": math,
+}

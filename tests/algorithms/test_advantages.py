@@ -1,0 +1,136 @@
+"""Advantage estimators against their formulas, in loops over the masked tokens alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aligner.algorithms import advantages
+from aligner.algorithms.whitening import masked_mean, masked_whiten
+
+SEEDS = st.integers(0, 10_000)
+
+
+def draw(seed: int, rows: int = 6, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards and values [rows, width], NaN and infinite behind a random mask, which leaves a row empty."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(rows, width, generator=generator) > 0.4
+    mask[seed % rows] = False
+    return torch.where(mask, rewards, math.nan), torch.where(mask, values, math.inf), mask
+
+
+def whitened(values: list[float]) -> list[float]:
+    mean = sum(values) / max(len(values), 1)
+    variance = sum((each - mean) ** 2 for each in values) / max(len(values), 1)
+    return [(each - mean) / math.sqrt(variance + 1e-8) for each in values]
+
+
+def returns_of(rewards: list[float], gamma: float) -> list[float]:
+    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
+    rewards, values, mask = draw(seed)
+    found, returns = advantages.gae(rewards, values, mask, gamma, lam)
+    assert not found[~mask].any() and not returns[~mask].any()
+    for row, inside in enumerate(mask):
+        r, v = rewards[row][inside].tolist(), [*values[row][inside].tolist(), 0.0]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        expected = returns_of(deltas, gamma * lam)
+        assert found[row][inside].tolist() == pytest.approx(expected)
+        assert returns[row][inside].tolist() == pytest.approx([a + b for a, b in zip(expected, v, strict=False)])
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, gamma=st.floats(0, 1))
+def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_batch(seed, gamma):
+    rewards, _, mask = draw(seed)
+    found, plus_plus = (of(rewards, mask, gamma) for of in (advantages.reinforce, advantages.reinforce_plus_plus))
+    assert not found[~mask].any() and not plus_plus[~mask].any()
+    expected = [each for row, inside in enumerate(mask) for each in returns_of(rewards[row][inside].tolist(), gamma)]
+    assert found[mask].tolist() == pytest.approx(expected)
+    assert plus_plus[mask].tolist() == pytest.approx(whitened(expected))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, size=st.sampled_from([2, 3, 6]))
+def test_grouped_estimators_compare_a_score_with_its_own_group(seed, size):
+    scores = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    estimators = (advantages.rloo, advantages.grpo, advantages.dr_grpo)
+    for index, values in enumerate(zip(*(of(scores, size).tolist() for of in estimators), strict=True)):
+        group = scores[index // size * size :][:size].tolist()
+        others = [score for place, score in enumerate(group) if place != index % size]
+        above = group[index % size] - statistics.fmean(group)
+        expected = (group[index % size] - statistics.fmean(others), above / (statistics.stdev(group) + 1e-4), above)
+        assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", [advantages.rloo, advantages.grpo, advantages.dr_grpo])
+def test_a_group_whose_scores_are_equal_has_no_advantage(estimator):
+    scores = torch.tensor([1, 1, 1, 0, 0, 0])
+    assert estimator(scores, 3).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        advantages.rloo,
+        advantages.grpo,
+        advantages.dr_grpo,
+        lambda scores, size: advantages.group_whiten(scores[:, None], torch.ones(6, 1), size),
+    ],
+)
+def test_groups_that_are_none_are_refused(estimate):
+    with pytest.raises(ValueError, match=r"group_size=1: .* must be 2 or more"):
+        estimate(torch.zeros(6), 1)
+    with pytest.raises(ValueError, match="6 rows do not make groups of group_size=4"):
+        estimate(torch.zeros(6), 4)
+
+
+def test_scores_of_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"scores are \(4, 2\), must be one a response"):
+        advantages.rloo(torch.zeros(4, 2), 2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, size=st.sampled_from([2, 3, 6]))
+def test_group_whitening_sees_the_masked_tokens_of_a_group_only(seed, size):
+    values, _, mask = draw(seed)
+    found = advantages.group_whiten(values, mask, size)
+    assert not found[~mask].any()
+    for start in range(0, 6, size):
+        rows = slice(start, start + size)
+        assert found[rows][mask[rows]].tolist() == pytest.approx(whitened(values[rows][mask[rows]].tolist()))
+
+
+def test_a_row_without_tokens_does_not_shift_its_group():
+    values = torch.tensor([[1.0, 3.0], [5.0, 2.0], [9.0, 9.0], [4.0, 6.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
+    found = advantages.group_whiten(values, mask, 2)
+    alone = advantages.group_whiten(values[[3, 3]], mask[[3, 3]], 2)
+    torch.testing.assert_close(found[3], alone[0])
+    torch.testing.assert_close(found[0], torch.tensor([-2.0, 0.0]) / math.sqrt(8 / 3))
+    assert not found[2].any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, shift=st.booleans())
+def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shift):
+    values, _, mask = draw(seed)
+    chosen = values[mask].tolist()
+    mean = sum(chosen) / len(chosen)
+    assert float(masked_mean(values, mask)) == pytest.approx(mean)
+    found = masked_whiten(values, mask, shift_mean=shift)
+    assert found[mask].tolist() == pytest.approx([each + (0.0 if shift else mean) for each in whitened(chosen)])
+    assert not found[~mask].any()
+    for row, inside, by_row in zip(values, mask, masked_mean(values, mask, dim=1), strict=True):
+        assert by_row.item() == pytest.approx(row[inside].mean().item() if inside.any() else 0.0)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.data.chat import ChatTemplate
+from aligner.data.model_directory import prepare_model
+from aligner.errors import AlignerError, ConfigError
+
+CONVERSATION = [
+    {"role": "system", "content": 'be <brief> & "kind"'},
+    {"role": "user", "content": "  1+1? "},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 2+2?", "tool": {"name": "é"}},
+]
+# What templates in the wild do: special tokens, loop controls, namespaces, block trimming, JSON, markers of generation.
+TEMPLATES = {
+    "marked": """{{ bos_token }}{% for message in messages %}
+    {% if message['role'] == 'system' %}
+        {%- continue %}
+    {% endif %}
+<|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "namespace": """{%- set ns = namespace(n=0) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' %}{% set ns.n = ns.n + 1 %}{% endif -%}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}[{{ ns.n }}]{% endif -%}
+{{ message | tojson }}{%- endfor -%}{{ messages[0] | tojson(indent=2) }}""",
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path
+
+
+def write(directory, template, **settings):
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_conversations_are_worded_as_transformers_words_them(tmp_path, name, add_generation_prompt):
+    from transformers import AutoTokenizer
+
+    model = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
+    special = {"bos_token": {"content": "<pad>", "__type": "AddedToken"}, "eos_token": "<eos>"}
+    write(model, TEMPLATES[name], tokenizer_class="PreTrainedTokenizerFast", **special)
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        CONVERSATION, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert ChatTemplate(model).render(CONVERSATION, add_generation_prompt=add_generation_prompt) == expected
+
+
+def test_a_file_of_its_own_comes_first_and_of_several_templates_the_default_is_taken(directory):
+    write(directory, [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[1].content }}"}])
+    assert ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False) == "  1+1? "
+    (directory / "chat_template.jinja").write_text("{{ messages[2].content }}")
+    assert ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False) == "2"
+
+
+def test_a_model_without_a_template_or_with_a_broken_one_is_named(directory):
+    for settings in (None, {}, {"chat_template": [{"name": "tools", "template": "x"}]}):
+        if settings is not None:
+            (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigError, match=r"the model has no chat template, neither chat_template\.jinja nor"):
+            ChatTemplate(directory)
+    write(directory, "{% for %}")
+    with pytest.raises(ConfigError, match=f"{directory}: its chat template cannot be read"):
+        ChatTemplate(directory)
+    (directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not valid JSON"):
+        ChatTemplate(directory)
+
+
+def test_a_template_that_fails_says_so(directory):
+    write(directory, "{{ messages[0].content + 1 }}")
+    with pytest.raises(AlignerError, match="refuses the messages: can only concatenate str"):
+        ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False)
+
+
+def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(directory):
+    write(directory, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(AlignerError, match="roles must alternate"):
+        ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False)
+    for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(messages[0]) }}"):
+        shutil.rmtree(directory)
+        directory.mkdir()
+        write(directory, attack)
+        with pytest.raises(AlignerError, match="refuses the messages"):
+            ChatTemplate(directory).render(list(CONVERSATION), add_generation_prompt=False)

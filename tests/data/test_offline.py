@@ -1,0 +1,215 @@
+"""What the offline trainers are given, from records of every form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from aligner.config.compose import compose_config
+from aligner.config.schema import Data
+from aligner.data.model_directory import prepare_model
+from aligner.data.offline import has_steps, open_demonstrations, open_labeled_steps, open_preferences
+from aligner.data.prompts import open_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+USER = {"role": "user", "content": "1+1?"}
+SHORT, LONG = ({"role": "assistant", "content": text} for text in ("2", "it is 2"))
+CHAT_PROMPT = "user: 1+1? assistant: "
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Tokenizer:
+    run = tmp_path_factory.mktemp("run")
+    return Tokenizer(prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={run}"])))
+
+
+@pytest.fixture(scope="module")
+def chat(plain, tmp_path_factory) -> Tokenizer:
+    directory = shutil.copytree(plain.directory, tmp_path_factory.mktemp("chat") / "model")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(directory)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Records into a file, and that into settings."""
+
+    def written(*records, **settings) -> Data:
+        path = tmp_path / "records.jsonl"
+        path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+        return Data(path=str(path), shuffle=False, **settings)
+
+    return written
+
+
+def parts(tokenizer: Tokenizer, demonstration) -> tuple[str, str]:
+    """Prompt and response, which must end with the end of sequence and have no other."""
+    tokens, length = demonstration.tokens, demonstration.prompt_length
+    assert tokens.dtype == torch.int64
+    assert (tokens[length:] == tokenizer.eos_token_ids[0]).nonzero().tolist() == [[tokens.numel() - length - 1]]
+    return tokenizer.decode(tokens[:length]), tokenizer.decode(tokens[length:])
+
+
+def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, data):
+    stream = open_demonstrations(data({"prompt": "1+1=", "response": " 2"}, {"prompt": "a", "response": "b<eos>"}), plain, 1)
+    assert [parts(plain, each) for each in stream.take(0, 3)] == [("1+1=", " 2"), ("a", "b"), ("1+1=", " 2")]
+    assert len(stream) == 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, SHORT]},
+        {"prompt": [USER], "response": "2"},
+        {"prompt": [USER], "response": [SHORT]},
+        {"prompt": "ignored", "response": [USER, SHORT]},
+    ],
+)
+def test_chat_messages_are_worded_by_the_template_up_to_its_end_of_sequence(chat, data, record):
+    (demonstration,) = open_demonstrations(data(record), chat, 1).take(0, 1)
+    assert parts(chat, demonstration) == (CHAT_PROMPT, "2")
+
+
+def test_of_several_turns_the_last_answer_is_the_response(chat, data):
+    (demonstration,) = open_demonstrations(data({"messages": [USER, SHORT, USER, LONG]}), chat, 1).take(0, 1)
+    assert parts(chat, demonstration) == ("user: 1+1? assistant: 2 " + CHAT_PROMPT, "it is 2")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "chosen": "2", "rejected": "it is 2"},
+        {"prompt": [USER], "chosen": [SHORT], "rejected": [LONG]},
+        {"chosen": [USER, SHORT], "rejected": [USER, LONG]},
+    ],
+)
+def test_preferences_of_every_form_are_two_answers_to_one_prompt(chat, data, record):
+    (preference,) = open_preferences(data(record), chat, 1).take(0, 1)
+    assert parts(chat, preference.chosen) == (CHAT_PROMPT, "2")
+    assert parts(chat, preference.rejected) == (CHAT_PROMPT, "it is 2")
+    assert preference.margin is None
+
+
+def test_a_plain_preference_has_its_margin(plain, data):
+    (preference,) = open_preferences(data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}), plain, 1).take(0, 1)
+    assert (parts(plain, preference.chosen), parts(plain, preference.rejected)) == (("a", "b"), ("a", "c"))
+    assert preference.margin == 2.0
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [USER]])
+def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt):
+    record = {"prompt": prompt, "steps": ["1+1 ", "is 3.", "so 2"], "labels": [1, 0, True]}
+    assert has_steps(data(record))
+    (example,) = open_labeled_steps(data(record), chat, 1).take(0, 1)
+    length = example.prompt_length
+    assert chat.decode(example.tokens[:length]) == ("1+1=" if prompt == "1+1=" else CHAT_PROMPT)
+    assert chat.decode(example.tokens[length:]) == "1+1 is 3.so 2"
+    assert [chat.decode(example.tokens[length : place + 1]) for place in example.positions] == [
+        "1+1 ",
+        "1+1 is 3.",
+        "1+1 is 3.so 2",
+    ]
+    assert example.labels.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_records_without_steps_are_preferences(data):
+    assert not has_steps(data({"prompt": "a", "chosen": "b", "rejected": "c"}))
+
+
+def test_prompts_may_be_messages_whose_last_answer_is_left_out(chat, data):
+    records = ({"prompt": [USER], "answer": "2"}, {"messages": [USER, SHORT], "answer": "2"})
+    for prompt in open_prompts(data(*records), chat, 1).take(0, 2):
+        assert (prompt.text, prompt.metadata) == ("user: 1+1?<eos> assistant: ", {"answer": "2"})
+
+
+BAD_DEMONSTRATIONS = [
+    ({"prompt": "a"}, "needs a `response` key with a text; it has prompt"),
+    ({"response": "a"}, "needs a `prompt` key with a text; it has response"),
+    ({"prompt": "a", "response": 3}, "needs a `response` key with a text, not int"),
+    ({"prompt": "a", "response": " "}, "the response is empty"),
+    ({"prompt": "a", "response": "abcd"}, r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'"),
+    ({"prompt": "a" * 65, "response": "b"}, r"the prompt has 65 tokens, allowed: 1 to data\.max_prompt_tokens=64"),
+    ({"prompt": "a", "response": "É"}, "lacks"),
+    ({"messages": []}, "`messages` is an empty list"),
+    ({"messages": [USER]}, "messages: the last message is of the user, must be of the assistant"),
+    ({"messages": [SHORT]}, "messages: the assistant's last message answers none"),
+    ({"messages": [USER, SHORT, SHORT]}, "messages: the assistant's last message answers none"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the response is empty"),
+    ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]: a message needs a `role` and a `content`, both texts"),
+    ("{", "not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), BAD_DEMONSTRATIONS)
+def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:2: .*{message}"):
+        open_demonstrations(data({"prompt": "a", "response": "b"}, record, max_response_tokens=4), chat, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "needs a `rejected` key with a text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, "margin is -1, must be a finite number of at least 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is 'x'"),
+        (
+            {"chosen": [USER, SHORT], "rejected": [{"role": "user", "content": "hi"}, LONG]},
+            "chosen and rejected answer different prompts",
+        ),
+    ],
+)
+def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
+        open_preferences(data(record), chat, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels", "message"),
+    [
+        (["a", "b"], [1], "2 steps, but 1 labels"),
+        (["a", " "], [1, 0], r"steps\[1\] is ' ', must be a text, not an empty one"),
+        (["a", "b"], [1, 2], r"labels\[1\] is 2, must be 0 or 1"),
+        (["a"], [None], r"labels\[0\] is None"),
+        ([], [], "`steps` is an empty list"),
+        (["abc", "de"], [1, 1], r"steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, which all steps share"),
+    ],
+)
+def test_bad_steps_are_named_with_line_and_field(plain, data, steps, labels, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
+        open_labeled_steps(data({"prompt": "x", "steps": steps, "labels": labels}, max_response_tokens=4), plain, 1)
+
+
+def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_records_are_skipped(plain, data):
+    records = ({"prompt": "a", "response": "b"}, {"messages": [USER, SHORT]})
+    with pytest.raises(ConfigError, match="the model has no chat template"):
+        open_demonstrations(data(*records, skip_bad_records=True), plain, 1)
+
+
+def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, data, tmp_path):
+    directory = shutil.copytree(plain.directory, tmp_path / "model")
+    (directory / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")
+    with pytest.raises(ConfigError, match="words the prompt differently once it is answered"):
+        open_demonstrations(data({"messages": [USER, SHORT]}), Tokenizer(directory), 1)
+
+
+def test_bad_records_are_skipped_and_counted_only_if_asked(chat, data):
+    good = {"prompt": "a", "response": "b"}
+    records = [record for record, _ in BAD_DEMONSTRATIONS]
+    settings = data(good, *records, good, skip_bad_records=True, max_response_tokens=4)
+    stream = open_demonstrations(settings, chat, 1)
+    assert [parts(chat, each) for each in stream.take(0, 3)] == [("a", "b")] * 3
+    assert len(stream) == 2
+    (notice,) = stream.notices
+    assert f"skipped {len(records)} of {len(records) + 2} records; the first: {settings.path}:2: needs a `response`" in notice
+    with pytest.raises(ConfigError, match="skipped 1 of 1 records"):
+        open_demonstrations(data(records[0], skip_bad_records=True), chat, 1)

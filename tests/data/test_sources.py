@@ -1,0 +1,144 @@
+"""Where records come from: files, data sets, several of them, under names of their own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.config.data_sources import data_problems, data_sources
+from aligner.config.schema import Algorithm, Config, Data
+from aligner.data.model_directory import prepare_model
+from aligner.data.offline import has_steps, open_demonstrations
+from aligner.data.prompts import open_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    run = tmp_path_factory.mktemp("run")
+    return Tokenizer(prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={run}"])))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A data set as Hugging Face datasets saves it, of which a field is null in one record."""
+    import datasets
+
+    path = tmp_path_factory.mktemp("saved")
+    records = {"question": ["1+1=", "2+2=", "3+3="], "answer": ["2", "4", "6"], "hint": [None, "even", None]}
+    split = datasets.Dataset.from_dict(records)
+    split.save_to_disk(str(path / "one"))
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(path / "splits"))
+    return path
+
+
+def jsonl(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def problems(data: Data, trainer: str = "online") -> str:
+    return "\n".join(data_problems(Config(data=data, algorithm=Algorithm(trainer=trainer))))
+
+
+def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer, dataset):
+    data = Data(path=str(dataset / "one"), fields={"prompt": "question"}, shuffle=False)
+    assert problems(data) == ""
+    prompts = open_prompts(data, tokenizer, 1).take(0, 3)
+    assert [(prompt.text, prompt.metadata) for prompt in prompts] == [
+        ("1+1=", {"answer": "2"}),
+        ("2+2=", {"answer": "4", "hint": "even"}),
+        ("3+3=", {"answer": "6"}),
+    ]
+
+
+def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
+    data = Data(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
+    with pytest.raises(ConfigError, match=r"one\[0\]: needs a `hint` key for `response` \(fields\); it has question, answer"):
+        open_demonstrations(data, tokenizer, 1)
+    data.skip_bad_records = True
+    stream = open_demonstrations(data, tokenizer, 1)
+    assert len(stream) == 1 and "skipped 2 of 3 records" in stream.notices[0]
+
+
+def test_several_splits_and_other_directories_are_refused_before_and_when_read(tokenizer, dataset, tmp_path):
+    splits = Data(path=str(dataset / "splits"))
+    train, test = dataset / "splits" / "train", dataset / "splits" / "test"
+    assert f"data.path={splits.path}: several splits; give one of them: {test}, {train}" in problems(splits)
+    assert problems(Data(path=str(train))) == ""
+    assert "not one that Hugging Face datasets saved" in problems(Data(path=str(tmp_path)))
+    for path in (splits.path, str(tmp_path)):
+        with pytest.raises(ConfigError, match="not one data set, or split"):
+            open_prompts(Data(path=path), tokenizer, 1)
+
+
+def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset, tmp_path):
+    file = jsonl(tmp_path / "more.jsonl", {"text": "a"}, {"text": "b"})
+    sources = {
+        "sums": {"path": str(dataset / "one"), "weight": 3, "fields": {"prompt": "question"}},
+        "more": {"path": file},
+    }
+    data = Data(sources=sources, fields={"prompt": "text"})
+    assert problems(data) == ""
+    texts = [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 24)]
+    assert sum(text in "ab" for text in texts) == 6
+    assert all(texts.count(text) == count for text, count in {"1+1=": 6, "2+2=": 6, "3+3=": 6, "a": 3, "b": 3}.items())
+
+
+def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_path):
+    file = jsonl(tmp_path / "p.jsonl", {"prompt": "wrong", "query": "right", "answer": "x"})
+    (prompt,) = open_prompts(Data(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1).take(0, 1)
+    assert (prompt.text, prompt.metadata) == ("right", {"label": "x"})
+
+
+def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{\n{"prompt": "a", "stages": []}\n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: not a JSON object"):
+        has_steps(Data(path=str(file)))
+    assert has_steps(Data(path=str(file), skip_bad_records=True, fields={"steps": "stages"}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"a": "p.jsonl"}, r"data\.sources\.a=p\.jsonl: expected a mapping with path"),
+        ({"a": {"weight": 1}}, r"data\.sources\.a\.path: missing"),
+        ({"a": {"path": "p", "wieght": 1}}, r"data\.sources\.a\.wieght: unknown key; did you mean data\.sources\.a\.weight\?"),
+        ({"a": {"path": 3}}, r"data\.sources\.a\.path=3: expected text, got int"),
+        ({"a": {"path": "p", "weight": 0}}, r"data\.sources\.a\.weight=0: must be a finite number above 0"),
+        ({"a": {"path": "p", "weight": float("nan")}}, r"weight=nan: must be a finite number above 0"),
+        ({"a": {"path": "p", "weight": True}}, r"weight=True: must be a finite number"),
+        (
+            {"a": {"path": "p", "fields": {"prompt": 3}}},
+            r"sources\.a\.fields\.prompt=3: expected the name of a field, got int",
+        ),
+        ({"a": {"path": "p", "fields": "x"}}, r"data\.sources\.a\.fields=x: expected a mapping"),
+    ],
+)
+def test_sources_that_do_not_say_what_they_must_are_refused_by_key(entries, message):
+    with pytest.raises(ConfigError, match=message):
+        data_sources(Data(sources=entries))
+
+
+def test_a_path_beside_sources_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.sources: data\.path is given as well"):
+        data_sources(Data(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
+def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
+    (tmp_path / "p.txt").write_text("a\n")
+    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(Data(prompts=["a"]), trainer)
+    assert "allowed are .jsonl files" in problems(Data(path=str(tmp_path / "p.txt")), trainer)
+    assert problems(Data(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
+
+
+def test_every_wrong_source_is_told_at_once(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    paths = {"a": str(tmp_path / "empty.jsonl"), "b": "absent.jsonl", "c": "p.csv"}
+    found = problems(Data(sources={name: {"path": path} for name, path in paths.items()})).splitlines()
+    assert [line.partition("=")[0] for line in found] == [f"data.sources.{name}.path" for name in paths]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.data.streams import ExampleStream
+from aligner.errors import ConfigError
+
+
+def stream(*sizes: int, weights=None, seed=1, shuffle=True) -> ExampleStream[tuple[int, int]]:
+    """Examples that say which source they are of and which of it."""
+    sources = [[(source, index) for index in range(size)] for source, size in enumerate(sizes)]
+    return ExampleStream(sources, weights, seed=seed, shuffle=shuffle)
+
+
+SHARES = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(SHARES, st.integers(0, 10**6), st.integers(1, 30), st.data())
+def test_what_is_taken_depends_on_its_place_alone(weights, start, count, data):
+    examples = stream(*range(3, 3 + len(weights)), weights=weights)
+    cut = data.draw(st.integers(0, count))
+    whole = examples.take(start, count)
+    assert len(whole) == count
+    assert examples.take(start, cut) + examples.take(start + cut, count - cut) == whole
+
+
+@settings(deadline=None, max_examples=30)
+@given(SHARES)
+def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):
+    taken = Counter[int]()
+    for position, (source, _) in enumerate(stream(*[7] * len(weights), weights=weights).take(0, 300), start=1):
+        taken[source] += 1
+        for index, weight in enumerate(weights):
+            assert abs(taken[index] - position * weight / sum(weights)) < len(weights)
+
+
+def test_shares_are_exact_where_they_come_out_even():
+    for start in (0, 1000, 10**12):
+        taken = Counter(source for source, _ in stream(3, 5, 2, weights=[0.7, 0.2, 0.1]).take(start, 1000))
+        assert taken == {0: 700, 1: 200, 2: 100}
+
+
+def test_every_source_goes_through_passes_of_its_own_whatever_the_mix():
+    taken = stream(6, 4, weights=[3, 1]).take(0, 48)
+    for source, size, weight in ((0, 6, 36), (1, 4, 12)):
+        own = [index for name, index in taken if name == source]
+        passes = [tuple(own[start : start + size]) for start in range(0, weight, size)]
+        assert all(sorted(order) == list(range(size)) for order in passes)
+        assert len(set(passes)) > 1
+
+
+def test_a_further_source_does_not_change_the_order_of_the_others():
+    def first(examples: ExampleStream) -> list[tuple[int, int]]:
+        return [example for example in examples.take(0, 60) if example[0] == 0][:20]
+
+    assert first(stream(20)) == first(stream(20, 9)) == first(stream(20, 9, 30, weights=[5, 1, 2]))
+
+
+def test_sources_of_one_size_are_shuffled_differently_and_by_the_seed():
+    taken = stream(20, 20).take(0, 40)
+    orders = [[index for name, index in taken if name == source] for source in (0, 1)]
+    assert orders[0] != orders[1]
+    assert taken != stream(20, 20, seed=2).take(0, 40)
+    in_order = stream(20, 20, shuffle=False).take(0, 40)
+    assert [index for name, index in in_order if name == 0] == list(range(20))
+
+
+def test_examples_are_counted_over_all_sources_and_none_are_refused():
+    assert len(stream(3, 4)) == 7
+    for sources in ([], [[]], [[1], []]):
+        with pytest.raises(ConfigError, match="no examples"):
+            ExampleStream(sources, seed=1, shuffle=True)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.config.normalization import NORMALIZATION, read_normalization
+from aligner.config.reward_sources import reward_problems
+from aligner.config.schema import Config, Reward
+from aligner.errors import ConfigError
+
+
+def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
+    assert read_normalization(tmp_path) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "cannot be read"),
+        ('{"gain": 1}', r'must hold .* got {"gain": 1}'),
+        ('{"gain": 1, "bias": NaN}', "both finite"),
+        ('{"gain": true, "bias": 0}', "both finite"),
+        ('{"gain": 1e400, "bias": 0}', "both finite"),
+        ('{"gain": 1, "bias": 1' + "0" * 400 + "}", "both finite"),
+        ('{"gain": -1, "bias": 0}', "gain is -1, must be above 0"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name_before_anything_starts(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / NORMALIZATION).write_text(text)
+    with pytest.raises(ConfigError, match=f"{NORMALIZATION}.* {problem}"):
+        read_normalization(tmp_path)
+    shape = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama", "num_hidden_layers": 1}
+    shape |= {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8, "hidden_act": "silu"}
+    shape |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "eos_token_id": 1, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (found,) = reward_problems(Config(reward=Reward(kind="model", path=str(tmp_path))))
+    assert NORMALIZATION in found

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import threading
+from decimal import Decimal
+
+import pytest
+
+from aligner.errors import AlignerError, ConfigError
+from aligner.rewards.math_checker import MathChecker
+from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
+from aligner.rewards.verifiers import final_number
+
+
+def score(name: str, response: str, **metadata) -> float:
+    (value,) = checked_scores(name, resolve_scorer(name), [ScoringRequest("What?", response, metadata)])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [("4", "4", 1), (" 4\n", "4 ", 1), ("4", 4, 1), ("4.0", 4, 0), ("it is 4", "4", 0), ("", "4", 0), ("Yes", "yes", 0)],
+)
+def test_exact_match_is_letter_by_letter_but_for_space_around(response, answer, expected):
+    assert score("exact_match", response, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("16 - 3 - 4 = 9, so 9 * 2 = $<<9*2=18>>18 a day.\n#### 18", "18"),
+        ("#### 1\nNo: #### $1,234.50 in 2 years", "1234.5"),
+        ("#### none, but 7", "7"),
+        ("#### none", None),
+        (r"5 of them, \boxed{12} of 40", "12"),
+        (r"\boxed{1} and then \boxed{\text{about } 2{,}000\%}.", "2000"),
+        (r"\boxed{x} is 3", None),
+        (r"\boxed{\frac{3}{4", "4"),
+        ("The answer is 18.", "18"),
+        ("18.00", "18"),
+        ("In 2019 it was 75% more: 1,050,000 of them!", "1050000"),
+        ("either 1,2 or 3,45", "45"),
+        ("it fell to -5", "-5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("from \u22123.50", "-3.5"),
+        ("10-3", "3"),
+        ("(4)-2", "2"),
+        (".5 of it", "0.5"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_final_number_is_after_the_marker_in_the_box_or_the_last(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_gsm8k_compares_numbers_whatever_their_form():
+    assert score("gsm8k", "So it is 1,050,000.00 dollars", answer="long ago ...\n#### 1050000") == 1
+    assert score("gsm8k", "#### 18", answer=18) == score("gsm8k", "18", answer=18.0) == 1
+    assert score("gsm8k", "18 or 19", answer="18") == score("gsm8k", "no idea", answer="18") == 0
+    # Neither side goes through floating point.
+    assert score("gsm8k", "0.1000000000000000055", answer="0.1") == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "expected"),
+    [
+        ("<think>a\nb</think>4", "<think>.*</think>.+", 1),
+        ("so <think>a</think>4", "<think>.*</think>.+", 0),
+        ("<think>a</think>", "<think>.*</think>.+", 0),
+    ],
+)
+def test_format_matches_the_whole_response(response, pattern, expected):
+    assert score("format", response, format=pattern) == expected
+
+
+def test_length_is_in_characters_and_includes_its_bounds():
+    assert [score("length", text, max_length=3) for text in ("", "abc", "abcd", "ééé")] == [1, 1, 0, 1]
+    assert [score("length", text, max_length=3, min_length=2) for text in ("a", "ab")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"so it is \boxed{0.5}", r"\frac{1}{2}", 1),
+        ("It is $1+x^2$.", "x^2+1", 1),
+        (r"$\sqrt{8}$", r"$2\sqrt2$", 1),
+        ("3", 3, 1),
+        ("$x^2$", "x^2+1", 0),
+        ("I do not know", "3", 0),
+        ("", "3", 0),
+    ],
+)
+def test_math_compares_expressions_by_value(response, answer, expected):
+    assert score("math", response, answer=answer) == expected
+
+
+def test_math_is_compared_in_any_thread_and_what_takes_too_long_is_not_right():
+    checker, answers = MathChecker(seconds=0.3), []
+
+    def work() -> None:
+        # The second has a number with 10^8 digits to multiply out; the third needs the process that takes its place.
+        for response in (r"\boxed{4}", r"\boxed{(10^9)!}", r"\boxed{4}"):
+            answers.append(checker.equal("4", response))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    checker.close()
+    assert answers == [True, False, True]
+
+
+def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
+    checker = MathChecker()
+    assert checker.equal("1", "1") is True
+    assert checker._child is not None
+    checker._child.kill()
+    with pytest.raises(AlignerError, match="the process that runs math-verify ended with code -9"):
+        checker.equal("1", "1")
+    assert checker.equal("1", "2") is False
+    checker.close()
+
+
+def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"reward\.sources\.sums\.function=math needs the math-verify package.*verify extra"):
+        resolve_scorer("math", "reward.sources.sums.function")
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        ("exact_match", {}, "the data must say `answer`, a text or a number, beside the prompt; it says nothing"),
+        ("gsm8k", {"label": 3}, "the data must say `answer`, a text or a number, beside the prompt; it says label"),
+        ("gsm8k", {"answer": None}, "its `answer` is None, must be a text or a number"),
+        ("gsm8k", {"answer": "four"}, "the answer 'four' has no number"),
+        ("math", {"answer": True}, "its `answer` is True"),
+        ("math", {"answer": ""}, "math-verify finds no expression in the answer ''"),
+        ("format", {"answer": "4"}, "the data must say `format`, a regular expression"),
+        ("format", {"format": "("}, r"its `format` '\(' is no regular expression"),
+        ("length", {"max_length": "3"}, "its `max_length` is '3', must be a number of characters"),
+    ],
+)
+def test_what_cannot_be_verified_is_told_with_the_scorer_and_the_prompt(name, metadata, message):
+    with pytest.raises(ScoringError, match=f"the scorer {name}: {message}.*for prompt 'What\\?' and response '4'"):
+        score(name, "4", **metadata)
