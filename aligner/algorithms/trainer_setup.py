@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from aligner.algorithms.checkpoints import RunCheckpoints
+from aligner.algorithms.evaluator import build_evaluator
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
@@ -81,29 +82,31 @@ def build_trainer(
     recorder = None
     if world.rank == 0:
         recorder = Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
+    rollouts = Rollouts(
+        prompts,
+        engine,
+        services,
+        config.rollout,
+        config.engine.parallel,
+        world.rank,
+        options,
+        shape.pad_token_id,
+        engine_sleeps=config.engine.sleep,
+        dynamic_sampling_rounds=algorithm.dynamic_sampling_rounds,
+    )
     return OnlineTrainer(
         config=config,
         paths=paths,
         policy=policy,
         publisher=build_publisher(config, shape, world, policy, engine),
-        rollouts=Rollouts(
-            prompts,
-            engine,
-            services,
-            config.rollout,
-            config.engine.parallel,
-            world.rank,
-            options,
-            shape.pad_token_id,
-            engine_sleeps=config.engine.sleep,
-            dynamic_sampling_rounds=algorithm.dynamic_sampling_rounds,
-        ),
+        rollouts=rollouts,
         services=services,
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
         recorder=recorder,
+        evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
     )
 
 

@@ -12,14 +12,15 @@ from typing import Any
 from aligner.config.algorithms import algorithm_problems, rows_together
 from aligner.config.data_sources import data_problems
 from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, item_size
+from aligner.config.evaluation import evaluation_problems
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
 from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import critic_shape, read_shape
+from aligner.config.model_source import NOTHING, Coming, critic_shape, read_shape
 from aligner.config.offline import offline_problems
-from aligner.config.paths import run_paths
+from aligner.config.paths import can_resume, run_paths
 from aligner.config.ports import port_problems
 from aligner.config.reward_sources import has_reward_model, reward_problems
 from aligner.config.schema import Config, Optimizer, TrainedModel
@@ -45,28 +46,31 @@ _BELOW_ONE = (
 )
 
 
-def check(config: Config) -> ModelShape:
+def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True) -> ModelShape:
     """Check the whole configuration against itself, the model and this machine; returns the policy's shape.
 
+    What is `coming` need not be there yet. A run that is not starting now may have a directory that would be in its way.
     Raises ConfigError with one line for each thing that is wrong.
     """
     # Bounds come first: the checks after them divide by these numbers.
     _raise_all(_bounds(config))
     shape, problems = None, []
     try:
-        shape = read_shape(config)
+        shape = read_shape(config, coming)
     except ConfigError as error:
         problems.append(str(error))
     if shape is not None:
         problems += _layouts(config, shape)
-        if config.algorithm.trainer == "online":
+        if config.algorithm.generates:
             problems += _lengths(config, shape)
         else:
-            problems += offline_problems(config, shape)
-    if config.algorithm.trainer == "online":
-        problems += _online(config, shape)
-    problems += [*_schedule(config), *data_problems(config)]
-    problems += [*port_problems(config), *tls_problems(config), *_run_directory(config)]
+            problems += offline_problems(config, shape, coming)
+    if config.algorithm.generates:
+        problems += _online(config, shape, coming)
+    problems += [*_schedule(config), *data_problems(config, coming), *evaluation_problems(config, coming)]
+    problems += [*port_problems(config), *tls_problems(config)]
+    if is_starting:
+        problems += _run_directory(config)
     _raise_all(problems)
     if shape is None:  # its problem was raised above
         raise AssertionError
@@ -79,7 +83,7 @@ def _raise_all(problems: Iterator[str] | list[str]) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _online(config: Config, shape: ModelShape | None) -> Iterator[str]:
+def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterator[str]:
     """What concerns generation and the servers."""
     if shape is not None:
         yield from engine_problems(config.engine.parallel, shape)
@@ -87,7 +91,7 @@ def _online(config: Config, shape: ModelShape | None) -> Iterator[str]:
         yield from _engine_ranks(config, shape)
     yield from algorithm_problems(config)
     yield from _engine_update(config)
-    yield from reward_problems(config)
+    yield from reward_problems(config, coming)
     yield from _batches(config)
 
 
@@ -117,15 +121,15 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
 
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[str]:
-    yield from layout_problems("actor.parallel", config.actor.parallel, shape)
-    yield from _trained_weights(config, shape)
-    if not config.algorithm.has_critic:
-        return
-    layers = config.critic.num_layers
-    if layers is not None and layers > shape.num_layers:
+    layers, trainer = config.critic.num_layers, config.algorithm.trainer
+    too_many = layers is not None and layers > shape.num_layers and (config.algorithm.has_critic or trainer == "reward_model")
+    if too_many:
         yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
-    else:
-        critic = critic_shape(config, shape)
+    critic = shape if too_many else critic_shape(config, shape)
+    trained = critic if trainer == "reward_model" else shape
+    yield from layout_problems("actor.parallel", config.actor.parallel, trained)
+    yield from _trained_weights(config, trained)
+    if config.algorithm.has_critic and not too_many:
         yield from layout_problems("critic.parallel", config.critic.parallel, critic)
         yield from _frozen(config.critic, weight_table(critic, "scalar"), "critic")
 
@@ -233,7 +237,12 @@ def _schedule(config: Config) -> Iterator[str]:
 def _run_directory(config: Config) -> Iterator[str]:
     paths = run_paths(config)
     if config.run.resume:
-        if not any(paths.checkpoints.glob("step_*")):
-            yield f"run.resume=true: no checkpoint in {paths.checkpoints}; start without run.resume, in a new directory"
+        if not can_resume(config):
+            wanted = (
+                f"steps in {paths.metrics}"
+                if config.algorithm.trainer == "preferences"
+                else f"checkpoint in {paths.checkpoints}"
+            )
+            yield f"run.resume=true: no {wanted}; start without run.resume, in a new directory"
     elif paths.root.exists() and (not paths.root.is_dir() or any(paths.root.iterdir())):
         yield f"run.dir={paths.root}: exists already; continue it with run.resume=true, or give another run.dir or run.name"

@@ -5,16 +5,24 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aligner.config.model_source import NOTHING, Coming, is_coming
 from aligner.config.schema import Config, Data
 from aligner.errors import ConfigError
 
 _ENTRIES = ("path", "weight", "fields")
-_RECORDS = {"online": "prompt", "sft": "demonstration", "dpo": "preference", "reward_model": "preference"}
+_RECORDS = {
+    "online": "prompt",
+    "preferences": "prompt",
+    "sft": "demonstration",
+    "dpo": "preference",
+    "reward_model": "preference",
+}
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,16 @@ def data_sources(data: Data) -> tuple[DataSource, ...]:
     )
 
 
+FUNCTION = "function:"
+"""What a path begins with that is a Python function: `function:MODULE:CALLABLE`."""
+
+
 def is_dataset(path: Path) -> bool:
     """Whether a path is a directory that Hugging Face datasets saved: one split, not several."""
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def data_problems(config: Config) -> Iterator[str]:
+def data_problems(config: Config, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing that is wrong with what is learned from, but for the records' content."""
     data, trainer = config.data, config.algorithm.trainer
     try:
@@ -62,12 +74,12 @@ def data_problems(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if not sources and trainer != "online":
+    if not sources and not config.algorithm.generates:
         yield f"data.prompts: prompts alone are nothing for algorithm.trainer={trainer} to learn from; give data.path=FILE"
     if not sources and any(not prompt.strip() for prompt in data.prompts):
         yield "data.prompts: a prompt is empty"
     for source in sources:
-        if problem := _path_problem(source.path, trainer):
+        if not is_coming(source.path, coming) and (problem := path_problem(source.path, trainer)):
             yield f"{source.given_as}: {problem}"
 
 
@@ -76,7 +88,7 @@ def _misplaced(data: Data) -> Iterator[str]:
         yield "data.sources: data.path is given as well; give all of them as sources, or data.path alone"
     if data.path is None and not data.sources and not data.prompts:
         yield "data: no prompts or other records; give data.path=FILE, data.sources or data.prompts=[…]"
-    yield from _fields_problems("data.fields", data.fields)
+    yield from fields_problems("data.fields", data.fields)
 
 
 def _entries(data: Data) -> Iterator[tuple[str, Any]]:
@@ -96,7 +108,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
             hint = f"did you mean {key}.{close[0]}?" if close else f"allowed in {key}: {', '.join(_ENTRIES)}"
             yield f"{key}.{entry}: unknown key; {hint}"
         elif entry == "fields":
-            yield from _fields_problems(f"{key}.fields", value)
+            yield from fields_problems(f"{key}.fields", value)
         elif entry == "path" and (not isinstance(value, str) or not value):
             yield f"{key}.path={value}: expected text, got {type(value).__name__}"
         elif entry == "weight" and not _is_share(value):
@@ -109,7 +121,8 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _fields_problems(key: str, fields: Any) -> Iterator[str]:
+def fields_problems(key: str, fields: Any) -> Iterator[str]:
+    """One line for each thing that is wrong with the names of a source's fields."""
     if not isinstance(fields, Mapping):
         yield f"{key}={fields}: expected a mapping of our names to the data's, got {type(fields).__name__}"
         return
@@ -118,10 +131,14 @@ def _fields_problems(key: str, fields: Any) -> Iterator[str]:
             yield f"{key}.{ours}={theirs}: expected the name of a field, got {type(theirs).__name__}"
 
 
-def _path_problem(path: Path, trainer: str) -> str | None:
+def path_problem(path: Path, trainer: str) -> str | None:
+    """What is wrong with a path of what a trainer learns from, if anything; the records are not read."""
+    if str(path).startswith(FUNCTION):
+        named = re.fullmatch(r"[\w.]+:\w+", str(path).removeprefix(FUNCTION))
+        return None if named else f"must be {FUNCTION}MODULE:CALLABLE"
     if path.is_dir():
         return _directory_problem(path)
-    allowed = (".jsonl", ".txt") if trainer == "online" else (".jsonl",)
+    allowed = (".jsonl", ".txt") if _RECORDS[trainer] == "prompt" else (".jsonl",)
     if path.suffix not in allowed:
         saved = "directories that Hugging Face datasets saved"
         return f"allowed are {' and '.join(allowed)} files, and {saved} (algorithm.trainer={trainer})"

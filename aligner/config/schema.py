@@ -141,6 +141,7 @@ class Run:
     steps: int = option(1, "training steps", minimum=1)
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
     resume: bool = option(False, "continue from the last checkpoint in an existing run directory")
+    inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
 
 
 @dataclass
@@ -164,7 +165,9 @@ class Data:
     """What is learned from: prompts (trainer=online), demonstrations (sft), preferences (dpo, reward_model) or steps."""
 
     path: str | None = option(
-        None, "a .jsonl file, a directory that Hugging Face datasets saved, or, for prompts, a .txt file with one a line"
+        None,
+        "a .jsonl file, a directory that Hugging Face datasets saved, for prompts a .txt file with one a line, or"
+        " function:MODULE:CALLABLE, a Python function that yields records",
     )
     sources: dict[str, Any] = option(
         {}, "name to path, weight and fields: several sources instead of data.path, mixed by weight"
@@ -231,7 +234,11 @@ class Ports:
 class Critic(TrainedModel):
     """The value model, a server on its own devices."""
 
-    num_layers: int | None = option(None, "build the critic from the model's first layers; all of them when null", minimum=1)
+    num_layers: int | None = option(
+        None,
+        "build the critic, or the reward model that is trained, from the model's first layers; all of them when null",
+        minimum=1,
+    )
     with_reward: bool = option(
         False,
         "serve the reward from the critic's processes too: no reward role, and where both are models each waits in host"
@@ -330,8 +337,9 @@ class Algorithm:
     trainer: str = option(
         "online",
         "online: the policy learns from its own samples; sft: from demonstrations; dpo: from preferences; reward_model: a"
-        " reward model from preferences or step labels",
-        choices=("online", "sft", "dpo", "reward_model"),
+        " reward model from preferences or step labels; preferences: nothing learns, the best and the worst of a prompt's"
+        " samples become preferences",
+        choices=("online", "sft", "dpo", "reward_model", "preferences"),
     )
     epochs: int = option(1, "passes over a step's samples", minimum=1)
     minibatches: int = option(1, "optimizer steps a pass", minimum=1)
@@ -410,6 +418,11 @@ class Algorithm:
     preference: Preference = section(Preference)
 
     @property
+    def generates(self) -> bool:
+        """Whether the policy is sampled from, and its samples are scored."""
+        return self.trainer in ("online", "preferences")
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return self.trainer == "online" and self.advantage == "gae"
@@ -474,16 +487,34 @@ class Checkpoint:
     every: int = option(0, "save every N steps; 0: at the end only", minimum=0)
     keep: int = option(2, "newest checkpoints kept; older ones are deleted", minimum=1)
     best_metric: str | None = option(
-        None, "also keep the checkpoint with the highest value of this metric, such as reward/mean"
+        None,
+        "also keep the checkpoint with the highest value of this metric, such as reward/mean, or eval/score among the steps"
+        " that are evaluated",
     )
     asynchronous: bool = option(True, "write a checkpoint while training goes on, from a copy in host memory")
 
 
 @dataclass
 class Evaluation:
-    """Measuring while training."""
+    """Measuring while training; all but `every` is for trainer=online, the others evaluate on data.held_out."""
 
-    every: int = option(0, "evaluate every N steps; 0: only where a checkpoint is taken", minimum=0)
+    every: int = option(
+        0,
+        "evaluate every N steps. trainer=online: before the first step and after the last too; 0: never. The others: also"
+        " where a checkpoint is taken; 0: only there",
+        minimum=0,
+    )
+    path: str | None = option(None, "held-out prompts, in a file or directory as data.path; `reference` is a good response")
+    fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields")
+    prompts: list[str] = option([], "held-out prompts given in place, instead of a file")
+    count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
+    samples: int = option(1, "responses a prompt", minimum=1)
+    greedy: bool | None = option(None, "take the most probable token instead of drawing; with one response a prompt when null")
+    temperature: float = option(1.0, "sampling temperature", minimum=1e-3)
+    function: str | None = option(
+        None, "scorer of the responses, as reward.function: a gold scorer; the run's own reward when null"
+    )
+    pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")
 
 
 @dataclass

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from aligner.config.schema import Data
+from aligner.config.data_sources import DataSource
+from aligner.config.schema import Data, Evaluation
 from aligner.data.conversations import prompt_text
-from aligner.data.records import BadRecord, Record, convert, parse_line, read_examples, read_lines
+from aligner.data.records import (
+    BadRecord,
+    Record,
+    convert,
+    given_examples,
+    parse_line,
+    read_examples,
+    read_lines,
+    source_examples,
+)
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
+
+
+_EVALUATION_IDS = 2**40
+"""The first id of a prompt that is evaluated on."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +57,37 @@ def open_prompts(data: Data, tokenizer: Tokenizer, seed: int) -> PromptStream:
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place.
     """
 
+    sources, weights, notices = read_examples(data, _parser(tokenizer, data.max_prompt_tokens))
+    return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+
+
+def open_evaluation_prompts(settings: Evaluation, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+    """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
+
+    Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.
+    """
+    parse = _parser(tokenizer, max_prompt_tokens)
+
+    def checked(record: Record) -> Prompt:
+        if "reference" in record.values:
+            record.text("reference")
+        return parse(record)
+
+    if settings.path is None:
+        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", checked, skip=False)
+    else:
+        source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
+        prompts, _ = source_examples(source, checked, skip=False)
+    return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
+
+
+def _parser(tokenizer: Tokenizer, max_prompt_tokens: int) -> Callable[[Record], Prompt]:
     def parse(record: Record) -> Prompt:
         prompt = PromptText(prompt_text(record, tokenizer), record.origin, _metadata(record))
-        tokens = tokenize(prompt, tokenizer, data.max_prompt_tokens, f"data.max_prompt_tokens={data.max_prompt_tokens}")
+        tokens = tokenize(prompt, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
         return Prompt(id=0, text=prompt.text, tokens=tokens, metadata=prompt.metadata)
 
-    sources, weights, notices = read_examples(data, parse)
-    return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+    return parse
 
 
 def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptText]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.config.data_sources import DataSource, data_sources, is_dataset
+from aligner.config.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 from aligner.config.schema import Data
 from aligner.errors import ConfigError
 
@@ -74,17 +75,31 @@ def read_examples(data: Data, parse: Callable[[Record], Example]) -> tuple[list[
     """
     sources = data_sources(data)
     if not sources:
-        lines = [Line({"prompt": text}, f"data.prompts[{index}]") for index, text in enumerate(data.prompts)]
-        examples, notices = convert(lines, lambda line: parse(parse_line(line)), "data.prompts", skip=data.skip_bad_records)
+        examples, notices = given_examples(data.prompts, "data.prompts", parse, skip=data.skip_bad_records)
         return [examples], [1.0], notices
     loaded: list[list[Example]] = []
     notices = []
     for source in sources:
-        lines = read_lines(source.path, f"{source.key}.path=")
-        examples, noticed = convert(lines, _parser(source, parse), source.given_as, skip=data.skip_bad_records)
+        examples, noticed = source_examples(source, parse, skip=data.skip_bad_records)
         loaded.append(examples)
         notices += noticed
     return loaded, [source.weight for source in sources], notices
+
+
+def source_examples(
+    source: DataSource, parse: Callable[[Record], Example], *, skip: bool
+) -> tuple[list[Example], list[str]]:
+    """One source's examples and notices, as `read_examples`."""
+    lines = read_lines(source.path, f"{source.key}.path=")
+    return convert(lines, _parser(source, parse), source.given_as, skip=skip)
+
+
+def given_examples(
+    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool
+) -> tuple[list[Example], list[str]]:
+    """Those of prompts that are given in place as the configuration's `key`, as `read_examples`."""
+    lines = [Line({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)]
+    return convert(lines, lambda line: parse(parse_line(line)), key, skip=skip)
 
 
 def first_record(data: Data) -> Record:
@@ -130,11 +145,13 @@ def convert(
 
 
 def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
-    """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory.
+    """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory or a function.
 
     `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the path was
     given with, for messages. Raises ConfigError for what cannot be read or is empty.
     """
+    if str(path).startswith(FUNCTION):
+        return list(_function_lines(path, key))
     if path.is_dir():
         return list(_dataset_lines(path, key))
     standard_input = str(path) == "-"
@@ -153,6 +170,18 @@ def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
     return [
         Line({"prompt": line} if kind == "txt" else line, f"{name}:{number}") for number, line in enumerate(lines, start=1)
     ]
+
+
+def _function_lines(path: Path, key: str) -> Iterator[Line]:
+    module, _, name = str(path).removeprefix(FUNCTION).partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}{path}: {error}; give {FUNCTION}MODULE:CALLABLE") from error
+    for index, values in enumerate(function()):
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{key}{path}[{index}]: expected a mapping of a record's fields, got {type(values).__name__}")
+        yield Line(values, f"{path}[{index}]")
 
 
 def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
