@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,8 +17,11 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 
 if TYPE_CHECKING:
-    from aligner.config.schema import Config
+    from aligner.config.prerequisites import RunPlan
+    from aligner.config.schema import Config, Engine
+    from aligner.data.prompts import PromptText
     from aligner.data.tokenizer import Tokenizer
+    from aligner.engines.generate import Progress as Generated
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 
@@ -78,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_convert(commands)
     _add_generate(commands)
+    _add_evaluate(commands)
     return parser
 
 
@@ -95,6 +101,33 @@ def _add_generate(commands: Any) -> None:
     what = "draw responses to prompts from a checkpoint's policy, or a Hugging Face directory's model, into a JSONL file"
     command = commands.add_parser("generate", help=what, description=what, allow_abbrev=False)
     add = command.add_argument
+    _add_sampling(add)
+    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (1)")
+    command.set_defaults(run=_generate)
+
+
+def _add_evaluate(commands: Any) -> None:
+    what = "score a stored model's responses to prompts, and compare them with references"
+    command = commands.add_parser("evaluate", help=what, description=what, allow_abbrev=False)
+    add = command.add_argument
+    _add_sampling(add)
+    add("--function", required=True, metavar="NAME", help="scorer: a built-in one's name, or module:callable")
+    add("--pass-threshold", type=float, default=1.0, metavar="SCORE", help="a response passes with this score or above (1)")
+    add(
+        "--reference",
+        type=Path,
+        metavar="SOURCE",
+        help="the initial model: its perplexity on the responses, and its own ones where a prompt has no `reference`",
+    )
+    add("--temperature", type=float, help="sampling temperature; greedy if not given, or 1 with several samples a prompt")
+    add("--output", type=Path, metavar="FILE.jsonl", help="one JSON object a sample, with its score")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    command.set_defaults(run=_evaluate)
+
+
+def _add_sampling(add: Callable[..., Any]) -> None:
+    """What is asked of which model, and how responses are drawn."""
     add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
     add(
         "--prompts",
@@ -108,12 +141,10 @@ def _add_generate(commands: Any) -> None:
         choices=("jsonl", "txt"),
         help="where the name does not say it; txt for standard input if not given",
     )
-    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order")
     add("--overwrite", action="store_true", help="replace the output where it exists")
     add("--samples", type=_at_least(1), default=1, metavar="K", help="responses a prompt (1)")
     add("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="longest response, in tokens (128)")
     add("--min-new-tokens", type=int, default=0, metavar="N", help="no end-of-sequence token before so many tokens (0)")
-    add("--temperature", type=float, default=1.0, help="sampling temperature (1)")
     add("--top-k", type=int, default=0, metavar="K", help="draw among the K most probable tokens; 0: among all (0)")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens whose probabilities reach P (1)")
     add("--greedy", action="store_true", help="take the most probable token instead of drawing")
@@ -123,7 +154,6 @@ def _add_generate(commands: Any) -> None:
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)")
     add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)")
     add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given")
-    command.set_defaults(run=_generate)
 
 
 def _at_least(smallest: int) -> Callable[[str], int]:
@@ -135,33 +165,48 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _run_plan(parsed: argparse.Namespace) -> RunPlan:
+    from aligner.config.compose import compose_config
+    from aligner.config.prerequisites import plan_run
+
+    return plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
+
+
 def _config(parsed: argparse.Namespace) -> Config:
-    from aligner.config.compose import compose_config, load_config
+    """A configuration for one rank, which runs nothing first."""
+    from aligner.config.compose import load_config
 
     if parsed.config is None:
-        return compose_config(parsed.overrides, parsed.config_dir)
+        plan = _run_plan(parsed)
+        if missing := ", ".join(first.name for first in plan.missing):
+            raise ConfigError(
+                f"{missing}: an experiment whose result is needed has not run yet; `aligner launch` runs it first"
+            )
+        return plan.config
     if parsed.overrides or parsed.config_dir:
         raise ConfigError("--config FILE is a whole configuration; give either it, or overrides")
     return load_config(parsed.config)
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    config = _config(parsed)
+    plan = _run_plan(parsed)
     from aligner.launch.local import launch
 
-    return launch(config)
+    return launch(plan)
 
 
 def _validate(parsed: argparse.Namespace) -> None:
-    config = _config(parsed)
+    plan = _run_plan(parsed)
     from rich.console import Console
 
-    from aligner.config.checks import check
     from aligner.config.placement import describe_model, placement_table
 
-    shape = check(config)
-    Console().print(placement_table(config))
-    print(describe_model(config, shape))
+    shape = plan.check()
+    for first in plan.prerequisites:
+        done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
+        print(f"experiment {first.name}: {first.gives}; {done}")
+    Console().print(placement_table(plan.config))
+    print(describe_model(plan.config, shape))
 
 
 def _train(parsed: argparse.Namespace) -> None:
@@ -212,7 +257,7 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     from aligner.data.prompts import open_prompts
     from aligner.data.run_data import open_run_data
 
-    if config.algorithm.trainer == "online":
+    if config.algorithm.generates:
         return open_prompts(config.data, tokenizer, config.seed).notices
     return open_run_data(config, tokenizer).notices
 
@@ -241,52 +286,96 @@ def _convert(parsed: argparse.Namespace) -> None:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
+    return _interruptible(lambda: _generate_samples(parsed), f"; {parsed.output} was not written")
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    left_out = "" if parsed.output is None else f"; {parsed.output} was not written"
+    return _interruptible(lambda: _evaluate_samples(parsed), left_out)
+
+
+def _interruptible(work: Callable[[], None], interrupted: str) -> int:
     # Threads that spin while they wait cost a factor of ten where cores are shared; it counts only before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it leaves no unfinished file behind
     try:
-        _generate_samples(parsed)
+        work()
     except KeyboardInterrupt:
-        _print_error(f"interrupted; {parsed.output} was not written")
+        _print_error(f"interrupted{interrupted}")
         return 128 + signal.SIGINT
     return 0
 
 
 def _generate_samples(parsed: argparse.Namespace) -> None:
+    from aligner.data.export import find_source
+    from aligner.engines import generate
+
+    job = generate.plan_job(find_source(parsed.source), _prompts(parsed), **_sampling(parsed))
+    with _shown_progress(len(job.requests)) as show:
+        done = generate.generate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)
+    print(f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s", file=sys.stderr)
+    print(parsed.output)
+
+
+def _evaluate_samples(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from aligner.algorithms.stored_evaluation import evaluate, plan_evaluation
+    from aligner.data.export import find_source
+    from aligner.engines.generate import plan_job
+    from aligner.observability.summary import metrics_table
+    from aligner.rewards.scorers import resolve_scorer
+    from aligner.rewards.sources import TextSource
+
+    parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
+    parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
+    scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
+    prompts, sampling, initial = _prompts(parsed), _sampling(parsed), None
+    answers = plan_job(find_source(parsed.source), prompts, **sampling)
+    if parsed.reference is not None:
+        initial = plan_job(find_source(parsed.reference), prompts, **sampling | {"samples": 1, "greedy": True})
+    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold)
+    with _shown_progress(len(answers.requests)) as show:
+        metrics = evaluate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)
+    if parsed.json:
+        print(json.dumps({"prompts": len(answers.prompts), "samples": answers.samples, **metrics}))
+    else:
+        Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
+
+
+def _prompts(parsed: argparse.Namespace) -> list[PromptText]:
+    from aligner.data.prompts import read_prompts
+
+    return read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
+
+
+def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "greedy", "stop_at_eos", "seed", "samples")
+    return {name: getattr(parsed, name) for name in names}
+
+
+def _engine(parsed: argparse.Namespace) -> Engine:
+    from aligner.config.schema import Engine
+
+    chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
+    return Engine(kind=parsed.engine, update="in_place", **chosen)
+
+
+@contextmanager
+def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
+    """Shows on a terminal how far a job of so many samples is."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from aligner.config.schema import Engine
-    from aligner.data.export import find_source
-    from aligner.data.prompts import read_prompts
-    from aligner.engines import generate
-
-    prompts = read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
-    sampling = (
-        "max_new_tokens",
-        "min_new_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "greedy",
-        "stop_at_eos",
-        "seed",
-        "samples",
-    )
-    job = generate.plan_job(find_source(parsed.source), prompts, **{name: getattr(parsed, name) for name in sampling})
-    chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    settings = Engine(kind=parsed.engine, update="in_place", **chosen)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading the model", total=len(job.requests))
+        task = progress.add_task("reading the model", total=samples)
 
-        def show(now: generate.Progress) -> None:
+        def show(now: Generated) -> None:
             progress.update(task, completed=now.samples, description=f"generating, {now.tokens_per_s:.0f} tokens/s")
 
-        done = generate.generate(job, settings, parsed.output, overwrite=parsed.overwrite, progress=show)
-    print(f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s", file=sys.stderr)
-    print(parsed.output)
+        yield show
 
 
 def _print_error(message: str) -> None:

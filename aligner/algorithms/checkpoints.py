@@ -55,11 +55,14 @@ class RunCheckpoints:
         return [RunState(**self._read(step)["state"]) for step in self.steps()[-self._settings.keep :]]
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
-        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set.
+        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set, or is of an
+        evaluation that was not due.
 
         Raises AlignerError for a metric that the step does not have.
         """
         name = self._settings.best_metric
+        if name is not None and name.startswith("eval/") and not any(key.startswith("eval/") for key in stats):
+            return None
         if name is not None and name not in stats:
             raise AlignerError(f"checkpoint.best_metric={name}: no such metric; this step's: {', '.join(sorted(stats))}")
         return None if name is None else stats[name]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.algorithms.evaluator import Evaluator
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.metrics import (
     experience_metrics,
@@ -82,6 +83,7 @@ class OnlineTrainer:
     saved: list[RunState]
     """The newest checkpoints; the run resumes from the last, and starts at the beginning without one."""
     recorder: Recorder | None
+    evaluator: Evaluator | None
     _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, and its metric."""
 
@@ -91,17 +93,29 @@ class OnlineTrainer:
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.publisher.publish(version=first)
         timer = PhaseTimer()
+        if first == 0:
+            evaluated = self._evaluate(0, timer)
+            if self.recorder is not None and evaluated:
+                self.recorder.metrics.write(0, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
         for step in range(first, last):
             outcome = self.step(step, timer)
             done = step + 1
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
+            outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.services.assert_settled()
             self._record(done, outcome, timer.take())
             self._finish_save()  # one that was begun a step ago
             if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
                 self._begin_save(done, outcome.stats)
         self._finish_save()
+
+    def _evaluate(self, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """What the weights of a step are worth, where they are to be evaluated."""
+        if self.evaluator is None or not self.evaluator.is_due(step):
+            return {}
+        with timer.phase("evaluate"):
+            return self.evaluator.evaluate(step)
 
     def step(self, step: int, timer: PhaseTimer) -> Outcome:
         """One training step."""

@@ -12,6 +12,7 @@ from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLCon
 from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
 from aligner.algorithms.online_algorithm import build_online_algorithm
+from aligner.algorithms.preferences import PairWriter, PreferenceSampler
 from aligner.config.access import run_access
 from aligner.config.endpoints import load_endpoints, replicas
 from aligner.config.model_shape import ModelShape
@@ -40,7 +41,7 @@ from aligner.servers.journal import UpdateJournal
 
 def train(config: Config) -> None:
     """One trainer rank, from its start to the run's last step."""
-    if config.algorithm.trainer != "online":
+    if not config.algorithm.generates:
         train_offline(config)
         return
     directory = model_directory(config)
@@ -50,7 +51,11 @@ def train(config: Config) -> None:
     checkpoints = RunCheckpoints(config)
     services = connect(config, world)
     try:
-        trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
+        trainer: OnlineTrainer | PreferenceSampler
+        if config.algorithm.trainer == "preferences":
+            trainer = build_sampler(config, shape, tokenizer, prompts, world, services)
+        else:
+            trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
         trainer.run()
         trainer.rollouts.close()
     finally:
@@ -79,21 +84,7 @@ def build_trainer(
     )
     engine = build_colocated_engine(config, shape, world, policy)
     options = build_options(config.rollout, shape)
-    recorder = None
-    if world.rank == 0:
-        recorder = Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
-    rollouts = Rollouts(
-        prompts,
-        engine,
-        services,
-        config.rollout,
-        config.engine.parallel,
-        world.rank,
-        options,
-        shape.pad_token_id,
-        engine_sleeps=config.engine.sleep,
-        dynamic_sampling_rounds=algorithm.dynamic_sampling_rounds,
-    )
+    rollouts = build_rollouts(config, shape, prompts, engine, services, world, options)
     return OnlineTrainer(
         config=config,
         paths=paths,
@@ -105,9 +96,58 @@ def build_trainer(
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
-        recorder=recorder,
+        recorder=build_recorder(config, tokenizer, world),
         evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
     )
+
+
+def build_sampler(
+    config: Config, shape: ModelShape, tokenizer: Tokenizer, prompts: PromptStream, world: World, services: Services
+) -> PreferenceSampler:
+    """Put the parts of a rank that samples preferences together."""
+    temperature, directory = config.rollout.temperature, model_directory(config)
+    policy = Policy(shape, world, config.actor, directory, temperature, total_updates=1, with_reference=False)
+    engine = build_colocated_engine(config, shape, world, policy)
+    return PreferenceSampler(
+        config=config,
+        publisher=build_publisher(config, shape, world, policy, engine),
+        rollouts=build_rollouts(config, shape, prompts, engine, services, world, build_options(config.rollout, shape)),
+        services=services,
+        recorder=build_recorder(config, tokenizer, world),
+        writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
+    )
+
+
+def build_rollouts(
+    config: Config,
+    shape: ModelShape,
+    prompts: PromptStream,
+    engine: GenerationEngine,
+    services: Services,
+    world: World,
+    options: SamplingOptions,
+) -> Rollouts:
+    """This rank's way from prompts to samples."""
+    return Rollouts(
+        prompts,
+        engine,
+        services,
+        config.rollout,
+        config.engine.parallel,
+        world.rank,
+        options,
+        shape.pad_token_id,
+        engine_sleeps=config.engine.sleep,
+        dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
+    )
+
+
+def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Recorder | None:
+    """Rank 0's."""
+    if world.rank != 0:
+        return None
+    paths = run_paths(config)
+    return Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
 
 
 def connect(config: Config, world: World) -> Services:

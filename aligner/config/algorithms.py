@@ -13,6 +13,9 @@ _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """One line for each thing about `algorithm` that does not fit together."""
+    if config.algorithm.trainer == "preferences":
+        yield from _preference_problems(config)
+        return
     yield from _loss_problems(config.algorithm)
     yield from _sample_problems(config)
     if config.critic.with_reward and not config.algorithm.has_critic:
@@ -20,6 +23,19 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"critic.with_reward=true: algorithm.advantage={config.algorithm.advantage} has no critic whose processes could"
             " serve the reward; leave it out"
         )
+
+
+def _preference_problems(config: Config) -> Iterator[str]:
+    samples, rounds = config.rollout.samples_per_prompt, config.algorithm.dynamic_sampling_rounds
+    if samples < 2:
+        yield f"rollout.samples_per_prompt={samples}: preferences are between samples of one prompt; give at least 2"
+    if rounds:
+        yield (
+            f"algorithm.dynamic_sampling_rounds={rounds}: algorithm.trainer=preferences leaves prompts whose samples all score"
+            " the same out; give 0"
+        )
+    if config.critic.with_reward:
+        yield "critic.with_reward=true: algorithm.trainer=preferences has no critic; leave it out"
 
 
 def rows_together(config: Config) -> int:

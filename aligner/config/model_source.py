@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from aligner.config.families import read_config
 from aligner.config.gguf_header import gguf_shape
@@ -13,9 +15,20 @@ from aligner.config.paths import gguf_file
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
+Coming = Mapping[str, ModelShape | None]
+"""Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
+NOTHING: Coming = MappingProxyType({})
 
-def directory_shape(directory: Path, key: str) -> ModelShape:
+
+def is_coming(path: Path | str, coming: Coming) -> bool:
+    """Whether a path will be there when the run starts, so that nothing can be said about it yet."""
+    return any(str(directory) in coming for directory in (Path(path), *Path(path).parents))
+
+
+def directory_shape(directory: Path, key: str, coming: Coming = NOTHING) -> ModelShape:
     """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
+    if (shape := coming.get(str(directory))) is not None:
+        return shape
     file = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(f"{key}={directory}: no such model directory")
@@ -28,7 +41,7 @@ def directory_shape(directory: Path, key: str) -> ModelShape:
     return read_config(content, f"{key}={directory}")
 
 
-def read_shape(config: Config) -> ModelShape:
+def read_shape(config: Config, coming: Coming = NOTHING) -> ModelShape:
     """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to be had."""
     model = config.model
     if model.source == "random":
@@ -41,9 +54,9 @@ def read_shape(config: Config) -> ModelShape:
         return gguf_shape(gguf_file(model.package))
     if model.path is None:
         raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
-    return directory_shape(Path(model.path), "model.path")
+    return directory_shape(Path(model.path), "model.path", coming)
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The critic's shape: the policy's, cut to `critic.num_layers` where that is set."""
+    """The shape of the critic, or of a reward model that is trained: the policy's, cut to `critic.num_layers` if set."""
     return dataclasses.replace(policy, num_layers=config.critic.num_layers or policy.num_layers)

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import NOTHING, Coming, is_coming
 from aligner.config.schema import Config
 
 
-def offline_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+def offline_problems(config: Config, shape: ModelShape | None, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing about a run of algorithm.trainer=sft, dpo or reward_model that does not fit together."""
     yield from _length_problems(config, shape)
     yield from _preference_problems(config)
-    yield from _normalization_problems(config)
+    yield from _normalization_problems(config, coming)
     trainer, data = config.algorithm.trainer, config.data
     if trainer == "reward_model" and config.actor.lora.rank:
         yield (
@@ -47,11 +48,11 @@ def _preference_problems(config: Config) -> Iterator[str]:
         yield f"{key}: must be at most 0.5; above it the labels are turned round"
 
 
-def _normalization_problems(config: Config) -> Iterator[str]:
+def _normalization_problems(config: Config, coming: Coming) -> Iterator[str]:
     given = config.data.normalization
     if given is None:
         return
     if config.algorithm.trainer != "reward_model":
         yield f"data.normalization={given}: read with algorithm.trainer=reward_model only"
-    elif not Path(given).exists():
+    elif not is_coming(given, coming) and not Path(given).exists():
         yield f"data.normalization={given}: no such file"

@@ -11,6 +11,9 @@ from pathlib import Path
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
+PREFERENCES = "preferences.jsonl"
+RESPONSES = "responses.jsonl"
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -49,6 +52,21 @@ class RunPaths:
         return self.root / "samples.jsonl"
 
     @property
+    def references(self) -> Path:
+        """The responses that evaluation compares the policy's with, and their scores, one JSON object each."""
+        return self.root / "references.jsonl"
+
+    @property
+    def preferences(self) -> Path:
+        """The pairs of a run of algorithm.trainer=preferences, once it has ended: `aligner.algorithms.preferences`."""
+        return self.root / PREFERENCES
+
+    @property
+    def responses(self) -> Path:
+        """All samples of such a run, one JSON object each."""
+        return self.root / RESPONSES
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"
@@ -83,8 +101,14 @@ def run_paths(config: Config) -> RunPaths:
     return RunPaths(Path(config.run.dir))
 
 
+def can_resume(config: Config) -> bool:
+    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none (preferences)."""
+    paths = run_paths(config)
+    return paths.metrics.is_file() if config.algorithm.trainer == "preferences" else any(paths.checkpoints.glob("step_*"))
+
+
 def cache_directory() -> Path:
-    """Where converted models are kept: $ALIGNER_CACHE, else the user's cache directory."""
+    """Where converted models and other experiments' results are kept: $ALIGNER_CACHE, else the user's cache directory."""
     explicit = os.environ.get("ALIGNER_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(explicit) if explicit else Path(base) / "aligner"

@@ -44,7 +44,7 @@ def describe_layout(parallel: Parallel) -> str:
 
 def server_ranks(config: Config) -> dict[str, int]:
     """Number of processes of each server group: `critic`, `reward`, and the reward's further replicas `reward.1`, …."""
-    if config.algorithm.trainer != "online":
+    if not config.algorithm.generates:
         return {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
     rewards = 0 if config.critic.with_reward else config.reward.replicas
@@ -70,10 +70,11 @@ def has_gpu() -> bool:
 
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
-    engine, online = config.engine, config.algorithm.trainer == "online"
+    engine = config.engine
     engine_layout = f", engine TP{engine.parallel.tensor} DP{engine.parallel.data}"
     runs = {
         "online": f"policy, reference, {engine.kind} engine",
+        "preferences": f"policy, {engine.kind} engine",
         "sft": "policy",
         "dpo": "policy, reference",
         "reward_model": "reward model",
@@ -83,7 +84,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
     trainer = Placement(
         "trainer",
         config.actor.parallel.ranks,
-        describe_layout(config.actor.parallel) + (engine_layout if online else ""),
+        describe_layout(config.actor.parallel) + (engine_layout if config.algorithm.generates else ""),
         runs[config.algorithm.trainer],
         device,
         threads,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from aligner.config.layouts import layout_problems
-from aligner.config.model_source import directory_shape
+from aligner.config.model_source import NOTHING, Coming, directory_shape
 from aligner.config.normalization import read_normalization
 from aligner.config.schema import Config, Parallel, Reward
 from aligner.errors import ConfigError
@@ -100,7 +100,7 @@ def describe_sources(sources: tuple[Source, ...]) -> str:
     )
 
 
-def reward_problems(config: Config) -> Iterator[str]:
+def reward_problems(config: Config, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing that is wrong with the reward's sources and where they run."""
     try:
         sources = reward_sources(config.reward)
@@ -113,7 +113,8 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield from _patience_problems(config, sources)
     for source in model_sources(sources):
         try:
-            yield from layout_problems(layout_key, layout, directory_shape(Path(source.path), f"{source.key}.path"))
+            shape = directory_shape(Path(source.path), f"{source.key}.path", coming)
+            yield from layout_problems(layout_key, layout, shape)
             read_normalization(Path(source.path))
         except ConfigError as error:
             yield str(error)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 _BELOW = 100
 _HELD_OUT = 512
-_FORGETS = 0.7
+_FORGETS = 0.6
 _PASSES = 4
 """Demonstrations of each sum: the teacher is not always wrong about the same ones."""
 

@@ -26,7 +26,7 @@ from aligner.config.weights import Head, Slice, cut_shape
 from aligner.data.safetensors_writer import DTYPES
 from aligner.errors import AlignerError
 
-FORMAT = 2
+FORMAT = 3
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 MANIFEST = "manifest.json"
 

@@ -27,7 +27,6 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
 
-
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
 

@@ -86,9 +86,7 @@ def read_examples(data: Data, parse: Callable[[Record], Example]) -> tuple[list[
     return loaded, [source.weight for source in sources], notices
 
 
-def source_examples(
-    source: DataSource, parse: Callable[[Record], Example], *, skip: bool
-) -> tuple[list[Example], list[str]]:
+def source_examples(source: DataSource, parse: Callable[[Record], Example], *, skip: bool) -> tuple[list[Example], list[str]]:
     """One source's examples and notices, as `read_examples`."""
     lines = read_lines(source.path, f"{source.key}.path=")
     return convert(lines, _parser(source, parse), source.given_as, skip=skip)

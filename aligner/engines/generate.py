@@ -114,16 +114,33 @@ def generate(
     it when this fails. `progress` is told after every step of the engine. Raises ConfigError where `output` can not be
     written, or exists and is not to be overwritten, and where the engine can not run here.
     """
-    with _written(output, overwrite) as file:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = build_engine(
-            job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
-        )
-        try:
-            load(engine, job.source)
-            return _write(job, engine.start(job.requests, job.options), file, progress)
-        finally:
-            engine.shutdown()
+    done = Progress(0, 0, 0.0)
+
+    def told(now: Progress) -> None:
+        nonlocal done
+        done = now
+        progress(now)
+
+    with written(output, overwrite) as file:
+        for sample in draw(job, settings, told):
+            file.write(json.dumps(sample_record(job, sample), ensure_ascii=False) + "\n")
+    return done
+
+
+def draw(job: Job, settings: Engine, progress: Callable[[Progress], None]) -> Iterator[Sample]:
+    """The job's samples, in the order of its requests, by an engine of this one process; its end shuts the engine down.
+
+    `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = build_engine(
+        job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
+    )
+    try:
+        load(engine, job.source)
+        yield from _in_order(engine.start(job.requests, job.options), progress)
+    finally:
+        engine.shutdown()
 
 
 def load(engine: GenerationEngine, source: Source) -> None:
@@ -142,8 +159,11 @@ def load(engine: GenerationEngine, source: Source) -> None:
 
 
 @contextmanager
-def _written(output: Path, overwrite: bool) -> Iterator[TextIO]:
-    """A file under a temporary name, which takes that of `output` when the block ends well."""
+def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
+    """A file under a temporary name, which takes that of `output` when the block ends well.
+
+    Raises ConfigError where `output` can not be written, or exists and is not to be overwritten.
+    """
     if output.is_dir() or (output.exists() and not overwrite):
         advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
         raise ConfigError(f"{output}: {advice}")
@@ -160,23 +180,23 @@ def _written(output: Path, overwrite: bool) -> Iterator[TextIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _write(job: Job, generation: Generation, file: TextIO, progress: Callable[[Progress], None]) -> Progress:
+def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> Iterator[Sample]:
     waiting: dict[int, Sample] = {}
     """Complete samples that have to follow others, by place."""
-    done, written, started = Progress(0, 0, 0.0), 0, time.monotonic()
+    done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
     while not generation.done:
         complete = generation.step()
         waiting |= complete
-        while written in waiting:
-            file.write(json.dumps(_record(job, waiting.pop(written)), ensure_ascii=False) + "\n")
-            written += 1
+        while given in waiting:
+            yield waiting.pop(given)
+            given += 1
         tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
         done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
         progress(done)
-    return done
 
 
-def _record(job: Job, sample: Sample) -> dict[str, Any]:
+def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
+    """A sample of the job as its line of the output has it."""
     prompt, response = job.prompts[sample.prompt_id], sample.tokens[sample.prompt_length :]
     return {
         "prompt": prompt.text,

@@ -15,11 +15,13 @@ from aligner.config.compose import save_config
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory, run_paths
 from aligner.config.placement import server_ranks, threads_per_rank
+from aligner.config.prerequisites import RunPlan
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.endpoints import free_ports, health_address, pick_endpoints
 from aligner.launch.failure import failure_error, reported_error, with_log
 from aligner.launch.interrupts import Interrupted, Interrupts
+from aligner.launch.prerequisites import complete
 from aligner.launch.processes import Processes, RankProcess
 from aligner.launch.roles import Command, rank_environment, role_command
 from aligner.launch.servers import GRACE_S, ServerGroup
@@ -30,21 +32,40 @@ from aligner.observability.summary import print_summary
 _POLL_S = 0.1
 
 
-def launch(config: Config, command: Command = role_command) -> int:
-    """Run a whole configuration on this machine; returns the exit code: 0, or 128 + signal when told to stop.
+def launch(plan: RunPlan, command: Command = role_command) -> int:
+    """Run a whole configuration on this machine, what it needs first; returns the exit code: 0, or 128 + signal when told
+    to stop.
 
     Prints the run directory first. Raises ConfigError before any role starts, with nothing left behind, and AlignerError
     when a role fails; by then every process has ended.
     """
-    paths = run_paths(config)
-    print(f"run directory: {paths.root}", flush=True)
-    check(config)
+    print(f"run directory: {run_paths(plan.config).root}", flush=True)
+    plan.check()
     console = Console()
+
+    def run(config: Config) -> None:
+        _run(config, command, interrupts, console)
+
+    with Interrupts() as interrupts:
+        try:
+            for first in plan.prerequisites:
+                complete(first, run, interrupts, console)
+            run(plan.config)
+        except Interrupted as stop:
+            console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
+            return 128 + stop.number
+    return 0
+
+
+def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> None:
+    """One run, from its check to its summary."""
+    paths = run_paths(config)
+    check(config)
     paths.root.mkdir(parents=True, exist_ok=True)
     save_config(config, paths.config)
     create_access_key(config)
     try:
-        with Interrupts() as interrupts, Processes(config.cluster.stop_timeout_s) as processes:
+        with Processes(config.cluster.stop_timeout_s) as processes:
             run = _LocalRun(config, paths, processes, interrupts, command, console)
             run.prepare()
             run.train()
@@ -52,11 +73,7 @@ def launch(config: Config, command: Command = role_command) -> int:
         if not config.run.resume:  # nothing has started: leave nothing behind
             shutil.rmtree(paths.root)
         raise
-    except Interrupted as stop:
-        console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
-        return 128 + stop.number
     print_summary(read_metrics(paths.metrics), paths, console)
-    return 0
 
 
 class _LocalRun:

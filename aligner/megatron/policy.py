@@ -63,18 +63,23 @@ class Policy:
         self._trained = trained_model(directory, "vocabulary", shape.num_layers)
         self._checkpoints = CheckpointWriter(self.runner, self._trained)
 
-    def logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1]."""
-        return self.runner.rows(
-            tokens, lengths, tokens.shape[1] - 1, lambda output, batch: batch.unpack_targets(self._score(output, batch)[0])
-        )
+    def logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
+        """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-    def reference_logprobs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        `temperature` is the sampling temperature where None.
+        """
+
+        def read(output: Tensor, batch: PackedBatch) -> Tensor:
+            return batch.unpack_targets(self._score(output, batch, temperature=temperature)[0])
+
+        return self.runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
+
+    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths)
+            return self.logprobs(tokens, lengths, temperature=temperature)
 
     def train(
         self, minibatch: Rows, loss: PolicyLoss[Any], *, denominator: float | None = None, group: int = 1
@@ -116,13 +121,15 @@ class Policy:
         self.finish_save()
         load_checkpoint(self.runner, directory, self._trained)
 
-    def _score(self, output: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _score(
+        self, output: Tensor, batch: PackedBatch, *, with_entropy: bool = False, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         head: VocabularyHead = self.runner.chunks[-1].output_layer
         return head.logprobs(
             output[0],
             batch.target_index,
             batch.targets,
-            temperature=self.temperature,
+            temperature=self.temperature if temperature is None else temperature,
             chunk_tokens=self._chunk_tokens,
             with_entropy=with_entropy,
         )

@@ -176,13 +176,14 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
 
 
 def build_initial_reward_model(config: Config, world: World) -> ValueModel:
-    """The reward model that a run trains, before its first step: the model's trunk under a head that is drawn from the seed.
+    """The reward model that a run trains, before its first step: the model's trunk, cut to `critic.num_layers` if set,
+    under a head that is drawn from the seed.
 
     The head is normal with deviation 1/sqrt(hidden size + 1) and has no bias (Huang et al. 2023, detail 5); it is the same
     at every layout.
     """
     directory = model_directory(config)
-    shape = read_shape(directory)
+    shape = critic_shape(config, read_shape(directory))
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(config.seed))
     return ValueModel(
         shape,

@@ -67,6 +67,18 @@ class World:
             dist.barrier()
 
 
+def initialize_alone(seed: int) -> World:
+    """The world of this one process, which no launcher has started."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+    return initialize(Parallel(), seed, timeout_s=60)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
     """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups for the layout.
 
@@ -85,8 +97,7 @@ def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_s))
     rank = dist.get_rank()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,23 @@ class MetricsWriter:
         """Write out what TensorBoard's writer still holds."""
         if self._events is not None:
             self._events.close()
+
+
+class RecordWriter:
+    """Appends the records of each step to a JSON-lines file; each gets its `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
+        lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+        with self._path.open("a") as file:
+            file.write("".join(lines))
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records of steps after `step`."""
+        _cut_after(self._path, step)
 
 
 class SampleWriter:

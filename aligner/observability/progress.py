@@ -20,6 +20,9 @@ _SHOWN = {
     **{f"{trainer}/loss": "loss {:.4f}" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy {:.3f}" for trainer in ("dpo", "reward_model")},
     "eval/loss": "held-out loss {:.4f}",
+    "eval/score": "held-out score {:.3f}",
+    "eval/pass@1": "pass@1 {:.3f}",
+    "eval/win_rate": "win rate {:.3f}",
 }
 
 

@@ -23,6 +23,9 @@ _COMPARED = {
     "time/step": "seconds a step",
 }
 
+_BOUNDS = ("_low", "_high")
+"""What the names of an interval's ends end in."""
+
 
 def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | None:
     """Mean of a metric over the steps that measured it; None when none did."""
@@ -42,6 +45,40 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
         if before is not None and after is not None:
             table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
     return table
+
+
+def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
+    """The first evaluation of responses against the last, with 95 % intervals; None without one."""
+    evaluated = [record for record in metrics if "eval/score" in record]
+    if not evaluated:
+        return None
+    first, last = evaluated[0], evaluated[-1]
+    table = Table(title="evaluation", title_justify="left")
+    for column in ("", f"step {int(first['step'])}", f"step {int(last['step'])}", "change"):
+        table.add_column(column, justify="right" if column else "left")
+    for key in (key for key in last if key.startswith("eval/") and not key.endswith(_BOUNDS)):
+        change = f"{last[key] - first[key]:+.3f}" if key in first else ""
+        table.add_row(key.removeprefix("eval/"), shown_metric(first, key), shown_metric(last, key), change)
+    return table
+
+
+def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
+    """One evaluation, with 95 % intervals."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("measured", justify="right")
+    for key in metrics:
+        if not key.endswith(_BOUNDS):
+            table.add_row(key.removeprefix("eval/"), shown_metric(metrics, key))
+    return table
+
+
+def shown_metric(record: Mapping[str, float], key: str) -> str:
+    """A metric with its interval, where it has one; nothing where it was not measured."""
+    if key not in record:
+        return ""
+    low, high = record.get(f"{key}_low"), record.get(f"{key}_high")
+    return f"{record[key]:.3f}" + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
 
 
 def totals(metrics: Sequence[Mapping[str, float]]) -> str:
@@ -65,9 +102,13 @@ def totals(metrics: Sequence[Mapping[str, float]]) -> str:
 
 def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, console: Console) -> None:
     """Print the table, the totals and where the run's files are."""
-    if metrics:
-        console.print(summary_table(metrics))
-        console.print(totals(metrics), markup=False, highlight=False, soft_wrap=True)
+    steps = [record for record in metrics if record["step"] > 0]  # an evaluation of the initial policy is no step
+    if steps:
+        console.print(summary_table(steps))
+    if (evaluations := evaluation_table(metrics)) is not None:
+        console.print(evaluations)
+    if steps:
+        console.print(totals(steps), markup=False, highlight=False, soft_wrap=True)
     files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.root / "logs"}
     files["checkpoints"] = paths.checkpoints
     for name, path in files.items():

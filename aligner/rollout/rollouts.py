@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -117,7 +118,7 @@ class Rollouts:
         for _ in range(0, count, size):
             prompts = self._prompts.take(self.position, size)
             self.position += size
-            samples = self._generate(prompts)
+            samples = self.generate(prompts, settings.samples_per_prompt, self._options)
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
@@ -147,14 +148,15 @@ class Rollouts:
         """Shut the engine down. Collective."""
         self._engine.shutdown()
 
-    def _generate(self, prompts: list[Prompt]) -> list[Sample]:
-        requests = [
-            GenerationRequest(prompt, index) for prompt in prompts for index in range(self._settings.samples_per_prompt)
-        ]
-        share = len(requests) // self._layout.data
-        mine = requests[self._replica * share : (self._replica + 1) * share]
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
+        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
+        share = -(-len(requests) // self._layout.data)
+        # Every replica takes equally many: the last ones draw the last sample again.
+        shared = requests + requests[-1:] * (share * self._layout.data - len(requests))
+        mine = shared[self._replica * share : (self._replica + 1) * share]
         speakers = [replica * self._layout.tensor for replica in range(self._layout.data)]
-        return gather_samples(self._engine.generate(mine, self._options), speakers)
+        return gather_samples(self._engine.generate(mine, options), speakers)[: len(requests)]
 
 
 def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:

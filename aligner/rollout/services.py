@@ -110,6 +110,18 @@ class Services:
             return (scores,), (values,)
         return (), ()
 
+    def score(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> Tensor:
+        """The scores float32 [B] of some rows, on every rank. Collective."""
+        scores, values = self.ask(tokens, lengths, prompt_lengths, metadata)
+        _outcome(values)  # a critic that serves the reward gives both, or neither
+        return PendingRows(scores).result()
+
     def train_critic(self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PendingUpdates:
         """Ask for one optimizer step on each (tokens, returns, old values, mask), in order."""
         if self._critic is None:

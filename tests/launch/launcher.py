@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from aligner.config.compose import compose_config
+from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError
 from aligner.launch.local import launch
 
@@ -22,7 +23,7 @@ def main() -> int:
         return (sys.executable, str(ROLE), group, str(file), behavior)
 
     try:
-        return launch(config, command)
+        return launch(plan_run(config), command)
     except AlignerError as error:
         print(error, file=sys.stderr)
         return error.exit_code

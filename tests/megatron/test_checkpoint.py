@@ -125,7 +125,7 @@ def edit(directory, **entries):
         ("llama2", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing, which is written last"),
         ("llama2", lambda path: (path / "rank_1.safetensors").unlink(), "incomplete: rank_1.safetensors is missing"),
         ("llama2", truncate, "the checkpoint is incomplete: rank_1.safetensors has "),
-        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 2"),
+        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 3"),
         ("llama2", lambda path: edit(path, extra=1), "not a model's checkpoint; missing or unknown entries: extra"),
         ("llama2", lambda path: edit(path, head="scalar"), "of another model: its head is scalar, the model's vocabulary"),
         ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),

@@ -1,0 +1,61 @@
+"""What the evaluation's keys must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from aligner.config.data_sources import fields_problems, path_problem
+from aligner.config.model_source import NOTHING, Coming, is_coming
+from aligner.config.schema import Config, Evaluation
+
+
+def evaluation_problems(config: Config, coming: Coming = NOTHING) -> Iterator[str]:
+    """One line for each thing that is wrong with what a run is evaluated on, and how, but for the prompts' content."""
+    settings, metric = config.evaluation, config.checkpoint.best_metric
+    if config.algorithm.trainer == "online":
+        evaluated = settings.every > 0
+        advice = "give evaluation.every=STEPS"
+        yield from _online_problems(settings, coming)
+    else:
+        evaluated = config.data.held_out > 0
+        advice = "give data.held_out=ROWS"
+        yield from _offline_problems(config)
+    if metric is not None and metric.startswith("eval/") and not evaluated:
+        yield f"checkpoint.best_metric={metric}: the run is never evaluated; {advice}"
+
+
+def draws_greedily(settings: Evaluation) -> bool:
+    """Whether responses are the most probable tokens."""
+    return settings.samples == 1 if settings.greedy is None else settings.greedy
+
+
+def _online_problems(settings: Evaluation, coming: Coming) -> Iterator[str]:
+    if settings.every and settings.path is None and not settings.prompts:
+        yield (
+            f"evaluation.every={settings.every}: there is nothing to evaluate on; give evaluation.path=FILE or"
+            " evaluation.prompts=[…]"
+        )
+    if settings.path is not None and settings.prompts:
+        yield "evaluation.prompts: evaluation.path is given as well; give one of them"
+    path = settings.path
+    if path is not None and not is_coming(path, coming) and (problem := path_problem(Path(path), "online")):
+        yield f"evaluation.path={path}: {problem}"
+    if any(not prompt.strip() for prompt in settings.prompts):
+        yield "evaluation.prompts: a prompt is empty"
+    yield from fields_problems("evaluation.fields", settings.fields)
+    if settings.greedy and settings.samples > 1:
+        yield (
+            f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
+            " evaluation.greedy=false, or one sample"
+        )
+
+
+def _offline_problems(config: Config) -> Iterator[str]:
+    settings, trainer = config.evaluation, config.algorithm.trainer
+    for name in ("path", "prompts", "function"):
+        if value := getattr(settings, name):
+            yield (
+                f"evaluation.{name}={value}: only algorithm.trainer=online answers prompts; algorithm.trainer={trainer}"
+                " evaluates on data.held_out"
+            )

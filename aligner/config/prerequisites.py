@@ -1,0 +1,192 @@
+"""Experiments that come before a run: those whose results its paths name, and those that these need in turn.
+
+A result is kept in the cache under a name that follows from what it is made from, so that it is made once:
+
+    experiments/<experiment>-<hash>/run/      the run that made it
+    experiments/<experiment>-<hash>/result/   the result; there once it is complete
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.config.checks import check
+from aligner.config.compose import compose_config
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import Coming, critic_shape, read_shape
+from aligner.config.paths import PREFERENCES, cache_directory
+from aligner.config.references import Reference, map_paths, parse_reference
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+_GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
+_WANTED = {"model": "a policy", "reward": "a reward model", "data": "preferences"}
+_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging")
+"""Sections that a result does not depend on, but for how many steps `run` has."""
+
+
+@dataclass(frozen=True)
+class Prerequisite:
+    """An experiment whose result is needed."""
+
+    name: str
+    config: Config
+    """Its own, with paths instead of references, and its place in the cache as run directory."""
+    entry: Path
+    """Its directory in the cache."""
+
+    @property
+    def result(self) -> Path:
+        """A Hugging Face directory, or one with the files of preferences."""
+        return self.entry / "result"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there."""
+        return self.result.is_dir()
+
+    @property
+    def gives(self) -> str:
+        """What kind of result it has."""
+        return _GIVES.get(self.config.algorithm.trainer, "a policy")
+
+    def path(self, file: str | None) -> Path:
+        """What a reference to it stands for; preferences are named by themselves, not by their directory."""
+        if file is None and self.gives == "preferences":
+            file = PREFERENCES
+        return self.result if file is None else self.result / file
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run and what comes before it."""
+
+    config: Config
+    """With paths instead of references; `run.inputs` says which were some."""
+    prerequisites: tuple[Prerequisite, ...]
+    """In the order in which they are to run: those whose results exist, and those that are missing. What is needed only
+    for a result that exists is not among them."""
+
+    @property
+    def missing(self) -> tuple[Prerequisite, ...]:
+        """Those that are still to be run."""
+        return tuple(first for first in self.prerequisites if not first.is_complete)
+
+    def check(self) -> ModelShape:
+        """Check all that is to run as far as that can be done before it does; returns the shape of the run's policy.
+
+        Raises ConfigError as `aligner.config.checks.check` does.
+        """
+        coming: Coming = {}
+        for first in self.missing:
+            try:
+                check(first.config, coming, is_starting=False)
+                coming = {**coming, str(first.result): _result_shape(first.config, coming)}
+            except ConfigError as error:
+                raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
+        return check(self.config, coming)
+
+
+def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
+    """What must run, from a configuration whose paths may be references.
+
+    `config_directory` holds the user's own experiments, beside the built-in ones. Raises ConfigError for a reference to
+    what does not exist, is of another kind than the key needs, or needs itself.
+    """
+    planner = _Planner(config_directory)
+    resolved = planner.resolve(config, ())
+    return RunPlan(resolved, tuple(planner.needed(resolved)))
+
+
+class _Planner:
+    def __init__(self, config_directory: Path | None) -> None:
+        self._config_directory = config_directory
+        self._known: dict[str, Prerequisite] = {}
+
+    def resolve(self, config: Config, above: tuple[str, ...]) -> Config:
+        """The configuration with paths instead of references; `above` are the experiments that need it, outermost first."""
+        inputs = {}
+
+        def path(key: str, text: str) -> str:
+            reference = parse_reference(key, text)
+            if reference is None:
+                return text
+            inputs[key] = text
+            return str(self._prerequisite(reference, above).path(reference.file))
+
+        resolved = map_paths(config, path)
+        # A resumed run's configuration has paths already, and says of them where they came from.
+        run = dataclasses.replace(resolved.run, inputs={**resolved.run.inputs, **inputs})
+        return dataclasses.replace(resolved, run=run)
+
+    def needed(self, config: Config) -> Iterator[Prerequisite]:
+        """What a resolved configuration needs, each once, after what it needs itself."""
+        found: dict[str, Prerequisite] = {}
+
+        def visit(inputs: Config) -> None:
+            for key, text in inputs.run.inputs.items():
+                reference = parse_reference(key, str(text))
+                first = None if reference is None else self._known.get(reference.experiment)
+                if first is None or first.name in found:
+                    continue
+                if not first.is_complete:
+                    visit(first.config)
+                found[first.name] = first
+
+        visit(config)
+        yield from found.values()
+
+    def _prerequisite(self, reference: Reference, above: tuple[str, ...]) -> Prerequisite:
+        name, where = reference.experiment, f"{reference.key}={reference.text}"
+        if name in above:
+            raise ConfigError(f"{where}: experiments that need each other: {' -> '.join((*above[above.index(name) :], name))}")
+        first = self._known.get(name)
+        if first is None:
+            try:
+                config = compose_config([f"experiment={name}"], self._config_directory)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            first = self._known[name] = self._entry(name, config, (*above, name))
+        wanted = _WANTED.get(reference.key.partition(".")[0])
+        if reference.file is None and wanted not in (None, first.gives):
+            trainer = first.config.algorithm.trainer
+            raise ConfigError(f"{where}: must give {wanted}, but algorithm.trainer={trainer} gives {first.gives}")
+        return first
+
+    def _entry(self, name: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
+        resolved = self.resolve(config, above)
+        made_from = dataclasses.asdict(map_paths(config, self._identity))
+        content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
+        content["steps"] = [config.run.steps, config.run.stop_after]
+        for role in ("critic", "reward"):
+            del content[role]["ports"]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        entry = cache_directory().absolute() / "experiments" / f"{name}-{digest}"
+        run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
+        return Prerequisite(name, dataclasses.replace(resolved, run=run), entry)
+
+    def _identity(self, key: str, text: str) -> str:
+        """What a path stands for: an experiment's result by what it is made from, files by their place, size and time."""
+        reference = parse_reference(key, text)
+        if reference is not None:
+            first = self._known[reference.experiment]
+            return f"{first.entry.name}/{reference.file}"
+        path = Path(text).absolute()
+        if not path.exists():
+            return text
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return json.dumps([str(path), stats])
+
+
+def _result_shape(config: Config, coming: Coming) -> ModelShape | None:
+    """The shape of the model that an experiment leaves; None where it leaves none."""
+    if config.algorithm.trainer == "preferences":
+        return None
+    shape = read_shape(config, coming)
+    return critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape
