@@ -250,13 +250,17 @@ def _prepare(parsed: argparse.Namespace) -> None:
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
             resolve_scorer(source.function, f"{source.key}.function")
+    if config.evaluation.function is not None:
+        resolve_scorer(config.evaluation.function, "evaluation.function")
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
-    """Open what the run learns from, which reads and tokenizes every record; returns what a person should know about it."""
-    from aligner.data.prompts import open_prompts
+    """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
+    from aligner.data.prompts import open_evaluation_prompts, open_prompts
     from aligner.data.run_data import open_run_data
 
+    if config.algorithm.trainer == "online" and config.evaluation.every:
+        open_evaluation_prompts(config.evaluation, tokenizer, config.data.max_prompt_tokens)
     if config.algorithm.generates:
         return open_prompts(config.data, tokenizer, config.seed).notices
     return open_run_data(config, tokenizer).notices

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
@@ -124,7 +125,7 @@ class OnlineTrainer:
         chosen = rollout
         if self.algorithm.select is not None:
             with timer.phase("server_wait"):
-                chosen = rollout.select(self.algorithm.select(rollout.scores.result(), self.algorithm.samples_per_prompt))
+                chosen = rollout.select(self.algorithm.select(self._scores(rollout), self.algorithm.samples_per_prompt))
         stats = self._learn(step, chosen, timer) if chosen.samples else {}
         return Outcome(stats | rollout_metrics(rollout), rollout, rollout.scores.result())
 
@@ -135,13 +136,18 @@ class OnlineTrainer:
             old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
             reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
         with timer.phase("server_wait"):
-            scores = rollout.scores.result()
+            scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
         experience = algorithm.experience(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
         stats = experience_metrics(experience) | staleness_metrics(batch, version=step) | {"kl/coef": coefficient}
         stats |= self._update(step, experience, timer)
         self.kl_controller.update(sequence_kl(experience), len(rollout.samples))
         return stats
+
+    def _scores(self, rollout: Rollout) -> Tensor:
+        """Wait for the scores [B], and shape them."""
+        ended = torch.tensor([sample.finish_reason == "stop" for sample in rollout.samples])
+        return self.algorithm.shaped(rollout.scores.result(), rollout.batch, ended)
 
     def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
         """The policy's updates and, at the same time on the critic's devices, the critic's."""

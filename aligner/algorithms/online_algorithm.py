@@ -18,7 +18,7 @@ from aligner.config.algorithms import rows_together
 from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import PolicyLoss
-from aligner.rewards.shaping import penalized_rewards
+from aligner.rewards.shaping import missing_token_penalty, overlong_penalty, penalized_rewards
 
 Aggregation = Literal["token", "sequence", "constant"]
 Select = Callable[[Tensor, int], Tensor]
@@ -54,6 +54,16 @@ class OnlineAlgorithm:
     entropy_coefficient: float
     whiten_rewards: bool
     whiten_advantages: bool
+    missing_end_score: float | None
+    overlong_buffer: int
+
+    def shaped(self, scores: Tensor, batch: SampleBatch, ended: Tensor) -> Tensor:
+        """Scores [B] as they are learned from: what has no end (`ended` bool [B]) and what is long is set back."""
+        if self.missing_end_score is not None:
+            scores = missing_token_penalty(scores, ended, self.missing_end_score)
+        if self.overlong_buffer:
+            scores = scores + overlong_penalty(batch.mask.sum(1), self.max_response_tokens, self.overlong_buffer)
+        return scores
 
     def experience(
         self,
@@ -173,6 +183,8 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         entropy_coefficient=settings.entropy_coefficient,
         whiten_rewards=settings.whiten_rewards,
         whiten_advantages=settings.whiten_advantages,
+        missing_end_score=config.reward.missing_end_score,
+        overlong_buffer=config.reward.overlong_buffer,
     )
 
 

@@ -24,6 +24,7 @@ from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
@@ -84,7 +85,7 @@ def build_trainer(
     )
     engine = build_colocated_engine(config, shape, world, policy)
     options = build_options(config.rollout, shape)
-    rollouts = build_rollouts(config, shape, prompts, engine, services, world, options)
+    rollouts = build_rollouts(config, shape, tokenizer, prompts, engine, services, world, options)
     return OnlineTrainer(
         config=config,
         paths=paths,
@@ -111,7 +112,9 @@ def build_sampler(
     return PreferenceSampler(
         config=config,
         publisher=build_publisher(config, shape, world, policy, engine),
-        rollouts=build_rollouts(config, shape, prompts, engine, services, world, build_options(config.rollout, shape)),
+        rollouts=build_rollouts(
+            config, shape, tokenizer, prompts, engine, services, world, build_options(config.rollout, shape)
+        ),
         services=services,
         recorder=build_recorder(config, tokenizer, world),
         writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
@@ -121,6 +124,7 @@ def build_sampler(
 def build_rollouts(
     config: Config,
     shape: ModelShape,
+    tokenizer: Tokenizer,
     prompts: PromptStream,
     engine: GenerationEngine,
     services: Services,
@@ -139,6 +143,7 @@ def build_rollouts(
         shape.pad_token_id,
         engine_sleeps=config.engine.sleep,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
+        truncate_token=_truncate_token(config.rollout, tokenizer),
     )
 
 
@@ -215,6 +220,16 @@ def build_publisher(config: Config, shape: ModelShape, world: World, policy: Pol
         group_bytes=engine.group_bytes,
         copied=weights.copied,
     )
+
+
+def _truncate_token(settings: Rollout, tokenizer: Tokenizer) -> int | None:
+    """Raises ConfigError for a text that is not one token."""
+    if settings.truncate_token is None:
+        return None
+    tokens = tokenizer.encode(settings.truncate_token)
+    if len(tokens) != 1:
+        raise ConfigError(f"rollout.truncate_token={settings.truncate_token!r}: must be one token, and is {len(tokens)}")
+    return int(tokens[0])
 
 
 def build_options(settings: Rollout, shape: ModelShape) -> SamplingOptions:

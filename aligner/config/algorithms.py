@@ -73,6 +73,9 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
 
 def _sample_problems(config: Config) -> Iterator[str]:
     settings, samples = config.algorithm, config.rollout.samples_per_prompt
+    buffer, longest = config.reward.overlong_buffer, config.rollout.max_response_tokens
+    if buffer > longest:
+        yield f"reward.overlong_buffer={buffer}: must be at most rollout.max_response_tokens={longest}"
     comparing = [
         f"{name}={value}"
         for name, value, compares in (

@@ -56,6 +56,6 @@ def _offline_problems(config: Config) -> Iterator[str]:
     for name in ("path", "prompts", "function"):
         if value := getattr(settings, name):
             yield (
-                f"evaluation.{name}={value}: only algorithm.trainer=online answers prompts; algorithm.trainer={trainer}"
-                " evaluates on data.held_out"
+                f"evaluation.{name}={value}: only algorithm.trainer=online is evaluated on prompts, got"
+                f" algorithm.trainer={trainer}; the trainers that learn from files are on data.held_out rows"
             )

@@ -73,7 +73,7 @@ def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, s
     if isinstance(value, dict):
         chosen = [name for name in value if part in ("*", name)]
         return value | {name: _mapped(value[name], rest, f"{key}.{name}", change) for name in chosen}
-    if not dataclasses.is_dataclass(value):
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value  # not what the schema wants there, which the checks tell
     changed = _mapped(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)
     return dataclasses.replace(value, **{part: changed})

@@ -209,6 +209,10 @@ class Rollout:
         1.0, "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased", minimum=0
     )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
+    truncate_token: str | None = option(
+        None, "a response is cut behind this token, such as \".\", before it is scored; one without it has no end; null: none is"
+    )
+    truncate_after: int = option(16, "response tokens in which truncate_token does not count yet", minimum=0)
 
 
 @dataclass
@@ -265,6 +269,12 @@ class Reward(MegatronModel):
     bias: float = option(0.0, "and this is added")
     sources: dict[str, Any] = option(
         {}, "name to kind, weight, gain, bias and function, path, or url and timeout_s (kind=combined)"
+    )
+    missing_end_score: float | None = option(
+        None, "score of a response without an end, an end-of-sequence token or rollout.truncate_token; its own when null"
+    )
+    overlong_buffer: int = option(
+        0, "a response loses up to 1 over its last so many tokens before rollout.max_response_tokens; 0: nothing", minimum=0
     )
     replicas: int = option(1, "servers with the same scorer; a request goes to the one with the fewest under way", minimum=1)
     ports: Ports = section(Ports)

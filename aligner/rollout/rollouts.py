@@ -76,17 +76,18 @@ class Rollouts:
         *,
         engine_sleeps: bool = False,
         dynamic_sampling_rounds: int = 0,
+        truncate_token: int | None = None,
     ) -> None:
         """With `engine_sleeps` the engine drops its memory once it has generated a step's samples.
 
         With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
-        most so many rounds (DAPO: Yu et al. 2025, section 3.2).
+        most so many rounds (DAPO: Yu et al. 2025, section 3.2). With `truncate_token` responses are cut behind it.
         """
         self._prompts, self._engine, self._services = prompts, engine, services
         self._settings, self._layout, self._options = settings, layout, options
         self._replica = rank // layout.tensor
         self._pad_token_id, self._engine_sleeps = pad_token_id, engine_sleeps
-        self._rounds = dynamic_sampling_rounds
+        self._rounds, self._truncate_token = dynamic_sampling_rounds, truncate_token
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
 
@@ -119,6 +120,8 @@ class Rollouts:
             prompts = self._prompts.take(self.position, size)
             self.position += size
             samples = self.generate(prompts, settings.samples_per_prompt, self._options)
+            if self._truncate_token is not None:
+                samples = [truncated(sample, self._truncate_token, settings.truncate_after) for sample in samples]
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
@@ -164,3 +167,21 @@ def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
     groups = scores.view(-1, samples_per_prompt)
     rows = torch.arange(len(scores)).view(-1, samples_per_prompt)
     return rows[groups.amax(1) > groups.amin(1)].flatten()
+
+
+def truncated(sample: Sample, token_id: int, after: int) -> Sample:
+    """The sample up to the first `token_id` among its response's tokens from `after` on; without one it has no end.
+
+    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
+    """
+    found = (sample.tokens[sample.prompt_length + after :] == token_id).nonzero()
+    if not len(found):
+        return replace(sample, finish_reason="length")
+    kept = after + int(found[0]) + 1
+    return replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length + kept],
+        engine_logprobs=sample.engine_logprobs[:kept],
+        weight_versions=sample.weight_versions[:kept],
+        finish_reason="stop",
+    )

@@ -47,6 +47,15 @@ def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tm
     assert checkpoints(tmp_path).metric({}) is None
 
 
+def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_path):
+    kept = checkpoints(tmp_path, keep=1, best_metric="eval/score")
+    for step, stats in enumerate(({"eval/score": 0.2}, {"eval/score": 0.4}, {"reward/mean": 9.0}, {"eval/score": 0.3}), 1):
+        commit(kept, step, kept.metric(stats))
+    assert kept.steps() == [2, 4]
+    with pytest.raises(AlignerError, match=r"best_metric=eval/score: no such metric; this step's: eval/loss"):
+        kept.metric({"eval/loss": 1.0})
+
+
 def test_a_half_written_one_does_not_count(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)

@@ -75,7 +75,8 @@ def drain_with_helper(role: str, run: Path) -> None:
 
 
 def train(run: Path, steps: int, pause_s: float) -> None:
-    paths = run_paths(load_config(run / "config.yaml"))
+    config = load_config(run / "config.yaml")
+    paths = run_paths(config)
     if RANK != 0:
         return
     metrics, samples = MetricsWriter(paths, tensorboard=False), SampleWriter(paths)
@@ -84,6 +85,9 @@ def train(run: Path, steps: int, pause_s: float) -> None:
         samples.write(step, "prompt [red]text[/red]", f"answer {step}\n\x1b[2J", step / 10)
         stats = {"reward/mean": step / 10, "kl/reference": 0.01, "time/step": 0.5, "time/train": 0.25}
         metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
+    if config.algorithm.trainer == "preferences":
+        paths.preferences.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+        paths.responses.write_text('{"prompt": "a", "response": "b"}\n')
 
 
 def wait_for(file: Path) -> None:
@@ -97,7 +101,7 @@ def main(role: str, config: Path, behavior: str) -> None:
     print(f"{role} rank {RANK} of {os.environ['WORLD_SIZE']}: {behavior}", flush=True)
     match behavior:
         case "prepare":
-            (run / "initial_model").mkdir()
+            (run / "initial_model").mkdir(exist_ok=True)
         case "serve":
             serve(role, run)
         case "never_healthy" | "hang":

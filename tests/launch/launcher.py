@@ -1,4 +1,4 @@
-"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON`."""
+"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON [CONFIG_DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLE = Path(__file__).with_name("fake_role.py")
 
 
 def main() -> int:
-    config = compose_config(json.loads(sys.argv[1]))
+    directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     behaviors = json.loads(sys.argv[2])
 
     def command(group: str, file: Path) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def main() -> int:
         return (sys.executable, str(ROLE), group, str(file), behavior)
 
     try:
-        return launch(plan_run(config), command)
+        return launch(plan_run(compose_config(json.loads(sys.argv[1]), directory), directory), command)
     except AlignerError as error:
         print(error, file=sys.stderr)
         return error.exit_code

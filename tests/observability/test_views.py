@@ -61,6 +61,25 @@ def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: 
     assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(where)
 
 
+def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no_step(tmp_path: Path) -> None:
+    measured = {"eval/score": 0.25, "eval/score_low": 0.125, "eval/score_high": 0.5, "eval/length": 8.0, "time/evaluate": 1.0}
+    last = {
+        **measured,
+        "eval/score": 0.75,
+        "eval/score_low": 0.5,
+        "eval/score_high": 0.875,
+        "reward/mean": 0.5,
+        "time/step": 2.0,
+    }
+    metrics = [{"step": 0, **measured}, {"step": 1, "reward/mean": 0.25, "time/step": 2.0}, {"step": 2, **last}]
+    where = console()
+    print_summary(metrics, RunPaths(tmp_path), where)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    assert [cell.strip() for cell in rows["score"]] == ["0.250 [0.125, 0.500]", "0.750 [0.500, 0.875]", "+0.500"]
+    assert "score_low" not in rows and rows["length"][2].strip() == "+0.000"
+    assert "summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
+
+
 def test_a_short_run_has_a_summary_too() -> None:
     table = summary_table([{"step": 1, "reward/mean": 0.5}])
     assert [column.header for column in table.columns] == ["mean of", "first 1", "last 1", "change"]

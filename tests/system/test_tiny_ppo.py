@@ -62,17 +62,28 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
 
 
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
-    """Before it is resumed it is also a second run with the same seed."""
+    """Before it is resumed it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
-    stopped = run_to_end(directory, "run.stop_after=3", "logging.tensorboard=false")
-    assert repeatable(stopped.metrics) == repeatable(undisturbed.metrics[:3])
-    resumed = run_to_end(directory, "run.resume=true", "run.stop_after=6", "logging.tensorboard=false")
-    assert repeatable(resumed.metrics) == repeatable(undisturbed.metrics[:6])
+    more = ("evaluation.every=3", "evaluation.prompts=[hello,xyz,abc]", "evaluation.samples=2", "logging.tensorboard=false")
+    stopped = run_to_end(directory, "run.stop_after=3", *more)
+    assert repeatable(without_evaluation(stopped.metrics)) == repeatable(undisturbed.metrics[:3])
+    resumed = run_to_end(directory, "run.resume=true", "run.stop_after=6", *more)
+    assert repeatable(without_evaluation(resumed.metrics)) == repeatable(undisturbed.metrics[:6])
     samples = [sample for sample in read_records(undisturbed.paths.samples) if sample["step"] <= 6]
     assert read_records(resumed.paths.samples) == samples
     for part in ("policy", "critic"):
         assert (resumed.paths.checkpoint(6, part) / "rank_0.safetensors").is_file()
     assert checkpoint_differences(undisturbed.paths, resumed.paths, 6) == []
+    evaluated = [record for record in resumed.metrics if "eval/score" in record]
+    assert [record["step"] for record in evaluated] == [0, 3, 6]
+    assert all(record.keys() >= {"eval/pass@2", "eval/win_rate", "eval/reference_perplexity"} for record in evaluated)
+    assert evaluated[0].keys() == {"step", "time/evaluate", *(key for key in evaluated[0] if key.startswith("eval/"))}
+    assert evaluated[-1]["eval/score"] > evaluated[0]["eval/score"]
+
+
+def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The steps, the initial policy's evaluation left out, without what was evaluated."""
+    return [{key: value for key, value in step.items() if not key.startswith("eval/")} for step in metrics if step["step"]]
 
 
 def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp_path: Path) -> None:

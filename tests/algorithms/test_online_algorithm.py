@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import aligner
+from aligner.algorithms.online_algorithm import best, best_and_worst, build_online_algorithm
+from aligner.config.compose import compose_config
+from aligner.data.types import SampleBatch, response_mask
+
+EACH, PROMPTS, LONGEST, PROMPT = 4, 3, 6, 2
+ONLINE = sorted(
+    path.stem
+    for path in (Path(aligner.__file__).parents[1] / "conf/algorithm").glob("*.yaml")
+    if "trainer:" not in path.read_text()
+)
+
+
+@functools.cache
+def composed(name, *overrides):
+    return compose_config(
+        [
+            "experiment=tiny_ppo",
+            f"algorithm={name}",
+            f"rollout.samples_per_prompt={EACH}",
+            f"rollout.max_response_tokens={LONGEST}",
+            *(["algorithm.kl_coefficient=0"] if name in ("online_dpo", "copg") else []),
+            *overrides,
+        ]
+    )
+
+
+@pytest.fixture(scope="module", params=ONLINE)
+def name(request):
+    return request.param
+
+
+def step(config, seed=0):
+    """An algorithm, the experience that it makes of random samples, and log-probs and entropies after a small update."""
+    algorithm = build_online_algorithm(config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = EACH * PROMPTS
+    lengths = PROMPT + torch.randint(1, LONGEST + 1, (rows,), generator=generator)
+    prompt_lengths = torch.full((rows,), PROMPT)
+    width = int(lengths.max())
+    mask = response_mask(lengths, prompt_lengths, width)
+    old = torch.where(mask, -2 + 0.3 * random(rows, width - 1), math.nan)
+    engine = torch.where(mask, old + 0.05 * random(rows, width - 1), 0.0)
+    batch = SampleBatch(
+        torch.randint(9, (rows, width), generator=generator),
+        lengths,
+        mask,
+        prompt_lengths,
+        engine,
+        torch.zeros_like(lengths)[:, None].expand(mask.shape),
+    )
+    scores = random(rows).round(decimals=1)
+    reference = old + 0.1 * random(rows, width - 1)
+    values = 0.1 * random(rows, width) if config.algorithm.has_critic else None
+    after = torch.where(mask, old + 0.2 * random(rows, width - 1), 0.0)
+    if algorithm.select is not None:
+        chosen = algorithm.select(scores, EACH)
+        batch, scores, old, reference, after = (
+            part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
+        )
+    experience = algorithm.experience(batch, scores, values, old, reference, 0.05)
+    return algorithm, experience, scores, after
+
+
+def gradient(algorithm, experience, after, parts):
+    """Loss, statistics and gradient of the log-probs, the rows cut into parts."""
+    logprobs = after.clone().requires_grad_()
+    entropy = torch.zeros_like(after)
+    loss = algorithm.loss(experience, 0.05)
+    total, sums = torch.zeros((), dtype=after.dtype), {}
+    for rows in parts:
+        value, stats = loss(logprobs[rows], entropy[rows], experience.select(rows), algorithm.denominator(experience))
+        total = total + value
+        for key, number in stats.items():
+            sums[key] = max(sums[key], number) if key.endswith("_max") and key in sums else sums.get(key, 0.0) + number
+    total.backward()
+    return total.detach(), sums, logprobs.grad
+
+
+def test_every_online_algorithm_is_a_file_of_conf():
+    assert set(ONLINE) == {
+        *("ppo", "ppo_decoupled", "reinforce", "reinforce_plus_plus", "rloo", "proximal_rloo", "copg", "grpo", "dr_grpo"),
+        *("dapo", "gspo", "cispo", "online_dpo", "best_of_n"),
+    }
+
+
+def test_how_a_minibatch_is_cut_changes_neither_gradient_nor_statistics(name):
+    algorithm, experience, _, after = step(composed(name))
+    rows = torch.arange(experience.tokens.shape[0])
+    units = rows.view(-1, algorithm.group)
+    whole = gradient(algorithm, experience, after, [rows])
+    shuffled = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(1))]
+    cut = gradient(algorithm, experience, after, [part.flatten() for part in shuffled.split(2)])
+    torch.testing.assert_close(cut[0], whole[0])
+    torch.testing.assert_close(cut[2], whole[2])
+    assert cut[1].keys() == whole[1].keys()
+    for key in whole[1]:
+        torch.testing.assert_close(cut[1][key], whole[1][key], msg=key)
+    assert whole[2].abs().max() > 0 and bool(whole[2].isfinite().all())
+
+
+def test_nothing_outside_the_responses_has_a_gradient(name):
+    algorithm, experience, _, after = step(composed(name))
+    _, _, slope = gradient(algorithm, experience, after, [torch.arange(experience.tokens.shape[0])])
+    assert (slope[~experience.mask] == 0).all()
+
+
+def test_rows_that_are_compared_stay_together_in_minibatches(name):
+    algorithm, experience, _, _ = step(composed(name))
+    seen = []
+    for part in algorithm.minibatches(experience, epochs=1, count=3, seed=5):
+        assert part.tokens.shape[0] % algorithm.group == 0
+        for unit in part.tokens.unflatten(0, (-1, algorithm.group)):
+            (place,) = [
+                index
+                for index, own in enumerate(experience.tokens.unflatten(0, (-1, algorithm.group)))
+                if torch.equal(own, unit)
+            ]
+            seen.append(place)
+    assert sorted(seen) == list(range(experience.tokens.shape[0] // algorithm.group))
+
+
+def by_hand(experience, advantages, after, token_weight, low=0.2, high=0.2):
+    """-Σ weight · min(r·A, clip(r)·A), token by token."""
+    total = 0.0
+    for row in range(experience.tokens.shape[0]):
+        for place in experience.mask[row].nonzero().flatten().tolist():
+            ratio = math.exp(float(after[row, place] - experience.old_logprobs[row, place]))
+            advantage = float(advantages[row])
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            total -= token_weight(int(experience.mask[row].sum())) * min(ratio * advantage, clipped * advantage)
+    return total
+
+
+def grouped(scores, baseline):
+    return torch.cat([baseline(group) for group in scores.view(-1, EACH)])
+
+
+def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
+    algorithm, experience, scores, after = step(composed("grpo"))
+    advantages = grouped(scores, lambda group: (group - group.mean()) / (group.std() + 1e-4))
+    rows = len(scores)
+    expected = by_hand(experience, advantages, after, lambda length: 1 / (rows * length))
+    for row in range(rows):
+        inside = experience.mask[row]
+        log_ratio = experience.reference_logprobs[row][inside] - after[row][inside]
+        expected += 0.05 * float((log_ratio.exp() - log_ratio - 1).mean()) / rows
+    loss, _, _ = gradient(algorithm, experience, after, [torch.arange(rows)])
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_dr_grpo_divides_by_a_constant_and_by_no_deviation():
+    algorithm, experience, scores, after = step(composed("dr_grpo", "algorithm.kl_coefficient=0"))
+    advantages = grouped(scores, lambda group: group - group.mean())
+    rows = len(scores)
+    # A penalty in the reward of coefficient 0.05 is in the scores that the estimator sees.
+    kl = torch.where(experience.mask, experience.old_logprobs - experience.reference_logprobs, 0.0).sum(1)
+    advantages = grouped(scores - 0.05 * kl, lambda group: group - group.mean())
+    expected = by_hand(experience, advantages, after, lambda length: 1 / (rows * LONGEST))
+    loss, _, _ = gradient(algorithm, experience, after, [torch.arange(rows)])
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_dapo_is_a_mean_over_tokens_with_a_higher_upper_clip():
+    algorithm, experience, scores, after = step(composed("dapo"))
+    kl = torch.where(experience.mask, experience.old_logprobs - experience.reference_logprobs, 0.0).sum(1)
+    advantages = grouped(scores - 0.05 * kl, lambda group: (group - group.mean()) / (group.std() + 1e-4))
+    tokens = int(experience.mask.sum())
+    expected = by_hand(experience, advantages, after, lambda length: 1 / tokens, 0.2, 0.28)
+    loss, _, _ = gradient(algorithm, experience, after, [torch.arange(len(scores))])
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_entropy_bonus_is_taken_off_the_loss():
+    config = composed("ppo", "algorithm.entropy_coefficient=0.5")
+    algorithm, experience, _, after = step(config)
+    entropy = torch.where(experience.mask, torch.rand(after.shape, dtype=after.dtype), 0.0).requires_grad_()
+    loss = algorithm.loss(experience, 0.0)
+    with_bonus, stats = loss(after, entropy, experience, algorithm.denominator(experience))
+    without, _ = loss(after, torch.zeros_like(after), experience, algorithm.denominator(experience))
+    mean = float(entropy[experience.mask].mean().detach())
+    assert float(with_bonus) == pytest.approx(float(without) - 0.5 * mean, rel=1e-6)
+    assert stats["loss"] == with_bonus.detach()
+    with_bonus.backward()
+    assert entropy.grad[experience.mask].allclose(torch.tensor(-0.5 / float(experience.mask.sum()), dtype=after.dtype))
+
+
+def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out():
+    scores = torch.tensor([0.0, 1.0, 0.5, 0.2, 1.0, 1.0, 1.0, 1.0, 3.0, 2.0, 4.0, 1.0])
+    assert best_and_worst(scores, 4).tolist() == [1, 0, 10, 11]
+    assert best(scores, 4).tolist() == [1, 10]
+
+
+def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
+    config = composed("ppo", "reward.missing_end_score=-1", "reward.overlong_buffer=4")
+    algorithm = build_online_algorithm(config)
+    lengths = torch.tensor([2, 3, 4, 6])
+    mask = response_mask(PROMPT + lengths, torch.full((4,), PROMPT), PROMPT + LONGEST)
+    tokens, empty = torch.zeros(4, PROMPT + LONGEST, dtype=torch.int64), torch.zeros(mask.shape)
+    batch = SampleBatch(tokens, PROMPT + lengths, mask, torch.full((4,), PROMPT), empty, empty.long())
+    shaped = algorithm.shaped(torch.ones(4), batch, torch.tensor([True, False, True, True]))
+    assert shaped.tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])

@@ -1,0 +1,186 @@
+"""References to other experiments' results: what they stand for, and what is refused, before anything runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.config.prerequisites import Prerequisite, RunPlan, plan_run
+from aligner.config.references import Reference, parse_reference
+from aligner.errors import ConfigError
+
+PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3}}
+JUDGE = {
+    "defaults": ["override /algorithm: reward_model"],
+    "data": {"path": "experiment:pairs", "normalization": "experiment:pairs/responses.jsonl"},
+    "critic": {"num_layers": 2},
+}
+AGAINST = {"reward": {"kind": "model", "path": "experiment:judge"}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "experiments"
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """A config directory of one's own with a chain of experiments."""
+    for name, content in {"pairs": PAIRS, "judge": JUDGE, "against": AGAINST}.items():
+        write(tmp_path / "conf", name, content)
+    return tmp_path / "conf"
+
+
+def write(conf: Path, name: str, content: dict[str, object]) -> None:
+    (conf / "experiment").mkdir(parents=True, exist_ok=True)
+    defaults = [dict([default.split(": ")]) for default in content.get("defaults", [])]  # type: ignore[attr-defined]
+    body = yaml.safe_dump({**content, "defaults": defaults})
+    (conf / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{body}")
+
+
+def planned(conf: Path, *overrides: str) -> RunPlan:
+    return plan_run(compose_config([*overrides, f"run.dir={conf.parent / 'run'}"], conf), conf)
+
+
+def refused(conf: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(conf, *overrides).check()
+    return str(caught.value)
+
+
+def entries(plan: RunPlan) -> dict[str, str]:
+    return {first.name: first.entry.name for first in plan.prerequisites}
+
+
+def test_a_reference_is_told_from_a_path() -> None:
+    assert parse_reference("data.path", "runs/experiment:a") is None
+    assert parse_reference("data.path", "experiment:a-1") == Reference("data.path", "a-1", None)
+    assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference("data.path", "a", "b/c.jsonl")
+
+
+@pytest.mark.parametrize("text", ["experiment:", "experiment:/x", "experiment:a b", "experiment:a/../b", "experiment:a//b"])
+def test_a_malformed_reference_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE"):
+        parse_reference("data.path", text)
+
+
+def test_references_become_paths_in_the_cache_and_say_where_they_came_from(conf: Path, cache: Path, tmp_path: Path) -> None:
+    plan = planned(conf, "experiment=against")
+    pairs, judge = plan.prerequisites
+    assert (pairs.name, judge.name) == ("pairs", "judge")
+    assert plan.config.reward.path == str(judge.result) == str(cache / judge.entry.name / "result")
+    assert plan.config.run.inputs == {"reward.path": "experiment:judge"}
+    assert judge.config.data.path == str(pairs.result / "preferences.jsonl")
+    assert judge.config.data.normalization == str(pairs.result / "responses.jsonl")
+    assert judge.config.run.dir == str(judge.entry / "run")
+    save_config(plan.config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == plan.config
+
+
+def test_sources_may_be_results_too(conf: Path) -> None:
+    write(conf, "two", {**JUDGE, "data": {"sources": {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}}})
+    plan = planned(conf, "experiment=two")
+    assert plan.config.data.sources["a"]["path"] == str(plan.prerequisites[0].result / "preferences.jsonl")
+    assert plan.config.data.sources["b"]["path"] == "b.jsonl"
+    write(
+        conf,
+        "sum",
+        {"reward": {"kind": "combined", "sources": {"judge": {"kind": "model", "path": "experiment:judge", "weight": 2}}}},
+    )
+    assert list(entries(planned(conf, "experiment=sum"))) == ["pairs", "judge"]
+
+
+def test_a_path_that_the_run_does_not_read_needs_nothing(conf: Path) -> None:
+    assert planned(conf, "experiment=against", "reward.kind=function").prerequisites == ()
+    assert planned(conf, "experiment=tiny_ppo", "model.path=experiment:judge").prerequisites == ()
+
+
+def test_the_chain_is_checked_before_any_of_it_exists(conf: Path) -> None:
+    plan = planned(conf, "experiment=against")
+    assert plan.missing == plan.prerequisites
+    assert plan.check().num_layers == 4
+    assert not (conf.parent / "cache").exists(), "checking makes nothing"
+    message = refused(conf, "experiment=against", "reward.parallel.pipeline=3")
+    assert "reward.parallel.pipeline=3" in message and "2 layers" in message, "the reward model's, which is two layers deep"
+
+
+def test_a_mistake_in_what_comes_first_is_told_with_its_name(conf: Path) -> None:
+    write(conf, "pairs", {**PAIRS, "rollout": {"samples_per_prompt": 1}})
+    message = refused(conf, "experiment=against")
+    assert message.startswith("experiment pairs, which comes first: rollout.samples_per_prompt=1: ")
+
+
+def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> None:
+    start = {"model": {"source": "directory", "path": "experiment:tiny_ppo"}}
+    write(conf, "more", start)
+    plan = planned(conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:more")
+    assert list(entries(plan)) == ["tiny_ppo", "more"]
+    assert plan.check().hidden_size == 64
+
+
+def test_a_complete_result_needs_nothing_first(conf: Path) -> None:
+    judge = planned(conf, "experiment=against").prerequisites[1]
+    judge.result.mkdir(parents=True)
+    plan = planned(conf, "experiment=against")
+    assert plan.prerequisites == (judge,)
+    assert plan.missing == ()
+    assert "has no config.json" in refused(conf, "experiment=against"), "from now on the result itself is checked"
+
+
+def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> None:
+    write(conf, "pairs", {**PAIRS, **AGAINST})
+    message = refused(conf, "experiment=against")
+    assert message == "reward.path=experiment:judge: experiments that need each other: judge -> pairs -> judge"
+
+
+def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> None:
+    assert refused(conf, "experiment=against", "reward.path=experiment:jugde").startswith(
+        "reward.path=experiment:jugde: experiment=jugde: no such experiment; did you mean experiment=judge?"
+    )
+    assert refused(conf, "experiment=against", "reward.path=experiment:pairs") == (
+        "reward.path=experiment:pairs: must give a reward model, but algorithm.trainer=preferences gives preferences"
+    )
+    assert refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo") == (
+        "data.path=experiment:tiny_ppo: must give preferences, but algorithm.trainer=online gives a policy"
+    )
+
+
+def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="no such experiment"):
+        plan_run(compose_config(["experiment=tiny_ppo", "reward.kind=model", "reward.path=experiment:judge"]))
+
+
+def result_of(conf: Path, content: dict[str, object]) -> Prerequisite:
+    write(conf, "pairs", content)
+    return planned(conf, "experiment=judge").prerequisites[0]
+
+
+def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: Path) -> None:
+    first = result_of(conf, PAIRS)
+    kept = {"logging": {"tensorboard": False}, "cluster": {"threads_per_rank": 1}, "server": {"max_restarts": 0}}
+    kept |= {"checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}}
+    assert result_of(conf, {**PAIRS, **kept}).entry == first.entry
+    for changed in ({"seed": 7}, {"run": {"steps": 3}}, {"rollout": {"samples_per_prompt": 4}}):
+        assert result_of(conf, {**PAIRS, **changed}).entry != first.entry
+
+
+def test_a_result_follows_what_it_is_made_from(conf: Path) -> None:
+    before = entries(planned(conf, "experiment=against"))
+    write(conf, "pairs", {**PAIRS, "seed": 7})
+    after = entries(planned(conf, "experiment=against"))
+    assert all(before[name] != after[name] for name in ("pairs", "judge"))
+
+
+def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    write(conf, "judge", {**JUDGE, "data": {"path": str(file)}})
+    before = entries(planned(conf, "experiment=against"))
+    assert entries(planned(conf, "experiment=against")) == before
+    os.utime(file, (1, 1))
+    assert entries(planned(conf, "experiment=against")) != before

@@ -1,0 +1,124 @@
+"""Experiments that come before a run: run once, by one launcher, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.launch.test_launch import HEALTHY, LAUNCHER, finish, processes_of, wait_for
+
+PAIRS = """# @package _global_
+defaults:
+  - override /algorithm: preferences
+run: {steps: 7}
+cluster: {stop_timeout_s: 2}
+"""
+JUDGE = """# @package _global_
+defaults:
+  - override /algorithm: reward_model
+data: {path: "experiment:pairs", normalization: "experiment:pairs/responses.jsonl"}
+run: {steps: 7}
+cluster: {stop_timeout_s: 2}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory with experiments of one's own; what is started there is ended."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    for name, content in {"pairs": PAIRS, "judge": JUDGE}.items():
+        (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(content)
+    yield tmp_path
+    for process in processes_of(tmp_path):
+        process.kill()
+
+
+def start(place: Path, name: str = "run", **behaviors: str) -> subprocess.Popen[str]:
+    given = ["experiment=judge", f"run.dir={place / name}"]
+    command = [sys.executable, str(LAUNCHER), json.dumps(given), json.dumps({**HEALTHY, **behaviors}), str(place / "conf")]
+    environment = {**os.environ, "COLUMNS": "120", "ALIGNER_CACHE": str(place / "cache")}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def entry(place: Path) -> Path:
+    """Where the cache has the pairs."""
+    (found,) = (place / "cache" / "experiments").glob("pairs-*")
+    return found
+
+
+def trainer_starts(place: Path) -> int:
+    return (entry(place) / "run" / "logs" / "trainer-0.log").read_text().count("trainer rank 0 of 1")
+
+
+def test_what_is_needed_runs_first_and_once(place: Path) -> None:
+    code, out, error = finish(start(place), place)
+    assert code == 0, error
+    lines = out.splitlines()
+    assert lines[0] == f"run directory: {place / 'run'}", "the launch's own comes first"
+    first = lines.index(f"first: experiment pairs (preferences), run directory: {entry(place) / 'run'}")
+    done = lines.index(f"experiment pairs: {entry(place) / 'result'}")
+    assert first < lines.index("step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00") < done
+    assert sum(line.startswith("step 7/7") for line in lines[done:]) == 1
+    config = yaml.safe_load((place / "run" / "config.yaml").read_text())
+    assert config["data"]["path"] == str(entry(place) / "result" / "preferences.jsonl")
+    assert config["run"]["inputs"]["data.normalization"] == "experiment:pairs/responses.jsonl"
+
+    code, out, error = finish(start(place, "again"), place)
+    assert code == 0, error
+    assert "first:" not in out
+    assert f"experiment pairs: {entry(place) / 'result'}" in out.splitlines()
+    assert trainer_starts(place) == 1
+
+
+def test_two_launches_at_once_run_it_once(place: Path) -> None:
+    one = start(place, "one", trainer="train_slowly")
+    wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
+    two = start(place, "two")
+    assert two.stdout is not None
+    shown = ""
+    while not shown.startswith("waiting for"):
+        shown = two.stdout.readline()
+    assert shown == f"waiting for experiment pairs, which process {one.pid} runs: {entry(place)}\n"
+    one.send_signal(signal.SIGTERM)
+    one.communicate(timeout=30)
+    assert one.returncode == 143
+    code, out, error = finish(two, place)
+    assert code == 0, error
+    assert "first: experiment pairs" in out
+    assert yaml.safe_load((entry(place) / "run" / "config.yaml").read_text())["run"]["resume"], (
+        "it went on where the other was"
+    )
+    assert trainer_starts(place) == 2
+
+
+def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
+    code, _, error = finish(start(place, trainer="killed"), place)
+    assert code == 1
+    assert error.startswith("experiment pairs, which comes first: trainer rank 0 was ended by SIGKILL; the end of its log:\n")
+    assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
+    assert not (place / "run").exists()
+    assert not (entry(place) / "result").exists()
+
+
+def test_a_launch_that_waits_for_another_ends_when_told_to(place: Path) -> None:
+    one = start(place, "one", trainer="train_slowly")
+    wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
+    two = start(place, "two")
+    assert two.stdout is not None
+    while not two.stdout.readline().startswith("waiting for"):
+        pass
+    two.send_signal(signal.SIGINT)
+    two.communicate(timeout=30)
+    assert two.returncode == 130
+    assert psutil.pid_exists(one.pid)
+    one.send_signal(signal.SIGINT)
+    assert finish(one, place)[0] == 130

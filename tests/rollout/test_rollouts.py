@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from aligner.config.schema import EngineParallel, Rollout
+from aligner.data.types import Prompt, Sample
+from aligner.engines.protocol import SamplingOptions
+from aligner.errors import AlignerError
+from aligner.rollout.rollouts import Rollouts, informative, truncated
+
+EACH = 2
+
+
+class Digits:
+    """An engine whose responses say which prompt and sample they are: token 10 + prompt, then 10 + index."""
+
+    def generate(self, requests, options):
+        return [
+            Sample(
+                request.prompt.id,
+                request.sample_index,
+                torch.tensor([5, 10 + request.prompt.id, 10 + request.sample_index]),
+                1,
+                torch.zeros(2),
+                torch.zeros(2, dtype=torch.int64),
+                "stop",
+            )
+            for request in requests
+        ]
+
+
+class Scorers:
+    """Servers that answer at once: a prompt whose id is in `mixed` gets different scores for its samples."""
+
+    def __init__(self, mixed):
+        self.mixed = mixed
+
+    def ask(self, tokens, lengths, prompt_lengths, metadata):
+        ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
+        score: Future = Future()
+        score.set_result(
+            torch.tensor([float(i in self.mixed and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)])
+        )
+        return (score,), ()
+
+
+class Stream:
+    def take(self, start, count):
+        return [Prompt(start + place, "", torch.tensor([5])) for place in range(count)]
+
+
+def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2):
+    settings = Rollout(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
+    return Rollouts(
+        Stream(),
+        Digits(),
+        Scorers(mixed),
+        settings,
+        EngineParallel(),
+        0,
+        SamplingOptions(max_new_tokens=2),
+        pad_token_id=0,
+        dynamic_sampling_rounds=rounds,
+    )
+
+
+def test_every_prompt_is_taken_once_and_the_position_says_where_the_next_step_begins():
+    source = rollouts(mixed=(), rounds=0)
+    seen = [[prompt.id for prompt in source.take().prompts[::EACH]] for _ in range(3)]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    resumed = rollouts(mixed=(), rounds=0)
+    resumed.position = 8
+    assert [prompt.id for prompt in resumed.take().prompts[::EACH]] == seen[2]
+
+
+def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_stream():
+    source = rollouts(mixed={1, 4, 5, 9, 10}, rounds=3)
+    rollout = source.take()
+    assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
+    assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
+    assert rollout.batch.tokens[:, 1].tolist() == [11, 11, 14, 14, 15, 15, 19, 19]
+    assert len(rollout.all_scores.result()) == EACH * source.position == EACH * 10
+
+
+def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
+    source = rollouts(mixed={0, 2}, rounds=2)
+    with pytest.raises(AlignerError) as caught:
+        source.take()
+    message = str(caught.value)
+    assert "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different scores" in message
+    assert "rollout.samples_per_prompt=2" in message
+
+
+def test_prompts_whose_scores_are_all_equal_are_not_informative():
+    scores = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.25])
+    assert informative(scores, 2).tolist() == [2, 3, 6, 7]
+
+
+def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
+    rollout = rollouts(mixed={0, 3}, rounds=0).take()
+    chosen = rollout.select(torch.tensor([7, 1]))
+    assert [(sample.prompt_id, sample.sample_index) for sample in chosen.samples] == [(3, 1), (0, 1)]
+    assert [prompt.id for prompt in chosen.prompts] == [3, 0]
+    assert chosen.batch.tokens[:, 1].tolist() == [13, 10]
+    assert chosen.scores.result().tolist() == [1.0, 1.0]
+    assert chosen.select(torch.tensor([1])).scores.result().tolist() == [1.0]
+
+
+def response(*tokens):
+    return Sample(
+        0, 0, torch.tensor([8, 9, *tokens]), 2, torch.arange(float(len(tokens))), torch.arange(len(tokens)), "length"
+    )
+
+
+def test_a_response_is_cut_behind_the_first_truncation_token_from_the_given_place_on():
+    cut = truncated(response(3, 4, 3, 4, 3), token_id=3, after=1)
+    assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
+    assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [0, 1, 2]
+    assert cut.finish_reason == "stop"
+
+
+def test_a_response_without_the_truncation_token_stays_whole_and_has_no_end():
+    whole = truncated(response(3, 4, 1), token_id=3, after=1)
+    assert whole.tokens.tolist() == [8, 9, 3, 4, 1] and whole.finish_reason == "length"
