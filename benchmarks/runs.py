@@ -1,4 +1,4 @@
-"""Whole runs of `tiny_ppo`, started as a user does; nothing of them stays, and two can be compared."""
+"""Whole runs, started as a user does; nothing of them stays, and two can be compared."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Finished:
 
 
 class Launch:
-    """A running `aligner launch experiment=tiny_ppo`; whatever of it is left is killed when the `with` block ends."""
+    """A running `aligner launch`; whatever of it is left is killed when the `with` block ends."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
+    def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
         self.paths = RunPaths(directory)
-        command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", f"run.dir={directory}", *overrides]
+        command = [sys.executable, "-m", "aligner", "launch", f"experiment={experiment}", f"run.dir={directory}", *overrides]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", _MARKER: str(directory)}
         self._launcher = subprocess.Popen(
             command, cwd=directory.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -117,9 +117,9 @@ class Launch:
             time.sleep(0.05)
 
 
-def run_to_end(directory: Path, *overrides: str, timeout_s: float = 180) -> Finished:
+def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180) -> Finished:
     """A whole run that must succeed."""
-    with Launch(directory, *overrides) as launch:
+    with Launch(directory, *overrides, experiment=experiment) as launch:
         finished = launch.finish(timeout_s)
     assert finished.code == 0, finished.report()
     return finished

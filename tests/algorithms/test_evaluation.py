@@ -13,8 +13,8 @@ from aligner.algorithms.evaluation import (
     evaluation_metrics,
     pass_at_k,
     perplexity,
-    win_rate,
     wilson_interval,
+    win_rate,
 )
 
 

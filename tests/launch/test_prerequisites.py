@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -79,15 +78,19 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
     assert trainer_starts(place) == 1
 
 
-def test_two_launches_at_once_run_it_once(place: Path) -> None:
+def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     one = start(place, "one", trainer="train_slowly")
     wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
-    two = start(place, "two")
-    assert two.stdout is not None
-    shown = ""
-    while not shown.startswith("waiting for"):
-        shown = two.stdout.readline()
-    assert shown == f"waiting for experiment pairs, which process {one.pid} runs: {entry(place)}\n"
+    two, three = start(place, "two"), start(place, "three")
+    for waiting in (two, three):
+        assert waiting.stdout is not None
+        shown = ""
+        while not shown.startswith("waiting for"):
+            shown = waiting.stdout.readline()
+        assert shown == f"waiting for experiment pairs, which process {one.pid} runs: {entry(place)}\n"
+    three.send_signal(signal.SIGINT)
+    three.communicate(timeout=30)
+    assert three.returncode == 130, "one that waits ends when it is told to"
     one.send_signal(signal.SIGTERM)
     one.communicate(timeout=30)
     assert one.returncode == 143
@@ -107,18 +110,3 @@ def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
     assert not (place / "run").exists()
     assert not (entry(place) / "result").exists()
-
-
-def test_a_launch_that_waits_for_another_ends_when_told_to(place: Path) -> None:
-    one = start(place, "one", trainer="train_slowly")
-    wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
-    two = start(place, "two")
-    assert two.stdout is not None
-    while not two.stdout.readline().startswith("waiting for"):
-        pass
-    two.send_signal(signal.SIGINT)
-    two.communicate(timeout=30)
-    assert two.returncode == 130
-    assert psutil.pid_exists(one.pid)
-    one.send_signal(signal.SIGINT)
-    assert finish(one, place)[0] == 130

@@ -1,0 +1,147 @@
+"""What every online algorithm makes of `experiment=arithmetic`: greedy pass@1 on held-out sums, before and after.
+
+All start from one supervised model, trained once and cached. A run must gain `--gain` within `--minutes`, its start-up
+included; exits 1 unless all do.
+
+`--off-policy` is another study, in the small, after "Asynchronous RLHF" (Noukhovitch et al. 2024, section 3): the samples of N
+minibatches are drawn at once, so that the last update of a step is N - 1 updates off-policy, at the same number of samples and
+updates in all. `--figure FILE.svg` draws it (needs matplotlib: the figures extra).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.runs import REPOSITORY, run_to_end
+
+EXPERIMENT = "arithmetic"
+OFF_POLICY = ("ppo", "rloo", "proximal_rloo", "online_dpo")
+MINIBATCHES = (1, 4, 16)
+_PROMPTS = 64
+"""Prompts of one optimizer step in the off-policy study."""
+
+
+def online_algorithms() -> list[str]:
+    """The options of `algorithm` that learn from the policy's own samples."""
+    return sorted(path.stem for path in (REPOSITORY / "conf/algorithm").glob("*.yaml") if "trainer:" not in path.read_text())
+
+
+def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """One run's figures."""
+    directory = Path(tempfile.mkdtemp(prefix="aligner-algorithms-"))
+    try:
+        start = time.monotonic()
+        finished = run_to_end(
+            directory / "run", f"algorithm={algorithm}", *overrides, experiment=EXPERIMENT, timeout_s=timeout_s
+        )
+        seconds, metrics = time.monotonic() - start, finished.metrics
+    finally:
+        shutil.rmtree(directory)
+    passed = [step["eval/pass@1"] for step in metrics if "eval/pass@1" in step]
+    steps = [step for step in metrics if "time/step" in step]
+    return {
+        "algorithm": algorithm,
+        "pass_at_1_before": passed[0],
+        "pass_at_1_after": passed[-1],
+        "gain": passed[-1] - passed[0],
+        "steps": len(steps),
+        "s_per_step": sum(step["time/step"] for step in steps) / len(steps),
+        "wall_s": seconds,
+        "kl": steps[-1].get("kl/reference"),
+    }
+
+
+def off_policy(algorithms: Sequence[str], updates: int, seeds: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The off-policy study, a run at a time."""
+    for seed in range(1, seeds + 1):
+        for count in MINIBATCHES:
+            for algorithm in algorithms:
+                overrides = (
+                    f"seed={seed}",
+                    f"run.steps={updates // count}",
+                    f"rollout.prompts_per_step={_PROMPTS * count}",
+                    f"rollout.micro_batches={count}",
+                    f"algorithm.minibatches={count}",
+                    f"evaluation.every={updates // count}",
+                )
+                yield {"minibatches": count, "seed": seed} | measure(algorithm, overrides, timeout_s)
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The figures, a row a run."""
+    shown = Table(title=title, title_justify="left")
+    names = [name for name in rows[0] if name != "kl"]
+    for name in names:
+        shown.add_column(name, justify="left" if name == "algorithm" else "right")
+    for row in rows:
+        shown.add_row(*(f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name]) for name in names))
+    return shown
+
+
+def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Held-out pass@1 over N, a line an algorithm, the mean over seeds with its range."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        counts = sorted({row["minibatches"] for row in rows})
+        passed = [
+            [row["pass_at_1_after"] for row in rows if (row["algorithm"], row["minibatches"]) == (algorithm, count)]
+            for count in counts
+        ]
+        means = [sum(values) / len(values) for values in passed]
+        axes.plot(counts, means, marker="o", label=algorithm)
+        axes.fill_between(counts, [min(values) for values in passed], [max(values) for values in passed], alpha=0.15)
+    axes.axhline(rows[0]["pass_at_1_before"], color="gray", linestyle="--", label="start")
+    axes.set(xscale="log", xticks=counts, xticklabels=counts, xlabel="N: minibatches a generation", ylabel="greedy pass@1")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of the study")
+    parser.add_argument("--gain", type=float, default=0.25, help="pass@1 that a run must gain (0.25)")
+    parser.add_argument("--minutes", type=float, default=4.0, help="in which it must (4)")
+    parser.add_argument("--off-policy", action="store_true", help="run the off-policy study instead")
+    parser.add_argument("--updates", type=int, default=96, help="optimizer steps of a run of the study (96)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each point of the study (1)")
+    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the study")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parsed = parser.parse_args()
+    timeout_s = 60 * max(parsed.minutes, 1) * 3  # a first run trains the start too
+    if parsed.off_policy:
+        runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, parsed.seeds, timeout_s)
+    else:
+        measure("rloo", ("run.steps=1",), timeout_s)  # what all start from
+        runs = (measure(algorithm, (), timeout_s) for algorithm in parsed.algorithms or online_algorithms())
+    rows = []
+    for row in runs:
+        rows.append(row)
+        if parsed.json:
+            print(json.dumps(row), flush=True)
+    if not parsed.json:
+        Console().print(table(rows, f"{EXPERIMENT}, greedy, held-out sums"))
+    if parsed.figure:
+        draw(rows, parsed.figure)
+    reached = [row["gain"] >= parsed.gain and row["wall_s"] <= 60 * parsed.minutes for row in rows]
+    return 0 if parsed.off_policy or all(reached) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A whole chain of experiments: pairs are sampled, a reward model learns from them, a policy is trained against it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.config.normalization import read_normalization
+from aligner.config.paths import RunPaths
+from aligner.data.export import find_source
+from aligner.observability.metrics import read_metrics, read_records
+from aligner.rewards.scorers import ScoringRequest, digit_fraction
+from benchmarks.runs import Finished, run_to_end
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+SAMPLING = "rollout: {prompts_per_step: 8, samples_per_prompt: 3, max_response_tokens: 6, stop_at_eos: false}"
+EXPERIMENTS = {
+    "pairs": f"""
+defaults: [override /algorithm: preferences]
+run: {{steps: 3}}
+{SAMPLING}
+logging: {{tensorboard: false}}
+""",
+    "judge": """
+defaults: [override /algorithm: reward_model]
+run: {steps: 2}
+data: {path: "experiment:pairs", normalization: "experiment:pairs/responses.jsonl", max_response_tokens: 7, batch_size: 8}
+critic: {num_layers: 2}
+logging: {tensorboard: false}
+""",
+    "judged": f"""
+defaults: [override /algorithm: grpo]
+run: {{steps: 2}}
+{SAMPLING}
+reward: {{kind: model, path: "experiment:judge"}}
+logging: {{tensorboard: false}}
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.fixture(scope="module")
+def chain(place: Path) -> Finished:
+    (place / "conf" / "experiment").mkdir(parents=True)
+    for name, content in EXPERIMENTS.items():
+        (place / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALIGNER_CACHE", str(place / "cache"))
+        return run_to_end(place / "run", "experiment=judged", f"--config-dir={place / 'conf'}")
+
+
+def cached(place: Path, name: str) -> Path:
+    (entry,) = (place / "cache" / "experiments").glob(f"{name}-*")
+    return entry
+
+
+def test_one_launch_runs_the_whole_chain(chain: Finished, place: Path) -> None:
+    firsts = [line.split()[2] for line in chain.out.splitlines() if line.startswith("first: experiment ")]
+    assert firsts == ["pairs", "judge"]
+    assert len(chain.metrics) == 2
+    assert {entry.name.partition("-")[0] for entry in (place / "cache" / "experiments").iterdir()} == {"pairs", "judge"}
+
+
+def test_pairs_are_the_best_and_the_worst_of_each_prompts_samples(chain: Finished, place: Path) -> None:
+    result = cached(place, "pairs") / "result"
+    pairs, responses = read_records(result / "preferences.jsonl"), read_records(result / "responses.jsonl")
+    steps = read_metrics(RunPaths(cached(place, "pairs") / "run").metrics)
+    assert len(responses) == 3 * 8 * 3
+    assert len(pairs) == sum(step["preferences/pairs"] for step in steps) > 8
+    assert [step["preferences/pairs"] + step["preferences/without_pair"] for step in steps] == [8, 8, 8]
+    for pair in pairs:
+        texts = (pair["chosen"], pair["rejected"])
+        assert pair["scores"] == pytest.approx(digit_fraction([ScoringRequest(pair["prompt"], text) for text in texts]))
+        assert pair["margin"] == pytest.approx(pair["scores"][0] - pair["scores"][1])
+        assert pair["margin"] > 0
+        group = [each["reward"] for each in responses if (each["step"], each["prompt"]) == (pair["step"], pair["prompt"])]
+        assert pair["scores"] == [max(group), min(group)]
+
+
+def test_the_reward_model_is_cut_to_its_layers_and_normalized(chain: Finished, place: Path) -> None:
+    result = cached(place, "judge") / "result"
+    assert json.loads((result / "config.json").read_text())["num_hidden_layers"] == 2
+    assert find_source(result).head == "scalar"
+    gain, bias = read_normalization(result)
+    assert (gain, bias) != (1.0, 0.0)
+    assert not (cached(place, "judge") / "run" / "checkpoints").exists()
+
+
+def test_stopped_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> None:
+    given = ("algorithm=preferences", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=3")
+    given += ("rollout.max_response_tokens=6", "run.steps=3", "logging.tensorboard=false")
+    stopped = run_to_end(place / "stopped", *given, "run.stop_after=2")
+    assert not stopped.paths.preferences.exists()
+    resumed = run_to_end(place / "stopped", *given, "run.resume=true")
+    whole = cached(place, "pairs") / "result"
+    assert resumed.paths.preferences.read_text() == (whole / "preferences.jsonl").read_text()
+    assert resumed.paths.responses.read_text() == (whole / "responses.jsonl").read_text()
