@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms import advantages, losses
+from aligner.algorithms.dpo import pair_loss
 from aligner.algorithms.kl import KLEstimator, approximate_kl
 from aligner.algorithms.losses import Stats
 from aligner.algorithms.whitening import masked_whiten
@@ -54,6 +55,7 @@ class OnlineAlgorithm:
     entropy_coefficient: float
     whiten_rewards: bool
     whiten_advantages: bool
+    whiten_within_prompt: bool
     missing_end_score: float | None
     overlong_buffer: int
 
@@ -87,7 +89,9 @@ class OnlineAlgorithm:
         if self.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         estimated, returns = self.estimate(rewards, values, mask)
-        if self.whiten_advantages:
+        if self.whiten_advantages and self.whiten_within_prompt:
+            estimated = advantages.group_whiten(estimated, mask, self.samples_per_prompt)
+        elif self.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
         return Experience(
             tokens=batch.tokens,
@@ -183,6 +187,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         entropy_coefficient=settings.entropy_coefficient,
         whiten_rewards=settings.whiten_rewards,
         whiten_advantages=settings.whiten_advantages,
+        whiten_within_prompt=settings.whiten_over == "prompt",
         missing_end_score=config.reward.missing_end_score,
         overlong_buffer=config.reward.overlong_buffer,
     )
@@ -299,21 +304,7 @@ def preference(
 
     `denominator` counts rows.
     """
-    chosen, rejected = torch.where(rows.mask, logprobs, 0.0).sum(1).view(-1, 2).unbind(1)
-    reference = torch.where(rows.mask, rows.reference_logprobs, 0.0).sum(1).view(-1, 2)
-    preferred, pairs = settings.preference, denominator / 2
-    loss = losses.dpo_loss(
-        chosen,
-        rejected,
-        reference[:, 0],
-        reference[:, 1],
-        preferred.beta,
-        label_smoothing=preferred.label_smoothing,
-        kind=preferred.kind,  # type: ignore[arg-type]  # the schema's choices
-        denominator=pairs,
-    )
-    stats = losses.dpo_stats(chosen, rejected, reference[:, 0], reference[:, 1], preferred.beta, denominator=pairs)
-    return loss, {"loss": loss.detach()} | stats
+    return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2)
 
 
 def imitation(

@@ -58,6 +58,8 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
         yield f"algorithm.train_on={settings.train_on}: loss=dpo and train_on=best_and_worst need each other, got loss={loss}"
     if settings.train_on == "best" and loss != "cross_entropy":
         yield f"algorithm.train_on=best: the samples left have no others beside them; give loss=cross_entropy, not {loss}"
+    if settings.whiten_over == "prompt" and settings.train_on != "all":
+        yield f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's samples"
     if settings.advantage in _GROUPED and settings.train_on != "all":
         yield f"algorithm.train_on={settings.train_on}: advantage={settings.advantage} compares all of a prompt's samples"
     if loss in ("dpo", "copg") and settings.kl_placement == "reward" and settings.kl_coefficient:
@@ -82,6 +84,7 @@ def _sample_problems(config: Config) -> Iterator[str]:
             ("advantage", settings.advantage, settings.advantage in _GROUPED),
             ("loss", settings.loss, settings.loss == "copg"),
             ("train_on", settings.train_on, settings.train_on != "all"),
+            ("whiten_over", settings.whiten_over, settings.whiten_over == "prompt"),
             ("dynamic_sampling_rounds", settings.dynamic_sampling_rounds, settings.dynamic_sampling_rounds > 0),
         )
         if compares

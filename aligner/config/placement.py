@@ -129,12 +129,15 @@ def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
 
 
 def describe_model(config: Config, shape: ModelShape) -> str:
-    """A line each: the policy's and, where there is one, the critic's shape and size."""
-    critic = critic_shape(config, shape)
+    """A line each: the shape and size of the policy, or the reward model that is trained, and, if there is one, the critic."""
+    critic, trained = critic_shape(config, shape), "policy"
+    head: Head = "vocabulary"
+    if config.algorithm.trainer == "reward_model":
+        shape, head, trained = critic, "scalar", "reward model"
     described = (
-        f"policy: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
+        f"{trained}: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
         f" {shape.num_kv_heads} key-value heads, vocabulary {shape.vocab_size},"
-        f" {parameter_count(shape) / 1e6:.1f} M parameters"
+        f" {parameter_count(shape, head) / 1e6:.1f} M parameters"
     )
     if not config.algorithm.has_critic:
         return described

@@ -181,6 +181,11 @@ class Data:
     max_response_tokens: int = option(
         64, "a longer response, its end-of-sequence token included, is an error; for trainers other than online", minimum=2
     )
+    end_of_sequence: bool = option(
+        True,
+        "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
+        " generation cuts (trainers other than online)",
+    )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
     batch_size: int = option(32, "rows of a training step (trainers other than online)", minimum=1)
     held_out: int = option(
@@ -210,7 +215,7 @@ class Rollout:
     )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
     truncate_token: str | None = option(
-        None, "a response is cut behind this token, such as \".\", before it is scored; one without it has no end; null: none is"
+        None, 'a response is cut behind this token, such as ".", before it is scored; one without it has no end; null: none is'
     )
     truncate_after: int = option(16, "response tokens in which truncate_token does not count yet", minimum=0)
 
@@ -407,7 +412,10 @@ class Algorithm:
     value_clip: float = option(0.2, "values are clipped to the old ones plus or minus this", minimum=0)
     critic_warmup_steps: int = option(0, "steps in which the critic learns and the policy does not yet", minimum=0)
     whiten_rewards: bool = option(False, "scale the step's rewards to variance 1, mean kept")
-    whiten_advantages: bool = option(True, "scale the step's advantages to mean 0 and variance 1")
+    whiten_advantages: bool = option(True, "scale the advantages to mean 0 and variance 1")
+    whiten_over: str = option(
+        "step", "which tokens these are of: all of the step, or those of a prompt's samples", choices=("step", "prompt")
+    )
     kl_placement: str = option(
         "reward", "where the KL penalty goes: into each token's reward, or into the loss", choices=("reward", "loss")
     )

@@ -59,7 +59,8 @@ def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data
     prompt, response = exchange(record, answer, tokenizer)
     prompt_tokens = _prompt_tokens(record, prompt, tokenizer, data)
     limit = data.max_response_tokens
-    tokens = tokenize_text(response, answer, record.origin, tokenizer, limit, f"data.max_response_tokens={limit}", ended=True)
+    allowed, ended = f"data.max_response_tokens={limit}", data.end_of_sequence
+    tokens = tokenize_text(response, answer, record.origin, tokenizer, limit, allowed, ended=ended)
     return Demonstration(torch.cat([prompt_tokens, tokens]), prompt_tokens.numel())
 
 

@@ -120,8 +120,6 @@ class Rollouts:
             prompts = self._prompts.take(self.position, size)
             self.position += size
             samples = self.generate(prompts, settings.samples_per_prompt, self._options)
-            if self._truncate_token is not None:
-                samples = [truncated(sample, self._truncate_token, settings.truncate_after) for sample in samples]
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
@@ -159,7 +157,10 @@ class Rollouts:
         shared = requests + requests[-1:] * (share * self._layout.data - len(requests))
         mine = shared[self._replica * share : (self._replica + 1) * share]
         speakers = [replica * self._layout.tensor for replica in range(self._layout.data)]
-        return gather_samples(self._engine.generate(mine, options), speakers)[: len(requests)]
+        samples = gather_samples(self._engine.generate(mine, options), speakers)[: len(requests)]
+        if self._truncate_token is None:
+            return samples
+        return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]
 
 
 def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:

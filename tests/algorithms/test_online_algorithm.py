@@ -213,3 +213,12 @@ def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
     batch = SampleBatch(tokens, PROMPT + lengths, mask, torch.full((4,), PROMPT), empty, empty.long())
     shaped = algorithm.shaped(torch.ones(4), batch, torch.tensor([True, False, True, True]))
     assert shaped.tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
+
+
+def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
+    for over, groups in (("step", 1), ("prompt", PROMPTS)):
+        _, experience, _, _ = step(composed("ppo", f"algorithm.whiten_over={over}"))
+        masks, whitened = (part.unflatten(0, (groups, -1)) for part in (experience.mask, experience.advantages))
+        for mask, values in zip(masks, whitened, strict=True):
+            assert float(values[mask].mean()) == pytest.approx(0, abs=1e-6)
+            assert float(values[mask].std(unbiased=False)) == pytest.approx(1, rel=1e-4)

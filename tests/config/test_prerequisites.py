@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.prerequisites import Prerequisite, RunPlan, plan_run
+from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.config.references import Reference, parse_reference
 from aligner.errors import ConfigError
 
@@ -81,18 +81,27 @@ def test_references_become_paths_in_the_cache_and_say_where_they_came_from(conf:
     save_config(plan.config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == plan.config
 
+    assert plan.missing == plan.prerequisites
+    assert plan.check().num_layers == 4, "what does not exist yet is taken as what it will be"
+    assert not cache.parent.exists(), "checking makes nothing"
+    judge.result.mkdir(parents=True)
+    assert plan.missing == (pairs,)
+    plan = planned(conf, "experiment=against")
+    assert plan.prerequisites == (judge,), "what is complete needs nothing first"
+    with pytest.raises(ConfigError, match=r"reward\.path=.*has no config\.json"):
+        plan.check()  # from now on the result itself is checked
+
 
 def test_sources_may_be_results_too(conf: Path) -> None:
-    write(conf, "two", {**JUDGE, "data": {"sources": {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}}})
-    plan = planned(conf, "experiment=two")
-    assert plan.config.data.sources["a"]["path"] == str(plan.prerequisites[0].result / "preferences.jsonl")
-    assert plan.config.data.sources["b"]["path"] == "b.jsonl"
-    write(
-        conf,
-        "sum",
-        {"reward": {"kind": "combined", "sources": {"judge": {"kind": "model", "path": "experiment:judge", "weight": 2}}}},
-    )
-    assert list(entries(planned(conf, "experiment=sum"))) == ["pairs", "judge"]
+    judges = {"judge": {"kind": "model", "path": "experiment:judge", "weight": 2}, "digits": {"kind": "function"}}
+    sources = {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}
+    write(conf, "judge", {**JUDGE, "data": {"sources": sources}})
+    write(conf, "sum", {"reward": {"kind": "combined", "sources": judges}})
+    plan = planned(conf, "experiment=sum")
+    pairs, judge = plan.prerequisites
+    assert plan.config.reward.sources["judge"]["path"] == str(judge.result)
+    assert judge.config.data.sources["a"]["path"] == str(pairs.result / "preferences.jsonl")
+    assert judge.config.data.sources["b"]["path"] == "b.jsonl"
 
 
 def test_a_path_that_the_run_does_not_read_needs_nothing(conf: Path) -> None:
@@ -100,13 +109,10 @@ def test_a_path_that_the_run_does_not_read_needs_nothing(conf: Path) -> None:
     assert planned(conf, "experiment=tiny_ppo", "model.path=experiment:judge").prerequisites == ()
 
 
-def test_the_chain_is_checked_before_any_of_it_exists(conf: Path) -> None:
-    plan = planned(conf, "experiment=against")
-    assert plan.missing == plan.prerequisites
-    assert plan.check().num_layers == 4
-    assert not (conf.parent / "cache").exists(), "checking makes nothing"
+def test_a_layout_is_checked_against_a_model_that_does_not_exist_yet(conf: Path) -> None:
     message = refused(conf, "experiment=against", "reward.parallel.pipeline=3")
-    assert "reward.parallel.pipeline=3" in message and "2 layers" in message, "the reward model's, which is two layers deep"
+    assert "reward.parallel.pipeline=3" in message
+    assert "2 layers" in message, "the reward model's, which is two layers deep"
 
 
 def test_a_mistake_in_what_comes_first_is_told_with_its_name(conf: Path) -> None:
@@ -121,15 +127,6 @@ def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> No
     plan = planned(conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:more")
     assert list(entries(plan)) == ["tiny_ppo", "more"]
     assert plan.check().hidden_size == 64
-
-
-def test_a_complete_result_needs_nothing_first(conf: Path) -> None:
-    judge = planned(conf, "experiment=against").prerequisites[1]
-    judge.result.mkdir(parents=True)
-    plan = planned(conf, "experiment=against")
-    assert plan.prerequisites == (judge,)
-    assert plan.missing == ()
-    assert "has no config.json" in refused(conf, "experiment=against"), "from now on the result itself is checked"
 
 
 def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> None:
@@ -155,25 +152,15 @@ def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path
         plan_run(compose_config(["experiment=tiny_ppo", "reward.kind=model", "reward.path=experiment:judge"]))
 
 
-def result_of(conf: Path, content: dict[str, object]) -> Prerequisite:
-    write(conf, "pairs", content)
-    return planned(conf, "experiment=judge").prerequisites[0]
-
-
 def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: Path) -> None:
-    first = result_of(conf, PAIRS)
-    kept = {"logging": {"tensorboard": False}, "cluster": {"threads_per_rank": 1}, "server": {"max_restarts": 0}}
-    kept |= {"checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}}
-    assert result_of(conf, {**PAIRS, **kept}).entry == first.entry
-    for changed in ({"seed": 7}, {"run": {"steps": 3}}, {"rollout": {"samples_per_prompt": 4}}):
-        assert result_of(conf, {**PAIRS, **changed}).entry != first.entry
-
-
-def test_a_result_follows_what_it_is_made_from(conf: Path) -> None:
     before = entries(planned(conf, "experiment=against"))
-    write(conf, "pairs", {**PAIRS, "seed": 7})
-    after = entries(planned(conf, "experiment=against"))
-    assert all(before[name] != after[name] for name in ("pairs", "judge"))
+    kept = {"logging": {"tensorboard": False}, "cluster": {"threads_per_rank": 1}, "server": {"max_restarts": 0}}
+    write(conf, "pairs", {**PAIRS, **kept, "checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}})
+    assert entries(planned(conf, "experiment=against")) == before
+    for changed in ({"seed": 7}, {"run": {"steps": 3}}):
+        write(conf, "pairs", {**PAIRS, **changed})
+        after = entries(planned(conf, "experiment=against"))
+        assert all(before[name] != after[name] for name in ("pairs", "judge")), "nor does what is made from it"
 
 
 def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) -> None:

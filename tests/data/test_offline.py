@@ -64,6 +64,14 @@ def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, dat
     assert len(stream) == 2
 
 
+def test_responses_may_go_without_an_end_of_sequence(plain, data):
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (open_pair,) = open_preferences(data(pair, end_of_sequence=False, max_response_tokens=2), plain, 1).take(0, 1)
+    (ended_pair,) = open_preferences(data(pair, max_response_tokens=2), plain, 1).take(0, 1)
+    for bare, ended in zip((open_pair.chosen, open_pair.rejected), (ended_pair.chosen, ended_pair.rejected), strict=True):
+        assert torch.equal(torch.cat([bare.tokens, torch.tensor(plain.eos_token_ids[:1])]), ended.tokens)
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -95,3 +95,19 @@ def test_data_ranks_have_equally_many_micro_batches_within_the_budget(lengths, r
     batches = [batch for share in shares for batch in share]
     assert sorted(row for batch in batches for row in batch.batch_rows.tolist()) == list(range(len(lengths)))
     assert all(len(batch.token_index) <= budget for batch in batches)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 4), st.integers(1, 3))
+def test_rows_that_belong_together_are_in_one_micro_batch_in_their_order(lengths, group, ranks):
+    tokens, counts = rows_of([length for length in lengths for _ in range(group)])
+    budget = group * max(lengths) + 8
+    seen = []
+    for rank in range(ranks):
+        for batch in pack_share(tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, group=group):
+            units = batch.batch_rows.view(-1, group)
+            assert torch.equal(units, units[:, :1] + torch.arange(group))
+            assert (units[:, 0] % group == 0).all()
+            assert int(counts[batch.batch_rows].sum()) <= budget
+            seen += batch.batch_rows.tolist()
+    assert sorted(seen) == list(range(len(counts)))

@@ -27,7 +27,11 @@ logging: {{tensorboard: false}}
     "judge": """
 defaults: [override /algorithm: reward_model]
 run: {steps: 2}
-data: {path: "experiment:pairs", normalization: "experiment:pairs/responses.jsonl", max_response_tokens: 7, batch_size: 8}
+data:
+  path: experiment:pairs
+  normalization: experiment:pairs/responses.jsonl
+  end_of_sequence: false
+  batch_size: 8
 critic: {num_layers: 2}
 logging: {tensorboard: false}
 """,
@@ -53,7 +57,7 @@ def chain(place: Path) -> Finished:
         (place / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALIGNER_CACHE", str(place / "cache"))
-        return run_to_end(place / "run", "experiment=judged", f"--config-dir={place / 'conf'}")
+        return run_to_end(place / "run", "experiment=judged", f"--config-dir={place / 'conf'}", timeout_s=280)
 
 
 def cached(place: Path, name: str) -> Path:

@@ -167,6 +167,22 @@ def save_reward_model(directory: Path) -> None:
     LlamaForSequenceClassification(config).save_pretrained(directory)
 
 
+def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tmp_path: Path) -> None:
+    # Scores of a random model's first steps are mostly 0, so that some prompts are replaced.
+    overrides = ("algorithm=dapo", "rollout.max_response_tokens=3", "reward.overlong_buffer=2", "run.steps=2")
+    finished = run_to_end(tmp_path / "run", *overrides)
+    assert [step["step"] for step in finished.metrics] == [1, 2]
+    for step in finished.metrics:
+        assert not [name for name in step if name.startswith("value/")]
+        assert 0 < step["rollout/kept_fraction"] < 1
+        assert step["policy/grad_norm"] > 0 and step["mismatch/logprob_abs"] < 1e-3
+    assert not list((finished.paths.root / "logs").glob("critic*"))
+    checkpoint = finished.paths.checkpoints / "step_2"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "policy"]
+    state = json.loads((checkpoint / "manifest.json").read_text())["state"]
+    assert state["critic_updates"] == 0 and state["position"] > 2 * 16
+
+
 def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification
 
