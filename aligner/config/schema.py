@@ -177,6 +177,8 @@ class Data:
         {}, "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields"
     )
     skip_bad_records: bool = option(False, "leave out records that are not as they must be, and say how many")
+    prompt_after: str | None = option(None, "a prompt begins behind the first occurrence of this text; null: at its beginning")
+    prompt_before: str | None = option(None, "a prompt ends before the last occurrence of this text; null: at its end")
     max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
     max_response_tokens: int = option(
         64, "a longer response, its end-of-sequence token included, is an error; for trainers other than online", minimum=2

@@ -56,7 +56,8 @@ def open_prompts(data: Data, tokenizer: Tokenizer, seed: int) -> PromptStream:
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place.
     """
 
-    sources, weights, notices = read_examples(data, _parser(tokenizer, data.max_prompt_tokens))
+    parse = _parser(tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+    sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
@@ -80,13 +81,35 @@ def open_evaluation_prompts(settings: Evaluation, tokenizer: Tokenizer, max_prom
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
-def _parser(tokenizer: Tokenizer, max_prompt_tokens: int) -> Callable[[Record], Prompt]:
+def _parser(
+    tokenizer: Tokenizer, max_prompt_tokens: int, after: str | None = None, before: str | None = None
+) -> Callable[[Record], Prompt]:
     def parse(record: Record) -> Prompt:
-        prompt = PromptText(prompt_text(record, tokenizer), record.origin, _metadata(record))
+        text = _between(prompt_text(record, tokenizer), after, before, record.origin)
+        prompt = PromptText(text, record.origin, _metadata(record))
         tokens = tokenize(prompt, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
         return Prompt(id=0, text=prompt.text, tokens=tokens, metadata=prompt.metadata)
 
     return parse
+
+
+def _between(text: str, after: str | None, before: str | None, origin: str) -> str:
+    """What of a text lies behind the first `after` and before the last `before` there.
+
+    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord where either is missing, or
+    nothing lies between.
+    """
+    if after is not None:
+        _, found, text = text.partition(after)
+        if not found:
+            raise BadRecord(f"{origin}: the prompt lacks data.prompt_after={after!r}")
+    if before is not None:
+        text, found, _ = text.rpartition(before)
+        if not found:
+            raise BadRecord(f"{origin}: the prompt lacks data.prompt_before={before!r} behind where it begins")
+    if not text.strip():
+        raise BadRecord(f"{origin}: the prompt is empty between data.prompt_after={after!r} and prompt_before={before!r}")
+    return text
 
 
 def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptText]:

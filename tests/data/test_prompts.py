@@ -132,3 +132,19 @@ def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused(tokenizer):
         open_prompts(Data(), tokenizer, seed=1)
     with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: the prompt is empty"):
         open_prompts(Data(prompts=["a", ""]), tokenizer, seed=1)
+
+
+def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
+    def cut(text, **settings):
+        return open_prompts(Data(prompts=[text], **settings), tokenizer, 1).take(0, 1)[0].text
+
+    text = "one. two three. four"
+    assert cut(text, prompt_after=".") == " two three. four"
+    assert cut(text, prompt_before=".") == "one. two three"
+    assert cut(text, prompt_after=".", prompt_before=".") == " two three"
+    with pytest.raises(ConfigError, match=r"data.prompts\[0\]: the prompt lacks data.prompt_after='!'"):
+        cut(text, prompt_after="!")
+    with pytest.raises(ConfigError, match=r"lacks data.prompt_before='.' behind where it begins"):
+        cut("one. two", prompt_after=".", prompt_before=".")
+    with pytest.raises(ConfigError, match="the prompt is empty between"):
+        cut("one..", prompt_after=".", prompt_before=".")
