@@ -33,8 +33,8 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "run.resume=true"], "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME"),
         ([TINY, "model=tiny_randon"], "model=tiny_randon: no such model; did you mean model=tiny_random?"),
         (["tiny_ppo"], "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
-        (["experiment=nope"], "experiment=nope: no such experiment; allowed: smollm2_sentiment, tiny_ppo"),
-        ([], "experiment=NAME is missing; experiments: smollm2_sentiment, tiny_ppo"),
+        (["experiment=nope"], "experiment=nope: no such experiment; allowed: arithmetic, arithmetic_sft, smollm2_pairs, "),
+        ([], "experiment=NAME is missing; experiments: arithmetic, arithmetic_sft, smollm2_pairs, "),
     ],
 )
 def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from aligner.config.paths import RunPaths
 from aligner.data.export import find_source
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
-from benchmarks.runs import Finished, run_to_end
+from benchmarks.runs import Finished, repeatable, run_to_end
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -97,12 +99,18 @@ def test_the_reward_model_is_cut_to_its_layers_and_normalized(chain: Finished, p
     assert not (cached(place, "judge") / "run" / "checkpoints").exists()
 
 
-def test_stopped_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> None:
+def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> None:
+    entry, run = cached(place, "pairs"), RunPaths(place / "killed")
+    shutil.copytree(entry / "run", run.root)
+    for file in (run.preferences, run.responses):
+        whole = file.stat().st_size
+        # The third step's records were being written.
+        os.truncate(file.rename(file.with_name(f"{file.name}.unfinished")), whole - 5)
+    steps = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join(steps[:2]))
     given = ("algorithm=preferences", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=3")
-    given += ("rollout.max_response_tokens=6", "run.steps=3", "logging.tensorboard=false")
-    stopped = run_to_end(place / "stopped", *given, "run.stop_after=2")
-    assert not stopped.paths.preferences.exists()
-    resumed = run_to_end(place / "stopped", *given, "run.resume=true")
-    whole = cached(place, "pairs") / "result"
-    assert resumed.paths.preferences.read_text() == (whole / "preferences.jsonl").read_text()
-    assert resumed.paths.responses.read_text() == (whole / "responses.jsonl").read_text()
+    given += ("rollout.max_response_tokens=6", "run.steps=3", "logging.tensorboard=false", "run.resume=true")
+    resumed = run_to_end(run.root, *given)
+    for file in (run.preferences, run.responses):
+        assert file.read_text() == (entry / "result" / file.name).read_text()
+    assert repeatable(resumed.metrics) == repeatable([json.loads(step) for step in steps])
