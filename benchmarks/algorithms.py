@@ -128,7 +128,7 @@ def main() -> int:
     if parsed.off_policy:
         runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, parsed.seeds, timeout_s)
     else:
-        measure("rloo", ("run.steps=1",), timeout_s)  # what all start from
+        measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)  # what all start from
         runs = (measure(algorithm, (), timeout_s) for algorithm in parsed.algorithms or online_algorithms())
     rows = []
     for row in runs:

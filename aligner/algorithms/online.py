@@ -165,7 +165,8 @@ class OnlineTrainer:
             policy_updates = self._train_policy(parts) if step >= settings.critic_warmup_steps else []
         with timer.phase("server_wait"):
             critic_updates = critic.result()
-        return update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
+        counted = {"policy/updates": float(len(policy_updates))}
+        return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
 
     def _train_policy(self, minibatches: Sequence[Experience]) -> list[dict[str, float]]:
         """An optimizer step on each minibatch, until the policy has moved too far."""

@@ -15,13 +15,13 @@ from aligner.algorithms.dpo import pair_loss
 from aligner.algorithms.kl import KLEstimator, approximate_kl
 from aligner.algorithms.losses import Stats
 from aligner.algorithms.whitening import masked_whiten
-from aligner.config.algorithms import rows_together
+from aligner.config.algorithms import overlong_buffer, rows_together
 from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import PolicyLoss
 from aligner.rewards.shaping import missing_token_penalty, overlong_penalty, penalized_rewards
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "sum", "constant"]
 Select = Callable[[Tensor, int], Tensor]
 """From scores [B], those of a prompt in a row, and samples a prompt to the rows (int64 [N]) that are learned from."""
 Estimate = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
@@ -58,6 +58,7 @@ class OnlineAlgorithm:
     whiten_within_prompt: bool
     missing_end_score: float | None
     overlong_buffer: int
+    """Tokens; 0: no penalty."""
 
     def shaped(self, scores: Tensor, batch: SampleBatch, ended: Tensor) -> Tensor:
         """Scores [B] as they are learned from: what has no end (`ended` bool [B]) and what is long is set back."""
@@ -114,7 +115,7 @@ class OnlineAlgorithm:
         generator = torch.Generator().manual_seed(seed)
         members = torch.arange(experience.tokens.shape[0]).view(-1, self.group)
         for _ in range(epochs):
-            for chosen in torch.randperm(len(members), generator=generator).chunk(count):
+            for chosen in torch.randperm(len(members), generator=generator).tensor_split(min(count, len(members))):
                 yield experience.select(members[chosen].flatten())
 
     def denominator(self, minibatch: Experience) -> float:
@@ -123,7 +124,6 @@ class OnlineAlgorithm:
 
     def loss(self, minibatch: Experience, kl_coefficient: float) -> PolicyLoss[Experience]:
         """The policy's loss on parts of a minibatch, under a KL coefficient."""
-        # Weights of mean 1 over the minibatch's tokens make their mean another one, and leave statistics on one scale.
         tokens_a_row = float(minibatch.mask.sum()) / minibatch.tokens.shape[0]
         return functools.partial(self._loss, tokens_a_row=tokens_a_row, kl_coefficient=kl_coefficient)
 
@@ -140,9 +140,10 @@ class OnlineAlgorithm:
         mask = rows.mask
         weights = None
         if self.aggregation == "sequence":
+            # Of mean 1 over the minibatch's tokens, so that the mean over tokens becomes that of the responses' means.
             weights = (tokens_a_row / mask.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
-        elif self.aggregation == "constant":
-            weights = torch.full(mask.shape, tokens_a_row / self.max_response_tokens, device=mask.device)
+        # Scaling the loss alone leaves statistics what they are, means over tokens.
+        scale = {"sum": tokens_a_row, "constant": tokens_a_row / self.max_response_tokens}.get(self.aggregation, 1.0)
 
         def total(terms: Tensor) -> Tensor:
             return torch.where(mask, terms if weights is None else terms * weights, 0.0).sum() / denominator
@@ -151,11 +152,11 @@ class OnlineAlgorithm:
         if self.kl_in_loss and self.group == 1:
             kl = total(approximate_kl(logprobs, torch.where(mask, rows.reference_logprobs, 0.0), self.kl_estimator))
             loss = loss + kl_coefficient * kl
-            stats |= {"loss": loss.detach(), "kl_loss": kl.detach()}
+            stats["kl_loss"] = kl.detach()
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * total(entropy)
-            stats["loss"] = loss.detach()
-        return loss, stats
+        loss = scale * loss
+        return loss, stats | {"loss": loss.detach()}
 
 
 def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
@@ -189,7 +190,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         whiten_advantages=settings.whiten_advantages,
         whiten_within_prompt=settings.whiten_over == "prompt",
         missing_end_score=config.reward.missing_end_score,
-        overlong_buffer=config.reward.overlong_buffer,
+        overlong_buffer=overlong_buffer(config),
     )
 
 

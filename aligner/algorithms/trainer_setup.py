@@ -14,6 +14,7 @@ from aligner.algorithms.online import OnlineTrainer, Recorder
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.preferences import PairWriter, PreferenceSampler
 from aligner.config.access import run_access
+from aligner.config.algorithms import policy_updates
 from aligner.config.endpoints import load_endpoints, replicas
 from aligner.config.model_shape import ModelShape
 from aligner.config.paths import model_directory, run_paths
@@ -81,7 +82,7 @@ def build_trainer(
         config.actor,
         model_directory(config),
         config.rollout.temperature,
-        total_updates=config.run.steps * algorithm.epochs * algorithm.minibatches,
+        total_updates=policy_updates(config),
     )
     engine = build_colocated_engine(config, shape, world, policy)
     options = build_options(config.rollout, shape)

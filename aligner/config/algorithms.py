@@ -18,6 +18,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         return
     yield from _loss_problems(config.algorithm)
     yield from _sample_problems(config)
+    yield from _penalty_problems(config)
+    yield from _end_problems(config)
     if config.critic.with_reward and not config.algorithm.has_critic:
         yield (
             f"critic.with_reward=true: algorithm.advantage={config.algorithm.advantage} has no critic whose processes could"
@@ -36,6 +38,20 @@ def _preference_problems(config: Config) -> Iterator[str]:
         )
     if config.critic.with_reward:
         yield "critic.with_reward=true: algorithm.trainer=preferences has no critic; leave it out"
+
+
+def overlong_buffer(config: Config) -> int:
+    """Tokens before `rollout.max_response_tokens` over which a response loses score; 0: it loses none."""
+    share, longest = config.algorithm.overlong_fraction, config.rollout.max_response_tokens
+    return max(1, round(share * longest)) if share else 0
+
+
+def policy_updates(config: Config) -> int:
+    """Optimizer steps of the policy, or of what else is trained, over the whole run."""
+    settings = config.algorithm
+    if settings.trainer != "online":
+        return config.run.steps
+    return (config.run.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
 
 
 def rows_together(config: Config) -> int:
@@ -62,9 +78,6 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
         yield f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's samples"
     if settings.advantage in _GROUPED and settings.train_on != "all":
         yield f"algorithm.train_on={settings.train_on}: advantage={settings.advantage} compares all of a prompt's samples"
-    if loss in ("dpo", "copg") and settings.kl_placement == "reward" and settings.kl_coefficient:
-        where = "algorithm.preference.beta" if loss == "dpo" else "the coefficient in the loss: kl_placement=loss"
-        yield f"algorithm.kl_coefficient={settings.kl_coefficient:g}: loss={loss} reads no rewards; it is held by {where}"
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss != "clip":
@@ -73,11 +86,52 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
                 yield f"algorithm.{name}={getattr(settings, name)}: read with loss=clip only, got loss={loss}"
 
 
+def _penalty_problems(config: Config) -> Iterator[str]:
+    """What concerns the KL penalty, whitening and warm-up."""
+    settings, loss = config.algorithm, config.algorithm.loss
+    coefficient, in_loss = f"algorithm.kl_coefficient={settings.kl_coefficient:g}", settings.kl_placement == "loss"
+    if settings.kl_coefficient and loss == "dpo":
+        yield f"{coefficient}: loss=dpo is held by algorithm.preference.beta alone; give kl_coefficient=0"
+    elif settings.kl_coefficient and loss in _OWN_TARGET and not in_loss:
+        yield f"{coefficient}: loss={loss} reads no rewards; give kl_placement=loss, or kl_coefficient=0"
+    elif settings.kl_coefficient and in_loss and loss != "copg" and settings.kl_estimator == "k1":
+        yield "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"
+    if loss == "copg" and settings.kl_estimator != "k1":
+        yield f"algorithm.kl_estimator={settings.kl_estimator}: loss=copg is defined with k1"
+    if settings.early_stop_kl is not None and loss not in ("clip", "cispo"):
+        yield f"algorithm.early_stop_kl={settings.early_stop_kl:g}: loss={loss} has no ratio to measure; give clip or cispo"
+    if settings.whiten_rewards and (settings.advantage in _GROUPED or loss == "copg"):
+        yield "algorithm.whiten_rewards=true: scores of whole responses are compared, and theirs would depend on length"
+    if settings.kl_target is not None:
+        samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        if not settings.kl_coefficient:
+            yield f"algorithm.kl_target={settings.kl_target:g}: a coefficient of 0 stays 0; give kl_coefficient"
+        if settings.kl_horizon <= samples:
+            yield f"algorithm.kl_horizon={settings.kl_horizon}: must be above a step's {samples} samples"
+    warmup = settings.critic_warmup_steps
+    if warmup and not settings.has_critic:
+        yield f"algorithm.critic_warmup_steps={warmup}: algorithm.advantage={settings.advantage} has no critic"
+    if warmup >= config.run.steps:
+        yield f"algorithm.critic_warmup_steps={warmup}: the run has {config.run.steps} steps, and its policy would never learn"
+
+
+def _end_problems(config: Config) -> Iterator[str]:
+    """What concerns where a response ends."""
+    rollout, missing = config.rollout, config.reward.missing_end_score
+    if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
+        yield (
+            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has an end; give"
+            " rollout.truncate_token"
+        )
+    if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
+        yield (
+            f"rollout.truncate_after={rollout.truncate_after}: responses have at most"
+            f" rollout.max_response_tokens={rollout.max_response_tokens} tokens"
+        )
+
+
 def _sample_problems(config: Config) -> Iterator[str]:
     settings, samples = config.algorithm, config.rollout.samples_per_prompt
-    buffer, longest = config.reward.overlong_buffer, config.rollout.max_response_tokens
-    if buffer > longest:
-        yield f"reward.overlong_buffer={buffer}: must be at most rollout.max_response_tokens={longest}"
     comparing = [
         f"{name}={value}"
         for name, value, compares in (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from aligner.config.algorithms import algorithm_problems, rows_together
+from aligner.config.algorithms import algorithm_problems, policy_updates, rows_together
 from aligner.config.data_sources import data_problems
 from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, item_size
 from aligner.config.evaluation import evaluation_problems
@@ -30,13 +30,14 @@ from aligner.errors import ConfigError
 
 _AT_MOST_ONE = (
     "algorithm.clip_low",
+    "algorithm.overlong_fraction",
     "algorithm.gamma",
     "algorithm.lam",
     "rollout.top_p",
     "actor.optimizer.offload_fraction",
     "critic.optimizer.offload_fraction",
 )
-_ABOVE_ZERO = ("rollout.top_p",)
+_ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
 _BELOW_ONE = (
     "actor.optimizer.beta1",
     "actor.optimizer.beta2",
@@ -215,13 +216,14 @@ def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    updates = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+    updates, critic_updates = policy_updates(config), config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
     optimizers: dict[str, Optimizer] = {"actor": config.actor.optimizer}
     if config.algorithm.has_critic:
         optimizers["critic"] = config.critic.optimizer
     for role, optimizer in optimizers.items():
-        if optimizer.warmup_steps >= updates:
-            yield f"{role}.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps"
+        steps = updates if role == "actor" else critic_updates
+        if optimizer.warmup_steps >= max(steps, 1):
+            yield f"{role}.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {steps} optimizer steps"
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield (
                 f"{role}.optimizer.min_learning_rate={optimizer.min_learning_rate}: it is above"

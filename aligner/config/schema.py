@@ -280,9 +280,6 @@ class Reward(MegatronModel):
     missing_end_score: float | None = option(
         None, "score of a response without an end, an end-of-sequence token or rollout.truncate_token; its own when null"
     )
-    overlong_buffer: int = option(
-        0, "a response loses up to 1 over its last so many tokens before rollout.max_response_tokens; 0: nothing", minimum=0
-    )
     replicas: int = option(1, "servers with the same scorer; a request goes to the one with the fewest under way", minimum=1)
     ports: Ports = section(Ports)
 
@@ -358,8 +355,8 @@ class Algorithm:
         " samples become preferences",
         choices=("online", "sft", "dpo", "reward_model", "preferences"),
     )
-    epochs: int = option(1, "passes over a step's samples", minimum=1)
-    minibatches: int = option(1, "optimizer steps a pass", minimum=1)
+    epochs: int = option(1, "passes over a step's samples (trainer=online)", minimum=1)
+    minibatches: int = option(1, "optimizer steps a pass (trainer=online)", minimum=1)
     train_on: str = option(
         "all",
         "which of a prompt's samples are learned from: all, the one with the best score, or the best and the worst; with the"
@@ -389,8 +386,8 @@ class Algorithm:
     aggregation: str = option(
         "token",
         "the loss is the mean over all response tokens (token), the mean of the responses' means (sequence), or the sum"
-        " divided by responses times rollout.max_response_tokens (constant)",
-        choices=("token", "sequence", "constant"),
+        " of each response's tokens, divided by the responses (sum) or by these times rollout.max_response_tokens (constant)",
+        choices=("token", "sequence", "sum", "constant"),
     )
     gamma: float = option(1.0, "discount", minimum=0)
     lam: float = option(0.95, "GAE's lambda", minimum=0)
@@ -429,6 +426,11 @@ class Algorithm:
         None, "leave out the rest of a step's updates once policy/approx_kl of one is above this; never when null", minimum=0
     )
     entropy_coefficient: float = option(0.0, "weight of the entropy bonus in the loss", minimum=0)
+    overlong_fraction: float = option(
+        0.0,
+        "a response loses up to 1 over this last share of rollout.max_response_tokens (DAPO's overlong penalty); 0: nothing",
+        minimum=0,
+    )
     dynamic_sampling_rounds: int = option(
         0,
         "replace prompts whose samples all have the same score by further ones, so many times at most before the run ends;"

@@ -28,7 +28,6 @@ def composed(name, *overrides):
             f"algorithm={name}",
             f"rollout.samples_per_prompt={EACH}",
             f"rollout.max_response_tokens={LONGEST}",
-            *(["algorithm.kl_coefficient=0"] if name in ("online_dpo", "copg") else []),
             *overrides,
         ]
     )
@@ -71,7 +70,8 @@ def step(config, seed=0):
         batch, scores, old, reference, after = (
             part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
         )
-    experience = algorithm.experience(batch, scores, values, old, reference, 0.05)
+    shaped = algorithm.shaped(scores, batch, torch.ones(len(scores), dtype=torch.bool))
+    experience = algorithm.experience(batch, shaped, values, old, reference, config.algorithm.kl_coefficient)
     return algorithm, experience, scores, after
 
 
@@ -149,9 +149,13 @@ def grouped(scores, baseline):
     return torch.cat([baseline(group) for group in scores.view(-1, EACH)])
 
 
+def normalized(group):
+    return (group - group.mean()) / (group.std() + 1e-4)
+
+
 def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
     algorithm, experience, scores, after = step(composed("grpo"))
-    advantages = grouped(scores, lambda group: (group - group.mean()) / (group.std() + 1e-4))
+    advantages = grouped(scores, normalized)
     rows = len(scores)
     expected = by_hand(experience, advantages, after, lambda length: 1 / (rows * length))
     for row in range(rows):
@@ -162,26 +166,85 @@ def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_dr_grpo_divides_by_a_constant_and_by_no_deviation():
-    algorithm, experience, scores, after = step(composed("dr_grpo", "algorithm.kl_coefficient=0"))
-    advantages = grouped(scores, lambda group: group - group.mean())
-    rows = len(scores)
-    # A penalty in the reward of coefficient 0.05 is in the scores that the estimator sees.
-    kl = torch.where(experience.mask, experience.old_logprobs - experience.reference_logprobs, 0.0).sum(1)
-    advantages = grouped(scores - 0.05 * kl, lambda group: group - group.mean())
-    expected = by_hand(experience, advantages, after, lambda length: 1 / (rows * LONGEST))
+@pytest.mark.parametrize(
+    ("name", "baseline", "weight", "low", "high"),
+    [
+        ("dr_grpo", lambda group: group - group.mean(), lambda rows, tokens, length: 1 / (rows * LONGEST), 0.2, 0.2),
+        ("dapo", normalized, lambda rows, tokens, length: 1 / tokens, 0.2, 0.28),
+    ],
+)
+def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(name, baseline, weight, low, high):
+    algorithm, experience, scores, after = step(composed(name))
+    if name == "dapo":
+        lengths = experience.mask.sum(1)
+        scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)  # a fifth of 6 tokens is one
+    rows, tokens = len(scores), int(experience.mask.sum())
+    advantages = grouped(scores, baseline)
+    expected = by_hand(experience, advantages, after, lambda length: weight(rows, tokens, length), low, high)
     loss, _, _ = gradient(algorithm, experience, after, [torch.arange(rows)])
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_dapo_is_a_mean_over_tokens_with_a_higher_upper_clip():
-    algorithm, experience, scores, after = step(composed("dapo"))
-    kl = torch.where(experience.mask, experience.old_logprobs - experience.reference_logprobs, 0.0).sum(1)
-    advantages = grouped(scores - 0.05 * kl, lambda group: (group - group.mean()) / (group.std() + 1e-4))
-    tokens = int(experience.mask.sum())
-    expected = by_hand(experience, advantages, after, lambda length: 1 / tokens, 0.2, 0.28)
+def ratios(experience, after, of_row):
+    """What `of_row` makes of the log-ratios of each response's tokens."""
+    difference = after - experience.old_logprobs
+    return [of_row(difference[row][experience.mask[row]]) for row in range(len(difference))]
+
+
+def test_gspo_clips_the_geometric_mean_of_a_responses_ratios_within_a_few_ten_thousandths():
+    algorithm, experience, scores, after = step(composed("gspo"))
+    advantages = grouped(scores, normalized)
+    terms = [
+        min(ratio * float(advantage), min(max(ratio, 1 - 3e-4), 1 + 4e-4) * float(advantage))
+        for ratio, advantage in zip(ratios(experience, after, lambda row: float(row.mean().exp())), advantages, strict=True)
+    ]
     loss, _, _ = gradient(algorithm, experience, after, [torch.arange(len(scores))])
-    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert float(loss) == pytest.approx(-sum(terms) / len(terms), rel=1e-5)
+
+
+def test_cispo_clips_a_weight_from_above_alone_and_every_token_has_a_gradient():
+    algorithm, experience, scores, after = step(composed("cispo"))
+    advantages = grouped(scores, normalized)
+    weight = torch.where(experience.mask, (after - experience.old_logprobs).exp(), 0.0).clamp(max=1.28)
+    expected = torch.where(experience.mask, -weight * advantages[:, None], 0.0) / int(experience.mask.sum())
+    _, _, slope = gradient(algorithm, experience, after, [torch.arange(len(scores))])
+    torch.testing.assert_close(slope, expected)
+
+
+def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved():
+    """Σ over the response of the score against the others' mean, a response; then only the second clips."""
+    slopes = {}
+    for name in ("rloo", "proximal_rloo"):
+        algorithm, experience, scores, _ = step(composed(name, "algorithm.kl_coefficient=0"))
+        unmoved = torch.where(experience.mask, experience.old_logprobs, 0.0)
+        _, _, slopes[name] = gradient(algorithm, experience, unmoved, [torch.arange(len(scores))])
+        against = grouped(scores, lambda group: (group - group.mean()) * EACH / (EACH - 1))
+        expected = torch.where(experience.mask, -against[:, None], 0.0) / len(scores)
+        torch.testing.assert_close(slopes[name], expected)
+    algorithm, experience, scores, after = step(composed("proximal_rloo", "algorithm.kl_coefficient=0"))
+    _, stats, slope = gradient(algorithm, experience, after, [torch.arange(len(scores))])
+    products = torch.tensor(ratios(experience, after, lambda row: float(row.sum().exp())))
+    against = grouped(scores, lambda group: group - group.mean())
+    clipped = ((products > 1.2) & (against > 0)) | ((products < 0.8) & (against < 0))
+    assert 0 < int(clipped.sum()) < len(scores)
+    assert ((slope == 0).all(1) == clipped).all()
+    assert 0 < float(stats["clip_fraction"]) < 1
+
+
+def test_a_constant_aggregation_scales_the_loss_and_leaves_statistics_means_over_tokens():
+    small, large = (step(composed("dr_grpo", f"algorithm.aggregation={kind}")) for kind in ("constant", "token"))
+    stats = [
+        gradient(algorithm, experience, after, [torch.arange(12)])[1] for algorithm, experience, _, after in (small, large)
+    ]
+    for name in ("approx_kl", "clip_fraction", "ratio_max"):
+        assert stats[0][name] == stats[1][name]
+    assert stats[0]["loss"] != stats[1]["loss"]
+
+
+def test_an_uneven_number_of_rows_still_makes_as_many_minibatches_as_asked():
+    algorithm, experience, _, _ = step(composed("ppo"))
+    parts = list(algorithm.minibatches(experience, epochs=1, count=5, seed=1))
+    assert sorted(part.tokens.shape[0] for part in parts) == [2, 2, 2, 3, 3]
 
 
 def test_an_entropy_bonus_is_taken_off_the_loss():
@@ -205,7 +268,7 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out(
 
 
 def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
-    config = composed("ppo", "reward.missing_end_score=-1", "reward.overlong_buffer=4")
+    config = composed("ppo", "rollout.stop_at_eos=true", "reward.missing_end_score=-1", "algorithm.overlong_fraction=0.67")
     algorithm = build_online_algorithm(config)
     lengths = torch.tensor([2, 3, 4, 6])
     mask = response_mask(PROMPT + lengths, torch.full((4,), PROMPT), PROMPT + LONGEST)

@@ -169,12 +169,14 @@ def save_reward_model(directory: Path) -> None:
 
 def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tmp_path: Path) -> None:
     # Scores of a random model's first steps are mostly 0, so that some prompts are replaced.
-    overrides = ("algorithm=dapo", "rollout.max_response_tokens=3", "reward.overlong_buffer=2", "run.steps=2")
+    overrides = ("algorithm=dapo", "rollout.max_response_tokens=3", "algorithm.minibatches=4", "run.steps=2")
+    overrides += ("algorithm.early_stop_kl=0",)
     finished = run_to_end(tmp_path / "run", *overrides)
     assert [step["step"] for step in finished.metrics] == [1, 2]
     for step in finished.metrics:
         assert not [name for name in step if name.startswith("value/")]
         assert 0 < step["rollout/kept_fraction"] < 1
+        assert step["policy/updates"] == 2  # the first has not moved the policy when its loss is taken
         assert step["policy/grad_norm"] > 0 and step["mismatch/logprob_abs"] < 1e-3
     assert not list((finished.paths.root / "logs").glob("critic*"))
     checkpoint = finished.paths.checkpoints / "step_2"
