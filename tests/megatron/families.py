@@ -111,7 +111,7 @@ def reference_steps(directory: Path) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         logprobs = reference.logprobs(model, experience.tokens, experience.lengths)
-        loss, _ = jobs.loss(logprobs, experience, float(experience.mask.sum()))
+        loss, _ = jobs.loss(logprobs, logprobs, experience, float(experience.mask.sum()))
         loss.backward()
         if step == 0:
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

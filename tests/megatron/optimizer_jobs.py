@@ -95,8 +95,8 @@ def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[l
 def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
     """An update whose loss is not a number, a good one after it, and that good one alone."""
 
-    def bad_loss(logprobs: Tensor, experience: Any, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-        value, stats = jobs.loss(logprobs, experience, denominator)
+    def bad_loss(logprobs: Tensor, entropy: Tensor, experience: Any, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, stats = jobs.loss(logprobs, entropy, experience, denominator)
         return value * torch.nan, {name: value * torch.nan if name == "loss" else value for name, value in stats.items()}
 
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)

@@ -79,7 +79,7 @@ def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:
     for step in range(steps):
         optimizer.zero_grad()
         given = logprobs(model, experience.tokens, experience.lengths)
-        value, _ = loss(given, torch.zeros_like(given), experience, float(experience.mask.sum()))
+        value, _ = loss(given, given, experience, float(experience.mask.sum()))
         value.backward()
         if step == 0:
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

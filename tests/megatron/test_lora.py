@@ -91,7 +91,8 @@ def reference_steps(directory, lora):
     stats, gradients = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        value, _ = jobs.loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
+        given = logprobs(model, experience.tokens, experience.lengths)
+        value, _ = jobs.loss(given, given, experience, float(experience.mask.sum()))
         value.backward()
         gradients.append({name: factor.grad.clone() for name, factor in model.factors.items()})
         norm = torch.nn.utils.clip_grad_norm_(model.factors.values(), adam.clip_grad_norm)

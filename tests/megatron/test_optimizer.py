@@ -177,7 +177,8 @@ def frozen_steps(untied_llama):
     norms = []
     for _ in range(2):
         adamw.zero_grad()
-        value, _ = jobs.loss(logprobs(model, experience.tokens, experience.lengths), experience, float(experience.mask.sum()))
+        given = logprobs(model, experience.tokens, experience.lengths)
+        value, _ = jobs.loss(given, given, experience, float(experience.mask.sum()))
         value.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
         adamw.step()
