@@ -267,6 +267,7 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
 
 
 def _convert(parsed: argparse.Namespace) -> None:
+    end_with_launcher()
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -55,17 +55,18 @@ class RunCheckpoints:
         return [RunState(**self._read(step)["state"]) for step in self.steps()[-self._settings.keep :]]
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
-        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set, or is of an
-        evaluation that was not due.
+        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set, or not measured."""
+        return None if self._settings.best_metric is None else stats.get(self._settings.best_metric)
 
-        Raises AlignerError for a metric that the step does not have.
+    def check_metric(self, stats: Mapping[str, float]) -> None:
+        """Raise AlignerError when a step has metrics of the kind of `checkpoint.best_metric`, such as eval/…, but not it.
+
+        To be asked long before the first checkpoint is taken.
         """
         name = self._settings.best_metric
-        if name is not None and name.startswith("eval/") and not any(key.startswith("eval/") for key in stats):
-            return None
-        if name is not None and name not in stats:
+        kind = f"{name}".partition("/")[0] + "/"
+        if name is not None and name not in stats and any(known.startswith(kind) for known in stats):
             raise AlignerError(f"checkpoint.best_metric={name}: no such metric; this step's: {', '.join(sorted(stats))}")
-        return None if name is None else stats[name]
 
     def commit(self, state: RunState, metric: float | None = None) -> None:
         """Declare a checkpoint, whose parts are complete, complete."""
@@ -91,12 +92,17 @@ class RunCheckpoints:
             shutil.rmtree(self._directory / f"step_{step}")
 
     def best(self) -> int | None:
-        """The step whose checkpoint has the highest value of `checkpoint.best_metric`, the newest of equals."""
+        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of equals.
+
+        The highest value is the best one, but for losses, perplexities and distances from another distribution.
+        """
+        name = str(self._settings.best_metric)
+        sign = -1 if name.endswith(("loss", "perplexity")) or name.startswith(("kl/", "mismatch/")) else 1
         values = {}
         for step in self.steps():
             metric = self._read(step)["metric"]
             if metric is not None and metric["name"] == self._settings.best_metric and not math.isnan(metric["value"]):
-                values[step] = metric["value"]
+                values[step] = sign * metric["value"]
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def _kept(self) -> set[int]:

@@ -119,6 +119,7 @@ class OfflineTrainer:
             if self.held_out and (saves or _is_due(self.config.evaluation.every, done)):
                 with timer.phase("evaluate"):
                     stats |= self.evaluate()
+            self.checkpoints.check_metric(stats)
             self._record(done, stats, timer.take(), tokens)
             self._finish_save()  # one that was begun a step ago
             if saves:

@@ -104,6 +104,7 @@ class OnlineTrainer:
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
+            self.checkpoints.check_metric(outcome.stats)
             self.services.assert_settled()
             self._record(done, outcome, timer.take())
             self._finish_save()  # one that was begun a step ago
@@ -165,7 +166,7 @@ class OnlineTrainer:
             policy_updates = self._train_policy(parts) if step >= settings.critic_warmup_steps else []
         with timer.phase("server_wait"):
             critic_updates = critic.result()
-        counted = {"policy/updates": float(len(policy_updates))}
+        counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}
         return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
 
     def _train_policy(self, minibatches: Sequence[Experience]) -> list[dict[str, float]]:

@@ -9,6 +9,9 @@ from aligner.config.data_sources import fields_problems, path_problem
 from aligner.config.model_source import NOTHING, Coming, is_coming
 from aligner.config.schema import Config, Evaluation
 
+_EVERY_RUNS = ("eval", "policy", "throughput")
+_ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness")
+
 
 def evaluation_problems(config: Config, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing that is wrong with what a run is evaluated on, and how, but for the prompts' content."""
@@ -21,6 +24,9 @@ def evaluation_problems(config: Config, coming: Coming = NOTHING) -> Iterator[st
         evaluated = config.data.held_out > 0
         advice = "give data.held_out=ROWS"
         yield from _offline_problems(config)
+    kinds = [*_EVERY_RUNS, *(_ONLINE if config.algorithm.trainer == "online" else (config.algorithm.trainer,))]
+    if metric is not None and metric.partition("/")[0] not in kinds:
+        yield f"checkpoint.best_metric={metric}: the metrics of this run begin with {', '.join(f'{kind}/' for kind in kinds)}"
     if metric is not None and metric.startswith("eval/") and not evaluated:
         yield f"checkpoint.best_metric={metric}: the run is never evaluated; {advice}"
 

@@ -85,6 +85,8 @@ class RunPlan:
         coming: Coming = {}
         for first in self.missing:
             try:
+                if first.config.run.stop_after is not None:
+                    raise ConfigError(f"run.stop_after={first.config.run.stop_after}: what others need runs to its end")
                 check(first.config, coming, is_starting=False)
                 coming = {**coming, str(first.result): _result_shape(first.config, coming)}
             except ConfigError as error:

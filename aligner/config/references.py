@@ -63,6 +63,10 @@ def _is_read(config: Config, pattern: str) -> bool:
     if pattern.startswith("reward."):
         wanted = "combined" if "*" in pattern else "model"
         return config.algorithm.generates and config.reward.kind == wanted
+    if pattern == "evaluation.path":
+        return config.algorithm.trainer == "online" and config.evaluation.every > 0
+    if pattern == "data.normalization":
+        return config.algorithm.trainer == "reward_model"
     return config.model.source == "directory" if pattern == "model.path" else True
 
 

@@ -510,8 +510,8 @@ class Checkpoint:
     keep: int = option(2, "newest checkpoints kept; older ones are deleted", minimum=1)
     best_metric: str | None = option(
         None,
-        "also keep the checkpoint with the highest value of this metric, such as reward/mean, or eval/score among the steps"
-        " that are evaluated",
+        "also keep the best checkpoint by this metric, the highest value or the lowest of a loss: such as reward/mean, or"
+        " eval/score among the steps that are evaluated",
     )
     asynchronous: bool = option(True, "write a checkpoint while training goes on, from a copy in host memory")
 

@@ -48,7 +48,10 @@ class ChatTemplate:
         """
         tokens = {key: _token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens)
+            # Templates ask whether there are tools or documents by comparing with none.
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **tokens
+            )
         except Exception as error:  # the template is a program of the model's, and fails in its own ways
             raise AlignerError(f"the model's chat template refuses the messages: {error}") from error
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the response to imitate, which ends with an end-of-sequence token."""
+    """A prompt and the response to imitate, which ends with an end-of-sequence token unless data.end_of_sequence=false."""
 
     tokens: Tensor
     """int64 [T]: prompt and response"""
     prompt_length: int
-    """In tokens, at least 1; the response has at least two."""
+    """In tokens, at least 1, as the response has."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,12 @@ class BadRecord(ConfigError):
 class Line:
     """A record before it is parsed."""
 
-    content: str | Mapping[str, Any]
-    """A JSON object's text, or the fields themselves."""
+    content: bytes | Mapping[str, Any]
+    """A line of a file, or the fields themselves."""
     origin: str
     """Where it was read, for messages: FILE:LINE, or DIRECTORY[INDEX]."""
+    is_json: bool = True
+    """Whether a line of a file is a JSON object; otherwise it is a prompt."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,13 @@ def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
         raise ConfigError(f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {allowed}")
     try:
         content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
-        lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = content.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+    except OSError as error:
         raise ConfigError(f"{key}{path} cannot be read: {error}") from error
-    if lines == [""]:
+    if lines == [b""]:
         raise ConfigError(f"{key}{path}: the file is empty")
     name = "standard input" if standard_input else str(path)
-    return [
-        Line({"prompt": line} if kind == "txt" else line, f"{name}:{number}") for number, line in enumerate(lines, start=1)
-    ]
+    return [Line(line, f"{name}:{number}", is_json=kind == "jsonl") for number, line in enumerate(lines, start=1)]
 
 
 def _function_lines(path: Path, key: str) -> Iterator[Line]:
@@ -204,11 +204,17 @@ def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
 
 
 def parse_line(line: Line) -> Record:
-    """A line's fields. Raises BadRecord for one that is no JSON object."""
-    if not isinstance(line.content, str):
+    """A line's fields. Raises BadRecord for one that is no UTF-8 text, or no JSON object."""
+    if not isinstance(line.content, bytes):
         return Record(line.content, line.origin)
     try:
-        values = json.loads(line.content)
+        text = line.content.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"{line.origin}: not UTF-8 text: {error}") from error
+    if not line.is_json:
+        return Record({"prompt": text}, line.origin)
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"{line.origin}: not a JSON object: {error}") from error
     if not isinstance(values, dict):

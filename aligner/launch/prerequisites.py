@@ -19,6 +19,7 @@ from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
+from aligner.launch.kernel import LAUNCHER_PID
 from aligner.launch.processes import Processes
 
 _POLL_S = 0.1
@@ -95,7 +96,7 @@ def _convert(first: Prerequisite, interrupts: Interrupts) -> None:
     paths = run_paths(first.config)
     command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
     with Processes(first.config.cluster.stop_timeout_s) as processes:
-        rank = processes.start("convert", 0, command, {}, paths.log("convert", 0))
+        rank = processes.start("convert", 0, command, {LAUNCHER_PID: str(os.getpid())}, paths.log("convert", 0))
         while rank.exit_code is None:
             interrupts.check()
             time.sleep(_POLL_S)

@@ -43,8 +43,17 @@ def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
 def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tmp_path):
     kept = checkpoints(tmp_path, best_metric="reward/max")
     with pytest.raises(AlignerError, match=r"best_metric=reward/max: no such metric; this step's: kl/coef, reward/mean"):
-        kept.metric({"reward/mean": 1.0, "kl/coef": 0.0})
+        kept.check_metric({"reward/mean": 1.0, "kl/coef": 0.0})
+    kept.check_metric({"kl/coef": 0.0})
+    assert kept.metric({"kl/coef": 0.0}) is None
     assert checkpoints(tmp_path).metric({}) is None
+
+
+def test_of_a_loss_the_lowest_is_the_best(tmp_path):
+    kept = checkpoints(tmp_path, keep=1, best_metric="eval/loss")
+    for step, loss in enumerate((0.3, 0.1, 0.2), 1):
+        commit(kept, step, loss)
+    assert kept.best() == 2
 
 
 def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_path):
@@ -53,7 +62,7 @@ def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_p
         commit(kept, step, kept.metric(stats))
     assert kept.steps() == [2, 4]
     with pytest.raises(AlignerError, match=r"best_metric=eval/score: no such metric; this step's: eval/loss"):
-        kept.metric({"eval/loss": 1.0})
+        kept.check_metric({"eval/loss": 1.0})
 
 
 def test_a_half_written_one_does_not_count(tmp_path):

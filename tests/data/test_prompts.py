@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
         read_prompts(tmp_path / "absent.txt", "data.path=")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.txt cannot be read"):
+    with pytest.raises(ConfigError, match=r"binary\.txt:1: not UTF-8 text"):
         read_prompts(binary, "data.path=")
 
 

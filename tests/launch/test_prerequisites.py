@@ -87,6 +87,7 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
         shown = ""
         while not shown.startswith("waiting for"):
             shown = waiting.stdout.readline()
+            assert shown, finish(waiting, place)
         assert shown == f"waiting for experiment pairs, which process {one.pid} runs: {entry(place)}\n"
     three.send_signal(signal.SIGINT)
     three.communicate(timeout=30)
