@@ -262,6 +262,7 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     if config.algorithm.trainer == "online" and config.evaluation.every:
         open_evaluation_prompts(config.evaluation, tokenizer, config.data.max_prompt_tokens)
     if config.algorithm.generates:
+        tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         return open_prompts(config.data, tokenizer, config.seed).notices
     return open_run_data(config, tokenizer).notices
 

@@ -25,7 +25,6 @@ from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
-from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
@@ -144,7 +143,7 @@ def build_rollouts(
         shape.pad_token_id,
         engine_sleeps=config.engine.sleep,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
-        truncate_token=_truncate_token(config.rollout, tokenizer),
+        truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
     )
 
 
@@ -221,16 +220,6 @@ def build_publisher(config: Config, shape: ModelShape, world: World, policy: Pol
         group_bytes=engine.group_bytes,
         copied=weights.copied,
     )
-
-
-def _truncate_token(settings: Rollout, tokenizer: Tokenizer) -> int | None:
-    """Raises ConfigError for a text that is not one token."""
-    if settings.truncate_token is None:
-        return None
-    tokens = tokenizer.encode(settings.truncate_token)
-    if len(tokens) != 1:
-        raise ConfigError(f"rollout.truncate_token={settings.truncate_token!r}: must be one token, and is {len(tokens)}")
-    return int(tokens[0])
 
 
 def build_options(settings: Rollout, shape: ModelShape) -> SamplingOptions:

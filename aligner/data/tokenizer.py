@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.data.chat import ChatTemplate
 from aligner.data.model_directory import read_shape
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 
 
 class Tokenizer:
@@ -42,6 +42,18 @@ class Tokenizer:
             unknown = sorted(character for character in set(text) if self._tokenizer.token_to_id(character) is None)
             raise AlignerError(f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})") from error
         return torch.tensor(tokens, dtype=torch.int64)
+
+    def single_token(self, text: str | None, key: str) -> int | None:
+        """The token that a text is; None for None. Raises ConfigError, naming `key`, for one that is not a single token."""
+        if text is None:
+            return None
+        try:
+            tokens = self.encode(text)
+        except AlignerError as error:
+            raise ConfigError(f"{key}={text!r}: {error}") from error
+        if len(tokens) != 1:
+            raise ConfigError(f"{key}={text!r}: must be one token, and is {len(tokens)}")
+        return int(tokens[0])
 
     def ended(self, tokens: Tensor) -> Tensor:
         """int64 [R]: a response with an end-of-sequence token last: its own where only space follows, else the first.
