@@ -255,7 +255,7 @@ def test_an_entropy_bonus_is_taken_off_the_loss():
     with_bonus, stats = loss(after, entropy, experience, algorithm.denominator(experience))
     without, _ = loss(after, torch.zeros_like(after), experience, algorithm.denominator(experience))
     mean = float(entropy[experience.mask].mean().detach())
-    assert float(with_bonus) == pytest.approx(float(without) - 0.5 * mean, rel=1e-6)
+    assert float(with_bonus.detach()) == pytest.approx(float(without) - 0.5 * mean, rel=1e-6)
     assert stats["loss"] == with_bonus.detach()
     with_bonus.backward()
     assert entropy.grad[experience.mask].allclose(torch.tensor(-0.5 / float(experience.mask.sum()), dtype=after.dtype))
