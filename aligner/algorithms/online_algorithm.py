@@ -200,6 +200,7 @@ def build_estimate(settings: Algorithm, samples_per_prompt: int) -> Estimate:
     of_rewards = {"reinforce": advantages.reinforce, "reinforce_plus_plus": advantages.reinforce_plus_plus}
 
     def estimate(rewards: Tensor, values: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Estimate`."""
         if values is not None:
             return advantages.gae(rewards, values, mask, settings.gamma, settings.lam)
         if settings.advantage in of_rewards:

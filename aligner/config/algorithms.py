@@ -64,11 +64,11 @@ def rows_together(config: Config) -> int:
 
 
 def _loss_problems(settings: Algorithm) -> Iterator[str]:
-    loss, wanted = settings.loss, "none" if settings.loss in _OWN_TARGET else "an estimator"
+    loss = settings.loss
     if loss in _OWN_TARGET and settings.advantage != "none":
         yield f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give advantage=none"
     if loss not in _OWN_TARGET and settings.advantage == "none":
-        yield f"algorithm.advantage=none: loss={loss} needs {wanted}, such as gae or rloo"
+        yield f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo"
     pairs = settings.train_on == "best_and_worst"
     if (loss == "dpo") != pairs:
         yield f"algorithm.train_on={settings.train_on}: loss=dpo and train_on=best_and_worst need each other, got loss={loss}"
