@@ -14,6 +14,7 @@ from aligner.config.paths import run_paths
 from aligner.config.schema import Config
 from aligner.data.checkpoint_files import FORMAT, MANIFEST, complete_steps
 from aligner.errors import AlignerError
+from aligner.files import write_file
 
 _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
@@ -79,10 +80,7 @@ class RunCheckpoints:
             "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,
             "config": asdict(self._config),
         }
-        manifest = directory / MANIFEST
-        temporary = manifest.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(manifest)
+        write_file(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
     def prune(self) -> None:
         """Delete the checkpoints that are no longer kept."""

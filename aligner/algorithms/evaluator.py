@@ -20,6 +20,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
+from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
@@ -110,13 +111,16 @@ class Evaluator:
         return scores
 
     def _store(self, samples: Sequence[Sample], scores: Tensor) -> None:
-        temporary = self.references_file.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True):
-                response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
-                record = {"prompt": prompt.text, "response": response, "score": score}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        temporary.replace(self.references_file)
+        records = [
+            {
+                "prompt": prompt.text,
+                "response": self.tokenizer.decode(sample.response),
+                "score": score,
+                "scorer": self.settings.function,
+            }
+            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True)
+        ]
+        write_file(self.references_file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
     def _stored_scores(self) -> Tensor | None:
         records = None
@@ -129,6 +133,12 @@ class Evaluator:
             raise AlignerError(
                 f"{self.references_file}: it has the references of other prompts than evaluation.path or evaluation.prompts;"
                 " go on with the prompts that the run was started with"
+            )
+        function = records[0]["scorer"]
+        if function != self.settings.function:
+            raise AlignerError(
+                f"{self.references_file}: it has scores by evaluation.function={function}; go on with that, not with"
+                f" {self.settings.function}"
             )
         return torch.tensor([record["score"] for record in records], dtype=torch.float64)
 

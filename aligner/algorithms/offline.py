@@ -22,6 +22,7 @@ from aligner.data.run_data import RunData, open_run_data
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Rows
+from aligner.files import write_file
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
@@ -186,7 +187,7 @@ class OfflineTrainer:
         self.task.model.finish_save()
         if self.metrics is not None:
             for name, content in companions.items():
-                write_json(self.paths.checkpoint(state.step, self.task.part) / name, content)
+                write_file(self.paths.checkpoint(state.step, self.task.part) / name, json.dumps(content, indent=1) + "\n")
             self.checkpoints.commit(state, metric)
             self.checkpoints.prune()
 
@@ -203,13 +204,6 @@ class OfflineTrainer:
 
 def _is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a file that is complete whenever it is there."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(file)
 
 
 def train_offline(config: Config) -> None:

@@ -63,8 +63,7 @@ class Recorder:
         """Write some samples, evenly spread over the step's."""
         samples = outcome.rollout.samples
         for index in range(0, len(samples), -(-len(samples) // count)):
-            sample = samples[index]
-            response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
+            response = self.tokenizer.decode(samples[index].response)
             self.samples.write(step, outcome.rollout.prompts[index].text, response, float(outcome.scores[index]))
 
 

@@ -33,7 +33,7 @@ def preferences(rollout: Rollout, scores: Tensor, samples_per_prompt: int, token
     chosen = best_and_worst(scores, samples_per_prompt).view(-1, 2).tolist()
     records = []
     for best, worst in chosen:
-        texts = [response_text(rollout, row, tokenizer) for row in (best, worst)]
+        texts = [tokenizer.decode(rollout.samples[row].response) for row in (best, worst)]
         # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at all.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
@@ -41,12 +41,6 @@ def preferences(rollout: Rollout, scores: Tensor, samples_per_prompt: int, token
         pair = {"chosen": texts[0], "rejected": texts[1], "margin": both[0] - both[1], "scores": both}
         records.append({"prompt": rollout.prompts[best].text, **pair})
     return records, len(scores) // samples_per_prompt - len(records)
-
-
-def response_text(rollout: Rollout, row: int, tokenizer: Tokenizer) -> str:
-    """The text of one of the rollout's responses."""
-    sample = rollout.samples[row]
-    return tokenizer.decode(sample.tokens[sample.prompt_length :])
 
 
 @dataclass
@@ -68,7 +62,7 @@ class PairWriter:
 
     def write(self, step: int, records: list[Record], rollout: Rollout, scores: Tensor) -> None:
         """Record a step's."""
-        texts = [response_text(rollout, row, self.tokenizer) for row in range(len(rollout.samples))]
+        texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
         responses = [
             {"prompt": prompt.text, "response": text, "reward": float(score)}
             for prompt, text, score in zip(rollout.prompts, texts, scores, strict=True)

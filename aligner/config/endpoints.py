@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from aligner.files import write_file
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -19,9 +21,7 @@ class Endpoint:
 
 def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
     """Write the addresses by server group, atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1) + "\n")
-    temporary.replace(path)
+    write_file(path, json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1) + "\n")
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:

@@ -59,6 +59,8 @@ def _online_problems(settings: Evaluation, coming: Coming) -> Iterator[str]:
 
 def _offline_problems(config: Config) -> Iterator[str]:
     settings, trainer = config.evaluation, config.algorithm.trainer
+    if trainer == "preferences" and settings.every:
+        yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
     for name in ("path", "prompts", "function"):
         if value := getattr(settings, name):
             yield (

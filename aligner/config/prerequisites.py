@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import aligner
 from aligner.config.checks import check
 from aligner.config.compose import compose_config
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import Coming, critic_shape, read_shape
-from aligner.config.paths import PREFERENCES, cache_directory
+from aligner.config.paths import PREFERENCES, RESPONSES, cache_directory
 from aligner.config.references import Reference, map_paths, parse_reference
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
 _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
-_WANTED = {"model": "a policy", "reward": "a reward model", "data": "preferences"}
+_FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
+"""What the files of preferences hold. A model's directory is named as a whole."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging")
 """Sections that a result does not depend on, but for how many steps `run` has."""
 
@@ -119,7 +121,7 @@ class _Planner:
             if reference is None:
                 return text
             inputs[key] = text
-            return str(self._prerequisite(reference, above).path(reference.file))
+            return str(self._prerequisite(reference, config, above).path(reference.file))
 
         resolved = map_paths(config, path)
         # A resumed run's configuration has paths already, and says of them where they came from.
@@ -143,7 +145,7 @@ class _Planner:
         visit(config)
         yield from found.values()
 
-    def _prerequisite(self, reference: Reference, above: tuple[str, ...]) -> Prerequisite:
+    def _prerequisite(self, reference: Reference, user: Config, above: tuple[str, ...]) -> Prerequisite:
         name, where = reference.experiment, f"{reference.key}={reference.text}"
         if name in above:
             raise ConfigError(f"{where}: experiments that need each other: {' -> '.join((*above[above.index(name) :], name))}")
@@ -154,10 +156,10 @@ class _Planner:
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
             first = self._known[name] = self._entry(name, config, (*above, name))
-        wanted = _WANTED.get(reference.key.partition(".")[0])
-        if reference.file is None and wanted not in (None, first.gives):
+        given, wanted = _given(reference, first), _wanted(reference.key, user)
+        if given not in wanted:
             trainer = first.config.algorithm.trainer
-            raise ConfigError(f"{where}: must give {wanted}, but algorithm.trainer={trainer} gives {first.gives}")
+            raise ConfigError(f"{where}: must give {' or '.join(wanted)}, but algorithm.trainer={trainer} gives {given}")
         return first
 
     def _entry(self, name: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
@@ -165,6 +167,7 @@ class _Planner:
         made_from = dataclasses.asdict(map_paths(config, self._identity))
         content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
+        content["aligner"] = aligner.__version__
         for role in ("critic", "reward"):
             del content[role]["ports"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -184,6 +187,29 @@ class _Planner:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return json.dumps([str(path), stats])
+
+
+def _given(reference: Reference, first: Prerequisite) -> str:
+    """What a reference stands for. Raises ConfigError for a file that the result does not have."""
+    if reference.file is None:
+        return first.gives
+    if first.gives != "preferences":
+        raise ConfigError(f"{reference.key}={reference.text}: {first.gives} is named as a whole: experiment:{first.name}")
+    if reference.file not in _FILES:
+        raise ConfigError(f"{reference.key}={reference.text}: no such file in its result; it has {', '.join(_FILES)}")
+    return _FILES[reference.file]
+
+
+def _wanted(key: str, config: Config) -> tuple[str, ...]:
+    """Of which kinds a path that is a key's value must be; prompts can be had from whatever has some."""
+    section, trainer = key.partition(".")[0], config.algorithm.trainer
+    if section in ("model", "reward"):
+        return ("a policy",) if section == "model" else ("a reward model",)
+    if key == "data.normalization" or (section == "data" and trainer == "sft"):
+        return ("responses",)
+    if section == "data" and trainer in ("dpo", "reward_model"):
+        return ("preferences",)
+    return ("preferences", "responses")
 
 
 def _result_shape(config: Config, coming: Coming) -> ModelShape | None:

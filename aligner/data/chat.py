@@ -73,7 +73,9 @@ def _template_text(directory: Path, settings: Mapping[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     text = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(text, list):
-        text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
+        text = next(
+            (entry.get("template") for entry in text if isinstance(entry, dict) and entry.get("name") == "default"), None
+        )
     if not isinstance(text, str):
         raise ConfigError(
             f"{directory}: the data has chat messages, but the model has no chat template, neither chat_template.jinja nor a"

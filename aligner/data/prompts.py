@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,7 +126,14 @@ def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptTe
 
 
 def _metadata(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in record.values.items() if name not in ("prompt", "messages")}
+    """What goes to the scorer with a prompt's samples. Raises BadRecord for what JSON does not have, such as bytes."""
+    metadata = {name: value for name, value in record.values.items() if name not in ("prompt", "messages")}
+    for name, value in metadata.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise BadRecord(f"{record.origin}: `{name}` cannot go to a scorer with the prompt: {error}") from error
+    return metadata
 
 
 def tokenize(prompt: PromptText, tokenizer: Tokenizer, limit: int, allowed: str) -> Tensor:

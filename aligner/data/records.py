@@ -176,7 +176,13 @@ def _function_lines(path: Path, key: str) -> Iterator[Line]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}{path}: {error}; give {FUNCTION}MODULE:CALLABLE") from error
-    for index, values in enumerate(function()):
+    try:
+        records = list(function())
+    except Exception as error:  # the function is the user's, and fails in its own ways
+        raise ConfigError(f"{key}{path}: it failed with {type(error).__name__}: {error}") from error
+    if not records:
+        raise ConfigError(f"{key}{path}: it gives no record")
+    for index, values in enumerate(records):
         if not isinstance(values, Mapping):
             raise ConfigError(f"{key}{path}[{index}]: expected a mapping of a record's fields, got {type(values).__name__}")
         yield Line(values, f"{path}[{index}]")

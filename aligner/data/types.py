@@ -46,6 +46,11 @@ class Sample:
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def response(self) -> Tensor:
+        """int64 [R]: the tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
     def __post_init__(self) -> None:
         response = self.tokens.numel() - self.prompt_length
         if response < 1:

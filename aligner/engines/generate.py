@@ -197,14 +197,14 @@ def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> I
 
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     """A sample of the job as its line of the output has it."""
-    prompt, response = job.prompts[sample.prompt_id], sample.tokens[sample.prompt_length :]
+    prompt = job.prompts[sample.prompt_id]
     return {
         "prompt": prompt.text,
-        "response": job.tokenizer.decode(response),
+        "response": job.tokenizer.decode(sample.response),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,
-        "tokens": response.tolist(),
+        "tokens": sample.response.tolist(),
         "logprobs": sample.engine_logprobs.tolist(),
         "weight_version": int(sample.weight_versions[0]),
         "metadata": dict(prompt.metadata),

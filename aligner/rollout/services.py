@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,20 @@ class PendingRows:
     futures: tuple[RemoteFuture[Tensor], ...]
     chosen: Tensor | None = None
     """int64 [B]: which of the rows are wanted, all where None"""
+    _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
+    """All rows by their width, once they are here; selections share it."""
 
     def result(self, width: int | None = None) -> Tensor:
         """Wait, and give every rank the rows: [B], or [B, width], cut or zero-padded on the right. Collective.
 
         Raises the server's error on every rank.
         """
+        if width not in self._received:
+            self._received[width] = self._receive(width)
+        rows = self._received[width]
+        return rows if self.chosen is None else rows[self.chosen]
+
+    def _receive(self, width: int | None) -> Tensor:
         parts, error = _outcome(self.futures)
         rows = None
         if self.futures and error is None:
@@ -51,7 +59,7 @@ class PendingRows:
         rows = torch.empty(header["shape"]) if rows is None else rows.contiguous()
         if is_distributed():
             dist.broadcast(rows, 0)
-        return rows if self.chosen is None else rows[self.chosen]
+        return rows
 
     def select(self, rows: Tensor) -> PendingRows:
         """Some of these rows (int64 [N]), in that order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from aligner.errors import AlignerError
+from aligner.files import write_file
 
 _PREFIX, _SUFFIX = "update_", ".safetensors"
 
@@ -29,7 +29,7 @@ class UpdateJournal:
 
     def append(self, number: int, arrays: Mapping[str, NDArray]) -> None:
         """Write update `number`; it is on disk when this returns."""
-        self._write(self._file(number), save(dict(arrays)))
+        write_file(self._file(number), save(dict(arrays)))
 
     def read(self, number: int) -> dict[str, NDArray]:
         """What `append` wrote. Raises AlignerError where it is missing or damaged."""
@@ -57,21 +57,5 @@ class UpdateJournal:
             attempt = int(file.read_text()) + 1 if file.exists() else 0
         except ValueError as error:
             raise AlignerError(f"{file}: got {file.read_text()[:80]!r}, must be the number of the last attempt") from error
-        self._write(file, f"{attempt}\n".encode())
+        write_file(file, f"{attempt}\n")
         return attempt
-
-    def _write(self, file: Path, content: bytes) -> None:
-        """All of it or nothing, also where the machine loses power."""
-        temporary = file.with_suffix(".tmp")
-        temporary.write_bytes(content)
-        _to_disk(temporary)
-        temporary.replace(file)
-        _to_disk(self._directory)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aligner.errors import AlignerError
+from aligner.files import write_file
 
 _ATTEMPT_DIGITS = 9
 
@@ -70,9 +71,7 @@ class UpdateLedger:
     def save(self, path: Path) -> None:
         """Write as JSON, atomically; which trainer it was is no part of the critic's state."""
         state = {**asdict(self), "run": None if self.run is None else self.run.name}
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state) + "\n")
-        temporary.replace(path)
+        write_file(path, json.dumps(state) + "\n")
 
     @staticmethod
     def load(path: Path) -> UpdateLedger:

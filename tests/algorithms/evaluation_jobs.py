@@ -67,8 +67,9 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     drawing = replace(first, settings=replace(first.settings, samples=3), options=replace(first.options, greedy=False))
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
+    found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
     samples = first.rollouts.generate(first.prompts, 1, first.options)
-    found["responses"] = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
+    found["responses"] = [sample.response.tolist() for sample in samples]
     worlds.shutdown()
     return found
 

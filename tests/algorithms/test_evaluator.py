@@ -91,10 +91,11 @@ def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(fou
         assert found["two"][name] == pytest.approx(found["one"][name], rel=1e-5)
 
 
-def test_a_run_without_the_initial_policys_responses_or_with_other_prompts_says_so(found: dict[str, Any]) -> None:
+def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_scores_says_so(found: dict[str, Any]) -> None:
     for ranks in ("one", "two"):
         assert "references.jsonl: no such file, so that there is nothing to compare" in found[ranks]["lost"]
         assert "references.jsonl: it has the references of other prompts" in found[ranks]["other prompts"]
+        assert "references.jsonl: it has scores by evaluation.function=" in found[ranks]["other scorer"]
 
 
 def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ("online", {"evaluation": Evaluation(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
         ("online", {"checkpoint": Checkpoint(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),
         ("dpo", {"checkpoint": Checkpoint(best_metric="eval/loss")}, "never evaluated; give data.held_out=ROWS"),
+        (
+            "preferences",
+            {"evaluation": Evaluation(every=1)},
+            "evaluation.every=1: algorithm.trainer=preferences learns",
+        ),
         ("sft", {"evaluation": Evaluation(function="math")}, "evaluation.function=math: only algorithm.trainer=online is"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,32 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
     assert refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo") == (
         "data.path=experiment:tiny_ppo: must give preferences, but algorithm.trainer=online gives a policy"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["experiment=judge", "data.path=experiment:pairs/prefs.jsonl"],
+            "no such file in its result; it has pref",
+        ),
+        (["experiment=judge", "data.path=experiment:pairs/responses.jsonl"], "must give preferences, but .* gives responses"),
+        (["experiment=judge", "data.normalization=experiment:pairs"], "must give responses, but .* gives preferences"),
+        (["experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:pairs"], "must give responses, but .* preferences"),
+        (["experiment=tiny_ppo", "data.path=experiment:judge"], "must give preferences or responses, but .* a reward model"),
+        (["experiment=against", "reward.path=experiment:judge/a"], "a reward model is named as a whole: experiment:judge"),
+    ],
+)
+def test_a_file_that_a_result_will_not_have_is_refused_before_anything_runs(
+    conf: Path, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(overrides[-1])}: {told}"):
+        planned(conf, *overrides)
+
+
+def test_prompts_can_be_had_from_whatever_has_some(conf: Path) -> None:
+    for file in ("", "/preferences.jsonl", "/responses.jsonl"):
+        assert planned(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}", "data.prompts=[]").missing
 
 
 def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_file_of_its_own_comes_first_and_of_several_templates_the_default_is_t
 
 
 def test_a_model_without_a_template_or_with_a_broken_one_is_named(directory):
-    for settings in (None, {}, {"chat_template": [{"name": "tools", "template": "x"}]}):
+    for settings in (None, {}, {"chat_template": [{"name": "tools", "template": "x"}]}, {"chat_template": ["default", 3]}):
         if settings is not None:
             (directory / "tokenizer_config.json").write_text(json.dumps(settings))
         with pytest.raises(ConfigError, match=r"the model has no chat template, neither chat_template\.jinja nor"):

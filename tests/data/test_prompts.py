@@ -118,6 +118,47 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
         read_prompts(path, "data.path=")
 
 
+def good():
+    return [{"prompt": "a", "answer": 1}]
+
+
+def nothing():
+    return iter(())
+
+
+def failing():
+    yield {"prompt": "a"}
+    raise KeyError("answers.csv")
+
+
+def bare():
+    return ["a"]
+
+
+def binary():
+    return [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": b"2"}]
+
+
+def test_a_function_gives_records(tokenizer):
+    (prompt,) = open_prompts(Data(path=f"function:{__name__}:good"), tokenizer, seed=1).take(0, 1)
+    assert (prompt.text, prompt.metadata) == ("a", {"answer": 1})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("missing", r"has no attribute 'missing'; give function:MODULE:CALLABLE"),
+        ("nothing", r":nothing: it gives no record"),
+        ("failing", r":failing: it failed with KeyError: 'answers\.csv'"),
+        ("bare", r":bare\[0\]: expected a mapping of a record's fields, got str"),
+        ("binary", r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON serializable"),
+    ],
+)
+def test_a_function_that_gives_none_is_named(tokenizer, function, message):
+    with pytest.raises(ConfigError, match=message):
+        open_prompts(Data(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
+
+
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.txt cannot be read"):
         read_prompts(tmp_path / "absent.txt", "data.path=")

@@ -10,6 +10,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
+from aligner.rollout.services import PendingRows
 
 EACH = 2
 
@@ -107,6 +108,16 @@ def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
     assert chosen.batch.tokens[:, 1].tolist() == [13, 10]
     assert chosen.scores.result().tolist() == [1.0, 1.0]
     assert chosen.select(torch.tensor([1])).scores.result().tolist() == [1.0]
+
+
+def test_an_answer_is_waited_for_once_however_many_ask(monkeypatch):
+    scores: Future = Future()
+    scores.set_result(torch.tensor([0.5, 0.25, 2.0]))
+    pending = PendingRows((scores,))
+    assert pending.select(torch.tensor([2, 0])).result().tolist() == [2.0, 0.5]
+    monkeypatch.setattr(scores, "result", lambda: pytest.fail("asked again"))
+    assert pending.result().tolist() == [0.5, 0.25, 2.0]
+    assert pending.select(torch.tensor([1])).result().tolist() == [0.25]
 
 
 def response(*tokens):
