@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
+from aligner.planner.command import add_plan
 
 if TYPE_CHECKING:
     from aligner.config.prerequisites import RunPlan
@@ -84,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_generate(commands)
     _add_evaluate(commands)
+    _add_report(commands)
+    add_plan(commands)
     return parser
 
 
@@ -124,6 +127,14 @@ def _add_evaluate(commands: Any) -> None:
     add("--output", type=Path, metavar="FILE.jsonl", help="one JSON object a sample, with its score")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     command.set_defaults(run=_evaluate)
+
+
+def _add_report(commands: Any) -> None:
+    what = "draw a run's metrics, timeline and samples, finished or not, as one HTML page that opens without a network"
+    command = commands.add_parser("report", help=what, description=what, allow_abbrev=False)
+    command.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
+    command.add_argument("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given")
+    command.set_defaults(run=_report)
 
 
 def _add_sampling(add: Callable[..., Any]) -> None:
@@ -289,6 +300,12 @@ def _convert(parsed: argparse.Namespace) -> None:
     for notice in notices:
         print(f"aligner: note: {notice}", file=sys.stderr)
     print(parsed.output)
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    from aligner.observability.report import write_report
+
+    print(write_report(parsed.run_directory, parsed.output))
 
 
 def _generate(parsed: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter
+from aligner.observability.timeline import Timeline, open_timeline
 from aligner.observability.timer import PhaseTimer
 
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
@@ -103,6 +104,7 @@ class OfflineTrainer:
     """The newest checkpoints; the run resumes from the last, and starts at the beginning without one."""
     metrics: MetricsWriter | None
     """Rank 0's."""
+    timeline: Timeline
     _position: int = field(default=0, init=False)
     """Examples taken so far."""
     _saving: tuple[RunState, float | None, Mapping[str, Any]] | None = field(default=None, init=False)
@@ -112,9 +114,10 @@ class OfflineTrainer:
         """Train from where the run stands to its last step."""
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
-        timer = PhaseTimer()
+        timer = PhaseTimer(listener=self.timeline.add)
         for step in range(first, last):
             done = step + 1
+            self.timeline.begin_step(done)
             saves = done == last or _is_due(self.config.checkpoint.every, done)
             stats, tokens = self.step(timer)
             if self.held_out and (saves or _is_due(self.config.evaluation.every, done)):
@@ -122,10 +125,11 @@ class OfflineTrainer:
                     stats |= self.evaluate()
             self.checkpoints.check_metric(stats)
             self._record(done, stats, timer.take(), tokens)
-            self._finish_save()  # one that was begun a step ago
+            self._finish_save(timer)  # one that was begun a step ago
             if saves:
-                self._begin_save(done, stats)
-        self._finish_save()
+                self._begin_save(done, stats, timer)
+        self._finish_save(timer)
+        self.timeline.flush()
 
     def step(self, timer: PhaseTimer) -> tuple[dict[str, float], int]:
         """One training step; its metrics, and the tokens of its rows."""
@@ -159,6 +163,7 @@ class OfflineTrainer:
         if self.metrics is not None:
             self.metrics.truncate_after(first)
             print(self._announcement(first), flush=True)
+        self.timeline.begin_run(first)
         return first
 
     def _announcement(self, first: int) -> str:
@@ -170,26 +175,28 @@ class OfflineTrainer:
             f" the run's {steps} steps are {steps * size / rows:.2f} epochs{resumed}"
         )
 
-    def _begin_save(self, step: int, stats: Mapping[str, float]) -> None:
+    def _begin_save(self, step: int, stats: Mapping[str, float], timer: PhaseTimer) -> None:
         metric = self.checkpoints.metric(stats)
-        self.task.model.begin_save(self.paths.checkpoint(step, self.task.part))
+        with timer.phase("checkpoint"):
+            self.task.model.begin_save(self.paths.checkpoint(step, self.task.part))
         state = RunState(step, kl_coefficient=0.0, critic_updates=0, position=self._position)
         self._saving = state, metric, self.task.companions()
         if not self.config.checkpoint.asynchronous:
-            self._finish_save()
+            self._finish_save(timer)
 
-    def _finish_save(self) -> None:
+    def _finish_save(self, timer: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any; it counts once all of it is there."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
         state, metric, companions = saving
-        self.task.model.finish_save()
-        if self.metrics is not None:
-            for name, content in companions.items():
-                write_file(self.paths.checkpoint(state.step, self.task.part) / name, json.dumps(content, indent=1) + "\n")
-            self.checkpoints.commit(state, metric)
-            self.checkpoints.prune()
+        with timer.phase("checkpoint"):
+            self.task.model.finish_save()
+            if self.metrics is not None:
+                for name, content in companions.items():
+                    write_file(self.paths.checkpoint(state.step, self.task.part) / name, json.dumps(content, indent=1) + "\n")
+                self.checkpoints.commit(state, metric)
+                self.checkpoints.prune()
 
     def _record(self, step: int, stats: Mapping[str, float], times: Mapping[str, float], tokens: int) -> None:
         if self.metrics is None:
@@ -226,6 +233,7 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
         metrics=MetricsWriter(paths, config.logging.tensorboard) if world.rank == 0 else None,
+        timeline=open_timeline(config, "trainer", world.rank),
     )
 
 

@@ -25,6 +25,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience
 from aligner.megatron.policy import Policy
 from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
 from aligner.resharding.publisher import Publisher
 from aligner.rollout.rollouts import Rollout, Rollouts
@@ -84,6 +85,7 @@ class OnlineTrainer:
     """The newest checkpoints; the run resumes from the last, and starts at the beginning without one."""
     recorder: Recorder | None
     evaluator: Evaluator | None
+    timeline: Timeline
     _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, and its metric."""
 
@@ -91,25 +93,29 @@ class OnlineTrainer:
         """Train from where the run stands to its last step."""
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
-        self.publisher.publish(version=first)
-        timer = PhaseTimer()
+        self.timeline.begin_step(first + 1 if first else 0)
+        with self.timeline.span("publish"):
+            self.publisher.publish(version=first)
+        timer = PhaseTimer(listener=self.timeline.add)
         if first == 0:
             evaluated = self._evaluate(0, timer)
             if self.recorder is not None and evaluated:
                 self.recorder.metrics.write(0, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
         for step in range(first, last):
-            outcome = self.step(step, timer)
             done = step + 1
+            self.timeline.begin_step(done)
+            outcome = self.step(step, timer)
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
             self.services.assert_settled()
             self._record(done, outcome, timer.take())
-            self._finish_save()  # one that was begun a step ago
+            self._finish_save(timer)  # one that was begun a step ago
             if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
-                self._begin_save(done, outcome.stats)
-        self._finish_save()
+                self._begin_save(done, outcome.stats, timer)
+        self._finish_save(timer)
+        self.timeline.flush()
 
     def _evaluate(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """What the weights of a step are worth, where they are to be evaluated."""
@@ -192,28 +198,31 @@ class OnlineTrainer:
             self.rollouts.position = start.position
         if self.recorder is not None:
             self.recorder.truncate_after(first)
+        self.timeline.begin_run(first)
         return first
 
-    def _begin_save(self, step: int, stats: dict[str, float]) -> None:
+    def _begin_save(self, step: int, stats: dict[str, float], timer: PhaseTimer) -> None:
         metric = self.checkpoints.metric(stats)
-        self.policy.begin_save(self.paths.checkpoint(step, "policy"))
-        critic = self.services.begin_critic_checkpoint(step)
+        with timer.phase("checkpoint"):
+            self.policy.begin_save(self.paths.checkpoint(step, "policy"))
+            critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
         self._saving = RunState(step, self.kl_controller.coefficient, updates, self.rollouts.position), metric
         if not self.config.checkpoint.asynchronous:
-            self._finish_save()
+            self._finish_save(timer)
 
-    def _finish_save(self) -> None:
+    def _finish_save(self, timer: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any; it counts once both models are complete."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        self.policy.finish_save()
-        self.services.finish_critic_checkpoint()
-        if self.recorder is not None:
-            self.checkpoints.commit(*saving)
-            self.services.keep_critic(critic_states(self.checkpoints.newest()))
-            self.checkpoints.prune()
+        with timer.phase("checkpoint"):
+            self.policy.finish_save()
+            self.services.finish_critic_checkpoint()
+            if self.recorder is not None:
+                self.checkpoints.commit(*saving)
+                self.services.keep_critic(critic_states(self.checkpoints.newest()))
+                self.checkpoints.prune()
 
     def _record(self, step: int, outcome: Outcome, times: dict[str, float]) -> None:
         if self.recorder is None:

@@ -16,6 +16,7 @@ from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
+from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
 from aligner.resharding.publisher import Publisher
 from aligner.rollout.rollouts import Rollout, Rollouts
@@ -96,15 +97,19 @@ class PreferenceSampler:
     services: Services
     recorder: Recorder | None
     writer: PairWriter | None
+    timeline: Timeline
 
     def run(self) -> None:
         """Sample from where the run stands to its last step."""
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.services.start(self.config.server.start_timeout_s)
-        self.publisher.publish(version=0)
-        timer = PhaseTimer()
+        self.timeline.begin_step(first + 1)
+        with self.timeline.span("publish"):
+            self.publisher.publish(version=0)
+        timer = PhaseTimer(listener=self.timeline.add)
         for step in range(first, last):
+            self.timeline.begin_step(step + 1)
             with timer.phase("generate"):
                 rollout = self.rollouts.take()
             with timer.phase("server_wait"):
@@ -114,6 +119,7 @@ class PreferenceSampler:
                 self._record(step + 1, outcome, timer.take(), self.recorder, self.writer)
         if self.writer is not None and last == self.config.run.steps:
             self.writer.finish()
+        self.timeline.flush()
 
     def _resume(self) -> int:
         """The first step to do: behind the last whose metrics are written, which is done last."""
@@ -123,6 +129,7 @@ class PreferenceSampler:
         if self.recorder is not None and self.writer is not None:
             self.recorder.truncate_after(first)
             self.writer.resume(first)
+        self.timeline.begin_run(first)
         return first
 
     def _record(self, step: int, outcome: Outcome, times: dict[str, float], recorder: Recorder, writer: PairWriter) -> None:

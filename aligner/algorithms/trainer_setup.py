@@ -24,11 +24,12 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.timeline import open_timeline
 from aligner.resharding.link import Link
 from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
@@ -83,7 +84,8 @@ def build_trainer(
         config.rollout.temperature,
         total_updates=policy_updates(config),
     )
-    engine = build_colocated_engine(config, shape, world, policy)
+    timeline = open_timeline(config, "trainer", world.rank)
+    engine = build_colocated_engine(config, shape, world, policy, timeline.add)
     options = build_options(config.rollout, shape)
     rollouts = build_rollouts(config, shape, tokenizer, prompts, engine, services, world, options)
     return OnlineTrainer(
@@ -99,6 +101,7 @@ def build_trainer(
         saved=checkpoints.newest() if config.run.resume else [],
         recorder=build_recorder(config, tokenizer, world),
         evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
+        timeline=timeline,
     )
 
 
@@ -108,7 +111,8 @@ def build_sampler(
     """Put the parts of a rank that samples preferences together."""
     temperature, directory = config.rollout.temperature, model_directory(config)
     policy = Policy(shape, world, config.actor, directory, temperature, total_updates=1, with_reference=False)
-    engine = build_colocated_engine(config, shape, world, policy)
+    timeline = open_timeline(config, "trainer", world.rank)
+    engine = build_colocated_engine(config, shape, world, policy, timeline.add)
     return PreferenceSampler(
         config=config,
         publisher=build_publisher(config, shape, world, policy, engine),
@@ -118,6 +122,7 @@ def build_sampler(
         services=services,
         recorder=build_recorder(config, tokenizer, world),
         writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
+        timeline=timeline,
     )
 
 
@@ -172,8 +177,13 @@ def connect(config: Config, world: World) -> Services:
     return Services(critic, reward)
 
 
-def build_colocated_engine(config: Config, shape: ModelShape, world: World, policy: Policy) -> GenerationEngine:
-    """This rank's part of the colocated engine. Collective: it makes the replicas' process groups."""
+def build_colocated_engine(
+    config: Config, shape: ModelShape, world: World, policy: Policy, listener: SpanListener | None = None
+) -> GenerationEngine:
+    """This rank's part of the colocated engine. Collective: it makes the replicas' process groups.
+
+    `listener` is told what the engine tells of.
+    """
     layout, weights = config.engine.parallel, policy.runner.weights
     return build_engine(
         shape,
@@ -187,6 +197,7 @@ def build_colocated_engine(config: Config, shape: ModelShape, world: World, poli
         if config.engine.update == "shared"
         else None,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        listener=listener,
     )
 
 

@@ -67,6 +67,21 @@ class RunPaths:
         return self.root / RESPONSES
 
     @property
+    def timeline(self) -> Path:
+        """One file of spans a process: `aligner.observability.timeline`."""
+        return self.root / "timeline"
+
+    @property
+    def trace(self) -> Path:
+        """All of them as Chrome trace events, once the run has ended."""
+        return self.root / "trace.json"
+
+    @property
+    def report(self) -> Path:
+        """Where `aligner report` writes its page, if not told otherwise."""
+        return self.root / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"

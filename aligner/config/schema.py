@@ -544,6 +544,7 @@ class Logging:
     """What is written and shown."""
 
     tensorboard: bool = option(True, "write TensorBoard event files")
+    timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
     samples_every: int = option(5, "show and store samples every N steps", minimum=1)
     samples_count: int = option(4, "samples shown", minimum=1)
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from aligner.config.engines import engine_kind_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine
-from aligner.engines.protocol import GenerationEngine
+from aligner.engines.protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 
 
@@ -27,12 +27,14 @@ def build_engine(
     device: torch.device | str = "cpu",
     shared: Mapping[str, Tensor] | None = None,
     context: int | None = None,
+    listener: SpanListener | None = None,
 ) -> GenerationEngine:
     """Rank `rank` of an engine of `settings.kind`, still without weights.
 
     `directory` is a Hugging Face directory of the model, of which only the configuration is read; `group` holds the ranks
     of this rank's replica, in order (None when it is the only one). `shared` are the trainer's parameters that the embedded
     engine may use as its own; `context` is the longest sequence that TensorRT-LLM is to be ready for, the model's if None.
+    The embedded engine tells `listener` of every pass that runs prompts, as "prefill".
     Raises ConfigError when the engine can not run this model, here.
     """
     if problems := list(engine_kind_problems(settings, shape)):
@@ -43,4 +45,4 @@ def build_engine(
         return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
     from aligner.engines.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared)
+    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,10 @@ from aligner.resharding.update import WeightUpdate
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
 the new ones from the tokens they have."""
+
+
+SpanListener = Callable[[str, float, float], None]
+"""Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)

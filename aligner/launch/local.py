@@ -28,6 +28,7 @@ from aligner.launch.servers import GRACE_S, ServerGroup
 from aligner.launch.view import RunView
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
+from aligner.observability.trace import write_trace
 
 _POLL_S = 0.1
 
@@ -73,7 +74,17 @@ def _run(config: Config, command: Command, interrupts: Interrupts, console: Cons
         if not config.run.resume:  # nothing has started: leave nothing behind
             shutil.rmtree(paths.root)
         raise
+    finally:
+        _write_trace(paths, console)
     print_summary(read_metrics(paths.metrics), paths, console)
+
+
+def _write_trace(paths: RunPaths, console: Console) -> None:
+    """The run's timeline as one file, however the run has ended; it does not fail for want of it."""
+    try:
+        write_trace(paths)
+    except (AlignerError, OSError) as error:
+        console.print(f"{paths.trace} was not written: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 class _LocalRun:

@@ -110,7 +110,7 @@ def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, conso
     if steps:
         console.print(totals(steps), markup=False, highlight=False, soft_wrap=True)
     files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.root / "logs"}
-    files["checkpoints"] = paths.checkpoints
+    files |= {"trace": paths.trace, "checkpoints": paths.checkpoints}
     for name, path in files.items():
         if path.exists():
             console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)

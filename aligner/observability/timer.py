@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+PhaseListener = Callable[[str, float, float], None]
+"""Told the name of each phase's block with its start and end, in the timer's seconds, when it ends."""
+
 
 class PhaseTimer:
     """Adds up seconds by phase over a step.
@@ -13,8 +16,9 @@ class PhaseTimer:
     Phases of different names may overlap; each counts its own time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, listener: PhaseListener | None = None) -> None:
         self._clock = clock
+        self._listener = listener
         self._open: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._since = clock()
@@ -31,8 +35,11 @@ class PhaseTimer:
         try:
             yield
         finally:
+            end = self._clock()
             self._open.remove(name)
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if self._listener is not None:
+                self._listener(name, start, end)
 
     def take(self) -> dict[str, float]:
         """Seconds by metric name, `time/<phase>` and `time/step` since the last take; counting starts anew."""

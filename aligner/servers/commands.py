@@ -31,6 +31,14 @@ class Command:
     future: Future[Any] = field(default_factory=Future)
 
 
+def rows_of(command: Command) -> dict[str, int]:
+    """What there is to say of a command's size: `rows`, and `tokens`, padding included, where it has either."""
+    tokens = command.tensors.get("tokens")
+    if tokens is not None:
+        return {"rows": len(tokens), "tokens": tokens.numel()}
+    return {"rows": len(command.arguments["texts"])} if "texts" in command.arguments else {}
+
+
 class Join(Protocol):
     """How several commands of one op are computed as one."""
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError, UnavailableError
-from aligner.servers.commands import Command, Handler, joins_of, take_together
+from aligner.observability.timeline import Timeline
+from aligner.servers.commands import Command, Handler, joins_of, rows_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
@@ -50,11 +51,12 @@ class SpmdExecutor:
         heartbeat_s: float = 5.0,
         collective_timeout_s: float = 600.0,
         watch: Callable[[], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s` must be well below it.
 
         Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat, and ends the
-        world by raising.
+        world by raising. What this rank computes is a span of the `timeline`, by its op.
         """
         self._handlers = dict(handlers)
         self._joins = joins_of(handlers)
@@ -62,6 +64,7 @@ class SpmdExecutor:
         self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
         self._watch = watch
+        self._timeline = timeline or Timeline(None)
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         timeout = timedelta(seconds=collective_timeout_s)
@@ -184,9 +187,11 @@ class SpmdExecutor:
         error: AlignerError | None = None
         result = None
         try:
-            result = self._handlers[command.op](**command.tensors, **command.arguments)
+            with self._timeline.span(command.op, **rows_of(command)):
+                result = self._handlers[command.op](**command.tensors, **command.arguments)
         except AlignerError as raised:
             error = raised
+        self._timeline.flush()
         if self._group is not None:
             failed = torch.tensor([int(error is not None)])
             dist.all_reduce(failed, group=self._group)

@@ -23,6 +23,7 @@ from aligner.config.paths import run_paths
 from aligner.config.ports import group_ports, interface_address
 from aligner.config.schema import Config, Ports
 from aligner.errors import AlignerError
+from aligner.observability.timeline import open_timeline
 from aligner.servers.commands import Handler
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.guard import run_guard
@@ -39,6 +40,13 @@ from aligner.servers.protocol import (
 from aligner.servers.validation import Limits, validate
 
 _LOGGED = 500  # characters of what a request says that are logged
+_SPANS = {
+    "infer": "values",
+    "train": "critic_train",
+    **dict.fromkeys(("score_tokens", "score_texts"), "score"),
+    **dict.fromkeys(("begin_checkpoint", "finish_checkpoint"), "checkpoint"),
+}
+"""What the ops are called in the timeline, where that is not their own name."""
 
 
 class Caller:
@@ -83,6 +91,7 @@ def serve_role(
         heartbeat_s=min(5.0, config.cluster.collective_timeout_s / 4),
         collective_timeout_s=config.cluster.collective_timeout_s,
         watch=host.check if host is not None else None,
+        timeline=open_timeline(config, role, rank, _SPANS),
     )
     if host is None:
         # Rank 0 ends the world: another rank that left by itself would strand the rest in a collective.

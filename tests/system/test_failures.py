@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runs import Launch
+from tests.observability.traces import checked_trace
 from tests.system.scorers import BAD_PROMPT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -25,6 +26,7 @@ def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(tmp_p
     told = rf"aligner: error: reward server .*{complaint} for prompt '{BAD_PROMPT}' and response ['\"].+"
     assert re.search(told, run.error), run.error
     assert run.metrics == []
+    assert [event["name"] for event in checked_trace(run.paths.trace)["reward"]][-1] == "score"
 
 
 def test_an_interrupted_run_ends_every_process_and_exits_130(tmp_path: Path) -> None:
@@ -35,5 +37,6 @@ def test_an_interrupted_run_ends_every_process_and_exits_130(tmp_path: Path) -> 
         launch.interrupt(signal.SIGINT)
         run = launch.finish(15)
     assert run.code == 130, run.report()
+    assert {event["args"]["step"] for event in checked_trace(run.paths.trace)["trainer"]} >= {0, 1}
     assert time.monotonic() - interrupted < 15
     assert run.metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from aligner.data.model_directory import check_model_directory
 from aligner.observability.metrics import read_records
 from benchmarks.runs import REPOSITORY, Finished, checkpoint_differences, repeatable, run_to_end
+from tests.observability.traces import checked_trace
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -61,6 +63,33 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
         assert (paths.checkpoint(step, "critic") / "rank_0.safetensors").is_file()
 
 
+def test_the_trace_shows_what_every_role_did_in_every_step(undisturbed: Finished) -> None:
+    trace = checked_trace(undisturbed.paths.trace)
+    assert trace.keys() == {"trainer", "critic", "reward"}
+    seconds = {(event["name"], event["args"]["step"]): event["dur"] / 1e6 for event in trace["trainer"]}
+    for step in undisturbed.metrics:
+        for phase, name in (("generate", "generate"), ("logprobs", "logprobs"), ("train", "train"), ("reshard", "publish")):
+            assert seconds[name, step["step"]] == pytest.approx(step[f"time/{phase}"], abs=1e-5)
+    for role, name, rows in (("reward", "score", 64), ("critic", "values", 64), ("critic", "critic_train", 64)):
+        events = [event for event in trace[role] if event["name"] == name]
+        computed = {step: sum(e["args"]["rows"] for e in events if e["args"]["step"] == step) for step in range(1, STEPS + 1)}
+        assert set(computed.values()) == {rows}, (role, computed)
+    policy = {event["args"]["step"]: event for event in trace["trainer"] if event["name"] == "train"}
+    critic = [event for event in trace["critic"] if event["name"] == "critic_train"]
+    overlapping = [event for event in critic if event["ts"] < (own := policy[event["args"]["step"]])["ts"] + own["dur"]]
+    assert len(overlapping) > len(critic) / 2  # the critic learns while the policy does
+    assert {"checkpoint", "wait", "prefill"} <= {event["name"] for event in trace["trainer"]}
+
+
+def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    command = [sys.executable, "-m", "aligner", "report", str(undisturbed.paths.root), "--output", str(page)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{page}\n", "")
+    plots = {"utilization", "timeline", "reward", "kl", "length", "policy_loss", "value_loss", "mismatch", "staleness"}
+    assert plots <= set(re.findall(r'<div id="plot-(\w+)"', page.read_text()))
+
+
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is resumed it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
@@ -79,6 +108,8 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     assert all(record.keys() >= {"eval/pass@2", "eval/win_rate", "eval/reference_perplexity"} for record in evaluated)
     assert evaluated[0].keys() == {"step", "time/evaluate", *(key for key in evaluated[0] if key.startswith("eval/"))}
     assert evaluated[-1]["eval/score"] > evaluated[0]["eval/score"]
+    events = checked_trace(resumed.paths.trace)["trainer"]
+    assert [event["args"]["step"] for event in events if event["name"] == "train"] == list(range(1, 7))
 
 
 def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -104,6 +135,11 @@ def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp
     manifest = json.loads((directory / "checkpoints" / "step_8" / "manifest.json").read_text())
     assert manifest["metric"] == {"name": "reward/mean", "value": resumed.metrics[-1]["reward/mean"]}
     assert manifest["config"]["actor"]["parallel"]["data"] == 2
+    trace = checked_trace(directory / "trace.json")
+    assert {event["tid"] for event in trace["critic"] if event["args"].get("step", 0) > 6} == {0, 1}
+    events = [event for event in trace["trainer"] if event["name"] == "train"]
+    steps = {rank: [event["args"]["step"] for event in events if event["tid"] == rank] for rank in (0, 1)}
+    assert steps == {0: list(range(1, 9)), 1: [7, 8]}  # of the 40 that the undisturbed run did, those that were kept
 
 
 def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(undisturbed: Finished, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.embedded.update import EmbeddedUpdate
 from aligner.engines.embedded.weights import EngineWeights, parameters
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, response_limit, run
+from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, SpanListener, response_limit, run
 from aligner.engines.requests import request_problems
 from aligner.errors import AlignerError, ConfigError
 
@@ -46,12 +46,13 @@ class EmbeddedEngine:
         group: ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         shared: Mapping[str, Tensor] | None = None,
+        listener: SpanListener | None = None,
     ) -> None:
         """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet.
 
         `group` holds the TP' ranks of this replica, in order (None when TP' is 1). `shared` are the trainer's own
         parameters, by megatron-core's name, that this rank is to use instead of storing them (`engine.update=shared`).
-        Raises ConfigError when the model can not be cut so.
+        Raises ConfigError when the model can not be cut so. `listener` is told of every pass that runs prompts.
         """
         tensor = settings.parallel.tensor
         if problems := list(engine_problems(settings.parallel, shape)):
@@ -67,7 +68,8 @@ class EmbeddedEngine:
         # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
         self._graphs = GraphedForward(decoder) if graphed else None
-        self._machine = Machine(decoder, cache, self._graphs.forward if self._graphs else decoder.forward, self._device)
+        forward = self._graphs.forward if self._graphs else decoder.forward
+        self._machine = Machine(decoder, cache, forward, self._device, listener=listener)
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._why_no_weights = "none were published yet"
         self._generation: EmbeddedGeneration | None = None

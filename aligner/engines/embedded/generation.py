@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from aligner.data.types import FinishReason, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.engines.protocol import GenerationRequest, SamplingOptions, SpanListener, response_limit
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
@@ -30,6 +31,7 @@ class Machine:
     forward: Callable[[Step, Cache], Tensor]
     device: torch.device
     version: int | None = None
+    listener: SpanListener | None = None
 
 
 @dataclass
@@ -120,6 +122,7 @@ class EmbeddedGeneration:
         self._rows, self._complete = [], []
 
     def _advance(self, *, admit: bool) -> None:
+        start = time.perf_counter()
         joining, beginning = self._admit() if admit else ([], [])
         step = self._plan([*self._rows, *joining], beginning)
         self._rows += joining + beginning
@@ -133,6 +136,8 @@ class EmbeddedGeneration:
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             self._record(row, token, logprob)
         self._release()
+        if beginning and self._machine.listener is not None:
+            self._machine.listener("prefill", start, time.perf_counter())
 
     def _check_finite(self, logprobs: Tensor) -> None:
         if not bool(logprobs.isfinite().all()):

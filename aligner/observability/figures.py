@@ -1,0 +1,319 @@
+"""The plots of a run's report, as plotly figures. What a run has not measured has no plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aligner.observability.timeline import PHASES
+from aligner.observability.trace import Span, busy_shares, innermost, roles_of, step_bounds, steps_window
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Metrics = Sequence[Mapping[str, float]]
+
+_INK, _GRID = "#4a5059", "#e6e8eb"
+_LINES = ("#35618f", "#d9822b", "#4a9b6e", "#b0568f", "#8a6fb5", "#7f8790")
+_ACTIVITIES = {
+    "batch": "#86aad0",
+    "generate": "#35618f",
+    "prefill": "#86aad0",
+    "logprobs": "#58a6a6",
+    "score": "#d8b52d",
+    "values": "#a77fb8",
+    "train": "#d9822b",
+    "critic_train": "#c65b4e",
+    "publish": "#4a9b6e",
+    "evaluate": "#8c6d5a",
+    "checkpoint": "#7f8790",
+    "wait": "#dfe2e6",
+}
+_OTHER = "#b4bac2"
+_POINTS, _BARS = 1000, 200
+_UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with its place on the page."""
+
+    key: str
+    title: str
+    figure: Figure
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Metrics that are drawn together, each with what it is called there."""
+
+    key: str
+    title: str
+    metrics: Mapping[str, str]
+    logarithmic: bool = False
+
+
+PANELS = (
+    Panel("reward", "Reward", {"reward/mean": "mean"}),
+    Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
+    Panel("length", "Response length, tokens", {"response/length": "mean"}),
+    Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}),
+    Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),
+    Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
+    Panel("value_loss", "Value loss", {"value/loss": "loss"}),
+    Panel(
+        "loss",
+        "Loss",
+        {**{f"{trainer}/loss": "training" for trainer in ("sft", "dpo", "reward_model")}, "eval/loss": "held out"},
+    ),
+    Panel(
+        "accuracy",
+        "Accuracy on pairs",
+        {**{f"{part}/accuracy": "training" for part in ("dpo", "reward_model", "policy")}, "eval/accuracy": "held out"},
+    ),
+    Panel(
+        "margin",
+        "Margin of the chosen over the rejected",
+        {**{f"{part}/margin": "training" for part in ("dpo", "reward_model", "policy")}, "eval/margin": "held out"},
+    ),
+    Panel("score", "Evaluation: score", {"eval/score": "score"}),
+    Panel(
+        "pass",
+        "Evaluation: pass rate and win rate",
+        {**{f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}, "eval/win_rate": "win rate"},
+    ),
+    Panel("perplexity", "Evaluation: the initial model's perplexity", {"eval/reference_perplexity": "perplexity"}),
+    Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
+    Panel("approx_kl", "KL of an update", {"policy/approx_kl": "old to new policy"}),
+    Panel(
+        "clipped",
+        "Clipped share",
+        {
+            "policy/clip_fraction": "policy",
+            "value/clip_fraction": "value",
+            "policy/importance_truncated": "importance weights",
+        },
+    ),
+    Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
+    Panel("explained", "Explained variance of returns", {"value/explained_variance": "values"}),
+    Panel(
+        "mismatch",
+        "Mismatch of engine and trainer",
+        {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "KL", "policy/behavior_kl": "behavior KL"},
+        logarithmic=True,
+    ),
+    Panel("staleness", "Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
+    Panel("throughput", "Tokens a second", {"throughput/tokens_per_s": "tokens/s"}),
+)
+
+
+def metric_plots(metrics: Metrics) -> Iterator[Plot]:
+    """A plot of every panel of which something was measured, and one of where the steps' time went."""
+    shown, together = thinned(metrics, _POINTS)
+    note = f"each point is the mean of {together} steps" if together > 1 else ""
+    for panel in PANELS:
+        if any(_points(shown, key, panel.logarithmic) for key in panel.metrics):
+            yield Plot(panel.key, panel.title, _lines(shown, panel), note)
+    if any("time/step" in record for record in metrics):
+        shown, together = thinned([record for record in metrics if "time/step" in record], _BARS)
+        note = f"each bar is the mean of {together} steps" if together > 1 else ""
+        yield Plot("step_time", "Seconds a step", _step_times(shown), note)
+
+
+def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
+    """How busy each role was in the last steps, and what every rank did in the last few; nothing without a whole step."""
+    begin, end = steps_window(spans, _UTILIZATION_STEPS)
+    if begin == end:
+        return
+    steps = len([step for step, (start, _) in step_bounds(spans).items() if step > 0 and start >= begin])
+    note = f"busy share of the last {steps} steps, a mean over each role's ranks; waiting is not busy"
+    yield Plot("utilization", "Utilization", _utilization(busy_shares(spans, (begin, end))), note, wide=True)
+    yield _timeline(spans, steps_window(spans, _TIMELINE_STEPS))
+
+
+def thinned(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
+    """At most `limit` records, each the mean of as many steps in a row as the second result says; steps are their last."""
+    together = math.ceil(len(metrics) / limit)
+    if together <= 1:
+        return metrics, 1
+    bins = [metrics[start : start + together] for start in range(0, len(metrics), together)]
+    return [_mean(records) for records in bins], together
+
+
+def _mean(records: Metrics) -> dict[str, float]:
+    keys = dict.fromkeys(key for record in records for key in record)
+    values = {key: [record[key] for record in records if key in record] for key in keys}
+    return {key: sum(found) / len(found) for key, found in values.items()} | {"step": records[-1]["step"]}
+
+
+def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float]]:
+    """Steps and values; a logarithmic axis has no place for those that are not positive."""
+    return [(each["step"], each[key]) for each in metrics if key in each and not (logarithmic and each[key] <= 0)]
+
+
+def _lines(metrics: Metrics, panel: Panel) -> Figure:
+    from plotly import graph_objects as go
+
+    drawn = [key for key in panel.metrics if _points(metrics, key, panel.logarithmic)]
+    figure = _figure(showlegend=len(drawn) > 1)
+    for color, key in zip(_LINES * 3, drawn, strict=False):
+        _add_band(figure, metrics, key, color)
+        steps, values = zip(*_points(metrics, key, panel.logarithmic), strict=True)
+        mode = "lines" if len(steps) > 40 else "lines+markers"
+        line, marker = {"color": color, "width": 1.6}, {"color": color, "size": 4}
+        figure.add_trace(go.Scatter(x=steps, y=values, name=panel.metrics[key], mode=mode, line=line, marker=marker))
+    if panel.logarithmic:
+        figure.update_yaxes(type="log", exponentformat="e", dtick=_decades(metrics, drawn))
+    elif min(min(trace.y) for trace in figure.data) >= 0:
+        figure.update_yaxes(rangemode="nonnegative")
+    return figure
+
+
+def _decades(metrics: Metrics, keys: Sequence[str]) -> int:
+    """Powers of ten between the ticks of a logarithmic axis."""
+    values = [value for key in keys for _, value in _points(metrics, key, True)]
+    return max(1, round(math.log10(max(values) / min(values)) / 4))
+
+
+def _add_band(figure: Figure, metrics: Metrics, key: str, color: str) -> None:
+    """The interval of a metric that has one, or a standard deviation to either side of the mean."""
+    from plotly import graph_objects as go
+
+    low, high, spread = f"{key}_low", f"{key}_high", f"{key.removesuffix('/mean')}/std"
+    bounds = [(each["step"], each[low], each[high]) for each in metrics if low in each and high in each]
+    if key.endswith("/mean"):
+        bounds = [
+            (each["step"], each[key] - each[spread], each[key] + each[spread])
+            for each in metrics
+            if key in each and spread in each
+        ]
+    if not bounds:
+        return
+    steps, lower, upper = (list(column) for column in zip(*bounds, strict=True))
+    figure.add_trace(
+        go.Scatter(
+            x=steps + steps[::-1],
+            y=upper + lower[::-1],
+            fill="toself",
+            fillcolor="rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:])),
+            mode="none",
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    )
+
+
+def _step_times(metrics: Metrics) -> Figure:
+    from plotly import graph_objects as go
+
+    figure = _figure(barmode="stack", bargap=0.15, showlegend=True)
+    steps = [record["step"] for record in metrics]
+    phases = dict.fromkeys(key for record in metrics for key in record if key.startswith("time/") and key != "time/step")
+    seconds = {phase.removeprefix("time/"): [record.get(phase, 0.0) for record in metrics] for phase in phases}
+    rest = [max(0.0, record["time/step"] - sum(record.get(phase, 0.0) for phase in phases)) for record in metrics]
+    for phase, values in {**seconds, "other": rest}.items():
+        name = PHASES.get(phase, phase)
+        color = _ACTIVITIES.get(name, _OTHER)
+        figure.add_trace(go.Bar(x=steps, y=values, name=name, marker={"color": color, "line": {"width": 0}}))
+    return figure
+
+
+def _utilization(shares: Mapping[str, Mapping[str, float]]) -> Figure:
+    from plotly import graph_objects as go
+
+    roles = list(shares)[::-1]
+    figure = _figure(barmode="stack", bargap=0.35, height=34 * len(roles) + 80, showlegend=True)
+    for name in _activities(name for own in shares.values() for name in own):
+        figure.add_trace(
+            go.Bar(
+                x=[100 * shares[role].get(name, 0.0) for role in roles],
+                y=roles,
+                name=name,
+                orientation="h",
+                marker={"color": _ACTIVITIES.get(name, _OTHER), "line": {"width": 0}},
+                hovertemplate="%{y}: " + name + " %{x:.1f} %<extra></extra>",
+            )
+        )
+    for role in roles:
+        where = {"x": 1, "xref": "paper", "xanchor": "left", "y": role, "showarrow": False}
+        figure.add_annotation(text=f"<b>{100 * sum(shares[role].values()):.0f} %</b>", **where)
+    figure.update_layout(margin_r=52)
+    figure.update_xaxes(range=[0, 100], ticksuffix=" %", title=None)
+    figure.update_yaxes(showgrid=False, ticksuffix="  ")
+    return figure
+
+
+def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
+    from plotly import graph_objects as go
+
+    begin, end = window
+    inside = [span for span in spans if span.end > begin and span.start < end]
+    rows, left_out = _rows(inside)
+    figure = _figure(barmode="overlay", bargap=0.25, height=26 * len(rows) + 120, showlegend=True)
+    figure.update_layout(margin_t=54, legend={"yref": "container", "yanchor": "top", "y": 1})  # above the steps' numbers
+    cut = [span for row in rows for span in innermost(span for span in inside if _row(span) == row)]
+    for name in _activities(span.name for span in cut):
+        own = [span for span in cut if span.name == name]
+        figure.add_trace(
+            go.Bar(
+                base=[(span.start - begin) / 1e6 for span in own],
+                x=[(span.end - span.start) / 1e6 for span in own],
+                y=[_row(span) for span in own],
+                name=name,
+                orientation="h",
+                marker={"color": _ACTIVITIES.get(name, _OTHER), "line": {"width": 0}},
+                customdata=[[span.step, (span.about or {}).get("rows", "-")] for span in own],
+                hovertemplate="%{y}: " + name + "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}<extra></extra>",
+            )
+        )
+    for step, (start, _) in step_bounds(inside).items():
+        at = (start - begin) / 1e6
+        figure.add_vline(at, line={"color": _INK, "width": 0.8, "dash": "dot"})
+        figure.add_annotation(
+            x=at, y=1, yref="paper", yanchor="bottom", xanchor="left", showarrow=False, text=f"step {step}", font={"size": 11}
+        )
+    figure.update_xaxes(range=[0, (end - begin) / 1e6], title="seconds")
+    figure.update_yaxes(showgrid=False, ticksuffix="  ", categoryorder="array", categoryarray=rows[::-1])
+    note = f"{left_out} more ranks are left out" if left_out else ""
+    return Plot("timeline", "Timeline of the last steps", figure, note, wide=True)
+
+
+def _row(span: Span) -> str:
+    return f"{span.role} {span.rank} {span.thread}".rstrip()
+
+
+def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:
+    """A row a thread, and how many have none: as many of every role as there is room for."""
+    roles = roles_of(spans)
+    each = max(1, _TIMELINE_ROWS // len(roles))
+    threads = {role: {(span.rank, span.thread): _row(span) for span in spans if span.role == role} for role in roles}
+    shown = [own[thread] for own in threads.values() for thread in sorted(own)[:each]]
+    return shown, sum(map(len, threads.values())) - len(shown)
+
+
+def _activities(names: Iterator[str]) -> list[str]:
+    """Each name once, those that are known first and in their order."""
+    found = set(names)
+    return [*(name for name in _ACTIVITIES if name in found), *sorted(found - _ACTIVITIES.keys())]
+
+
+def _figure(**layout: Any) -> Figure:
+    from plotly import graph_objects as go
+
+    figure = go.Figure()
+    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
+    figure.update_layout(
+        template="none",
+        font={"family": "system-ui, sans-serif", "size": 12, "color": _INK},
+        margin={"l": 8, "r": 12, "t": 32 if layout.get("showlegend") else 12, "b": 8},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "traceorder": "normal"},
+        xaxis={**axis, "title": "step"},
+        yaxis={**axis},
+        hovermode="closest",
+        **{"height": 250, "showlegend": False, **layout},
+    )
+    return figure

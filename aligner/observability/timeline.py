@@ -1,0 +1,120 @@
+"""What each process of a run does when: spans of time, appended to `timeline/<role>-<rank>.jsonl`.
+
+The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file; from there its monotonic
+clock counts, so that spans of a process never run backwards. Processes of one machine share both. `clock_offset_us` in a
+file's opening records is what would have to be added to another machine's clock to make it that of the trainer's rank 0;
+it is 0, for all ranks of a run are on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aligner.config.paths import run_paths
+from aligner.config.schema import Config
+
+PHASES = {"reshard": "publish", "server_wait": "wait"}
+"""What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
+
+_TAIL_BYTES = 1 << 20
+
+
+class Timeline:
+    """One process's spans: a microsecond or two each, kept until `flush`; what a killed process had not flushed is lost.
+
+    Spans of one thread nest; those of a thread other than the main one are told apart by its name.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        names: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Goes on in the file where there is one, and writes nothing where `path` is None.
+
+        `names` are what spans are called in the file, where that is not the name that they are added by; `clock` gives the
+        seconds in which `add` is told of them.
+        """
+        self._path, self._names, self._clock = path, dict(names or {}), clock
+        self._step: int | None = None
+        self._pending: deque[dict[str, Any]] = deque()
+        self._origin, self._origin_us = clock(), round(wall_clock() * 1e6)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(path)
+            self._pending.append({"opened": self._origin_us, "clock_offset_us": 0})
+            self.flush()
+
+    def add(self, name: str, start: float, end: float, **about: Any) -> None:
+        """A span from `start` to `end`, in seconds of the clock; `about` must be JSON values. From any thread."""
+        if self._path is None:
+            return
+        began, ended = self._microseconds(start), self._microseconds(end)
+        span: dict[str, Any] = {"name": self._names.get(name, name), "start": began, "us": ended - began}
+        if self._step is not None:
+            span["step"] = self._step
+        if threading.current_thread() is not threading.main_thread():
+            span["thread"] = threading.current_thread().name
+        self._pending.append(span | about)
+
+    @contextmanager
+    def span(self, name: str, **about: Any) -> Iterator[None]:
+        """The time inside the block, also when it raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(name, start, self._clock(), **about)
+
+    def begin_run(self, steps_done: int) -> None:
+        """A trainer is about to do what comes after so many steps: what was done after them before does not count."""
+        if self._path is not None:
+            self._pending.append({"steps_done": steps_done})
+            self.flush()
+
+    def begin_step(self, step: int) -> None:
+        """What is added from now on belongs to `step`; what was added before is written."""
+        self.flush()
+        self._step = step
+
+    def flush(self) -> None:
+        """Write what was added."""
+        lines = []
+        while self._pending:  # one by one: other threads may add meanwhile
+            lines.append(json.dumps(self._pending.popleft()) + "\n")
+        if lines and self._path is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write("".join(lines).encode())
+
+    def _microseconds(self, seconds: float) -> int:
+        """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""
+        return self._origin_us + round((seconds - self._origin) * 1e6)
+
+
+def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES) -> Timeline:
+    """The timeline of a rank of a run's role or server group; nothing is written with `logging.timeline=false`."""
+    path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
+    return Timeline(path if config.logging.timeline else None, names)
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Drop what a killed writer may have left after the last whole line."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - _TAIL_BYTES)
+        file.seek(start)
+        whole = start + file.read().rfind(b"\n") + 1
+    if whole < size:
+        os.truncate(path, whole)

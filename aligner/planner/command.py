@@ -1,0 +1,260 @@
+"""`aligner plan`: its options, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.errors import ConfigError
+from aligner.planner.model import KINDS, Lengths, Phase, Pipeline, Placement
+from aligner.planner.search import proportional_split
+
+if TYPE_CHECKING:
+    from aligner.planner.measured import Measured
+
+_STEPS = 100
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    what = "predict step time and utilization of the pipeline, and the best split of devices between roles"
+    command = commands.add_parser("plan", help=what, description=what, allow_abbrev=False)
+    add = command.add_argument
+    add("--measured", type=Path, metavar="RUN", help="directory of a run with engine.placement=colocated: its phases")
+    add(
+        "--phases",
+        metavar="NAME[@ROLE]=SECONDS,…",
+        help="seconds of each phase of a step, and who runs it where that is not its usual role; they replace measured ones: "
+        + "; ".join(f"{name} ({', '.join(kind.runs)}): {kind.meaning}" for name, kind in KINDS.items()),
+    )
+    add("--placement", metavar="ROLE=DEVICES,…", help="devices on which --phases take so long; a unit each if not given")
+    add(
+        "--devices",
+        metavar="N|ROLE=DEVICES,…",
+        help="predict for N devices, split as they are now or, with --sweep, as is best; or for this split",
+    )
+    add("--sweep", action="store_true", help="find the split of --devices N with the fastest step")
+    add("--unit", metavar="ROLE=DEVICES,…", help="devices that come together only, such as TP x PP (1; the run's layouts)")
+    add(
+        "--max-staleness",
+        metavar="K",
+        help="a batch trained at version v has no sample admitted below v-K; 0: synchronous (1)",
+    )
+    add(
+        "--transfer", choices=("finish", "interrupt"), default="finish", help="new weights wait for what is under way (finish)"
+    )
+    add("--micro-batches", metavar="N", help="parts of a batch, each scored and read as soon as it is there (1; the run's)")
+    add("--lengths", metavar="mean=,…", help="response lengths: mean, deviation, longest (tokens), samples (a step), slots")
+    add("--serial", metavar="NAME=SHARE,…", help="share of a phase's seconds that more devices do not shorten (0)")
+    add("--steps", metavar="N", help=f"steps of the whole run ({_STEPS}; the run's)")
+    add("--seed", metavar="N", help="of the lengths that are drawn (1; the run's)")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    command.set_defaults(run=_plan)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be predicted."""
+
+    pipeline: Pipeline
+    placement: Placement
+    """Of the roles that the pipeline has, as are the units"""
+    units: Mapping[str, int]
+    steps: int
+    devices: int | None
+    """How many to find the best split of"""
+    measured: Measured | None
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    job = plan_job(parsed)
+    from aligner.planner.plan import compare
+    from aligner.planner.view import as_json, print_comparison
+
+    compared = compare(job.pipeline, job.placement, job.units, job.steps, job.devices, job.measured)
+    if parsed.json:
+        print(json.dumps(as_json(compared)))
+    else:
+        print_comparison(compared)
+
+
+def plan_job(parsed: argparse.Namespace) -> Job:
+    """Check the options. Raises ConfigError that names the option, its value and what is allowed."""
+    measured = _measured(parsed)
+    given = _phases(parsed.phases) if parsed.phases is not None else {}
+    pipeline = _pipeline(parsed, given, measured)
+    units = _units(parsed, pipeline, measured)
+    placement = _starting_placement(parsed, pipeline, units, measured)
+    phases = tuple(
+        replace(phase, devices=placement.get(phase.role, 1)) if phase.name in given else phase for phase in pipeline.phases
+    )
+    pipeline = replace(pipeline, phases=phases)
+    devices = None
+    if parsed.devices is not None and "=" in parsed.devices:
+        placement = _placement("--devices", parsed.devices, pipeline, units)
+    elif parsed.devices is not None:
+        devices = _whole("--devices", parsed.devices, 1)
+        placement = proportional_split(placement, units, devices)
+    if parsed.sweep and devices is None:
+        raise ConfigError(f"--sweep: it needs --devices N, the number to split; got {parsed.devices or 'none'}")
+    default_steps = _STEPS if measured is None else measured.steps
+    steps = _whole("--steps", parsed.steps, 1) if parsed.steps is not None else default_steps
+    return Job(pipeline, placement, units, steps, devices if parsed.sweep else None, measured)
+
+
+def _measured(parsed: argparse.Namespace) -> Measured | None:
+    if parsed.measured is None:
+        if parsed.phases is None:
+            raise ConfigError("give --measured RUN, or --phases generate=SECONDS,train=SECONDS,…")
+        return None
+    if parsed.placement is not None:
+        raise ConfigError(
+            f"--placement {parsed.placement}: it is the run's own with --measured; predict others with --devices"
+        )
+    from aligner.planner.measured import read_run
+
+    return read_run(parsed.measured)
+
+
+def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: Measured | None) -> Pipeline:
+    """The pipeline, its given phases not yet told on how many devices they were measured."""
+    known = {} if measured is None else {phase.name: phase for phase in measured.pipeline.phases}
+    phases = {**known, **given}
+    for name in ("generate", "train"):
+        if name not in phases or phases[name].seconds <= 0:
+            raise ConfigError(
+                f"--phases {parsed.phases}: {name} is missing, or takes no time; both generate and train are needed"
+            )
+    bound = _whole("--max-staleness", parsed.max_staleness, 0) if parsed.max_staleness is not None else None
+    colocated = phases["generate"].role == "trainer"
+    if bound is None:
+        bound = 0 if colocated and measured is None else 1
+    if bound and measured is not None and "generate" not in given:
+        phases["generate"] = replace(phases["generate"], role="generator")
+    elif bound and colocated:
+        raise ConfigError(
+            f"--max-staleness {bound}: with generate@trainer the engine cannot run ahead of training; allowed: 0, or"
+            " generate@generator"
+        )
+    if "load" in phases and phases["load"].role != phases["generate"].role:
+        phases["load"] = replace(phases["load"], role=phases["generate"].role)
+    for name, share in _serial(parsed, phases).items():
+        phases[name] = replace(phases[name], serial=share)
+    lengths = _lengths(parsed.lengths) if parsed.lengths is not None else None
+    parts, seed = (1, 1) if measured is None else (measured.pipeline.micro_batches, measured.pipeline.seed)
+    return Pipeline(
+        phases=tuple(phases[name] for name in KINDS if name in phases),
+        micro_batches=_whole("--micro-batches", parsed.micro_batches, 1) if parsed.micro_batches is not None else parts,
+        max_staleness=bound,
+        interrupt=parsed.transfer == "interrupt",
+        lengths=lengths,
+        seed=_whole("--seed", parsed.seed, 0) if parsed.seed is not None else seed,
+    )
+
+
+def _phases(text: str) -> dict[str, Phase]:
+    phases = {}
+    for key, value in _pairs("--phases", text).items():
+        name, _, role = key.partition("@")
+        if name not in KINDS:
+            raise ConfigError(f"--phases {key}={value}: unknown phase; allowed: {', '.join(KINDS)}")
+        allowed = KINDS[name].runs
+        if role and role not in allowed:
+            raise ConfigError(f"--phases {key}={value}: {role} does not run {name}; allowed: {', '.join(allowed)}")
+        if name in phases:
+            raise ConfigError(f"--phases {text}: {name} is given twice")
+        phases[name] = Phase(name, role or allowed[0], _number(f"--phases {key}", value))
+    return phases
+
+
+def _serial(parsed: argparse.Namespace, phases: Mapping[str, Phase]) -> dict[str, float]:
+    shares = {}
+    for name, value in _pairs("--serial", parsed.serial).items() if parsed.serial is not None else ():
+        if name not in phases:
+            raise ConfigError(f"--serial {name}={value}: no such phase here; allowed: {', '.join(phases)}")
+        if name == "generate" and parsed.lengths is not None:
+            raise ConfigError(f"--serial {name}={value}: with --lengths the longest response bounds generation; leave it out")
+        shares[name] = _number(f"--serial {name}", value, largest=1.0)
+    return shares
+
+
+def _lengths(text: str) -> Lengths:
+    values, names = _pairs("--lengths", text), [field.name for field in fields(Lengths)]
+    if set(values) != set(names):
+        raise ConfigError(f"--lengths {text}: needed are {', '.join(f'{name}=' for name in names)}")
+    mean, deviation = (_number(f"--lengths {name}", values[name]) for name in ("mean", "deviation"))
+    longest, samples, slots = (_whole(f"--lengths {name}", values[name], 1) for name in ("longest", "samples", "slots"))
+    lengths = Lengths(mean, deviation, longest, samples, slots)
+    if not 1 <= lengths.mean <= lengths.longest:
+        raise ConfigError(f"--lengths mean={values['mean']}: must be between 1 and longest={lengths.longest}")
+    return lengths
+
+
+def _units(parsed: argparse.Namespace, pipeline: Pipeline, measured: Measured | None) -> dict[str, int]:
+    given = _pairs("--unit", parsed.unit) if parsed.unit is not None else {}
+    _check_roles("--unit", given, pipeline)
+    usual: Mapping[str, int] = {} if measured is None else measured.units
+    return {role: _whole(f"--unit {role}", given[role], 1) if role in given else usual.get(role, 1) for role in pipeline.roles}
+
+
+def _starting_placement(
+    parsed: argparse.Namespace, pipeline: Pipeline, units: Mapping[str, int], measured: Measured | None
+) -> dict[str, int]:
+    """Where the phases take as long as was measured."""
+    if measured is None:
+        return _placement("--placement", parsed.placement or "", pipeline, units)
+    engine = next(phase.devices for phase in pipeline.phases if phase.name == "generate")
+    known = {"generator": engine, **measured.placement}
+    return {role: known.get(role, units[role]) for role in pipeline.roles}
+
+
+def _placement(option: str, text: str, pipeline: Pipeline, units: Mapping[str, int]) -> dict[str, int]:
+    """Devices by role, a unit where nothing is said."""
+    given = _pairs(option, text) if text else {}
+    _check_roles(option, given, pipeline)
+    placement = {}
+    for role, unit in units.items():
+        placement[role] = _whole(f"{option} {role}", given[role], 1) if role in given else unit
+        if placement[role] % unit:
+            raise ConfigError(f"{option} {role}={placement[role]}: its devices come in units of {unit}")
+    return placement
+
+
+def _check_roles(option: str, given: Mapping[str, str], pipeline: Pipeline) -> None:
+    for role, value in given.items():
+        if role not in pipeline.roles:
+            raise ConfigError(f"{option} {role}={value}: no role that runs a phase; allowed: {', '.join(pipeline.roles)}")
+
+
+def _pairs(option: str, text: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for entry in text.split(","):
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not (key and equals and value):
+            raise ConfigError(f"{option} {text}: {entry or 'nothing'} is not NAME=VALUE; separate several with commas")
+        if key in pairs:
+            raise ConfigError(f"{option} {text}: {key} is given twice")
+        pairs[key] = value
+    return pairs
+
+
+def _number(option: str, text: str, largest: float = math.inf) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and 0 <= number <= largest):
+        between = "of at least 0" if largest == math.inf else f"from 0 to {largest:g}"
+        raise ConfigError(f"{option}={text}: must be a number {between}")
+    return number
+
+
+def _whole(option: str, text: str, smallest: int) -> int:
+    if not text.isdecimal() or int(text) < smallest:
+        raise ConfigError(f"{option}={text}: must be a whole number of at least {smallest}")
+    return int(text)

@@ -1,0 +1,219 @@
+"""The pipeline, event by event: every batch's phases on the roles that run them, each as soon as its inputs exist.
+
+A role does its phases in one order, batch by batch, as the real pipeline must so that a run can be repeated. Every start
+is then the latest of some ends, which nothing that comes later can change: batches are followed one by one without
+guessing, no phase that gets shorter makes anything later, and neither does a looser bound on staleness (a timed event
+graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aligner.planner.model import KINDS, Pipeline, Placement, share
+
+_SETTLING = 8
+"""Batches, and two more for each that may be under way, which pass before what varies is averaged"""
+_SETTLING_PERIODS = 200
+"""After so many times max_staleness + 1 batches the step time is averaged, though starts do not quite repeat yet."""
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Span:
+    """A role at work, from `start` to `end` seconds after the run began."""
+
+    name: str
+    role: str
+    batch: int
+    part: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a pipeline comes to once it runs evenly."""
+
+    step_s: float
+    run_s: float
+    """Of all steps, the first ones included, in which the roles that come later wait for those before them"""
+    busy_s: dict[str, float]
+    """By role, seconds of a step for which it is busy"""
+    staleness: float
+    """Mean over batches of how many updates were published between admission and training"""
+
+    def utilization(self, role: str) -> float:
+        """Share of the time for which a role is busy."""
+        return self.busy_s[role] / self.step_s if self.step_s else 0.0
+
+
+@dataclass
+class Simulation:
+    """Follows batches from the start of a run; deterministic."""
+
+    pipeline: Pipeline
+    placement: Placement
+    spans: list[Span] | None = None
+    """Gets every span, where a list is given."""
+    published: list[float] = field(default_factory=lambda: [0.0])
+    """When each version of the weights was ready to be taken; the initial ones are at once."""
+    staleness: list[int] = field(default_factory=list)
+    """By batch."""
+    busy: dict[str, float] = field(init=False)
+    """By role, seconds for which it was busy so far."""
+
+    def __post_init__(self) -> None:
+        pipeline, placement = self.pipeline, self.placement
+        self._engine, self._fills = pipeline.generator, pipeline.fills_slots
+        self._roles = {name: kind.runs[0] for name, kind in KINDS.items()}
+        self._roles |= {"load": self._engine} | {phase.name: phase.role for phase in pipeline.phases}
+        self._seconds: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,))
+        for phase in pipeline.phases:
+            mean = phase.seconds_at(placement.get(phase.role, 1))
+            self._seconds[phase.name] = tuple(mean * factor for factor in phase.varies)
+        roles = sorted({phase.role for phase in pipeline.phases})
+        self.busy, self._free, self._covered = dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0)
+        if pipeline.lengths is not None:
+            self._token_s = pipeline.lengths.token_seconds(pipeline.measured("generate"), pipeline.seed)
+            self._slot_count = pipeline.slots(placement)
+            under_way = pipeline.lengths.samples * (pipeline.max_staleness + 1)  # at most, by admission
+            self._slots = [0.0] * min(self._slot_count, under_way)
+
+    def advance(self) -> None:
+        """Follow one more batch: what waits for what."""
+        batch, parts = len(self.staleness), range(self.pipeline.micro_batches)
+        version = max(0, batch - self.pipeline.max_staleness)  # none older may generate this batch
+        samples = self._generate(batch, after=self._load(batch, after=self.published[version]))
+        inputs = [
+            self._run(name, batch, part, after=samples[part], share=len(parts))
+            for part in parts
+            for name in ("score", "values", "logprobs", "reference")
+        ]
+        experience = max(inputs)
+        policy = self._run("train", batch, after=experience)
+        critic = self._run("critic_train", batch, after=experience)
+        # A synchronous step ends with both; otherwise nobody but the critic waits for its update.
+        updated = policy if self.pipeline.max_staleness else max(policy, critic)
+        weights = self._run("other", batch, after=updated)
+        self.published.append(self._run("publish", batch, after=weights))
+
+    def _run(self, name: str, batch: int, part: int = 0, *, after: float, share: int = 1) -> float:
+        """When a phase, or one of `share` equal parts of it, ends; what the pipeline does not have takes no time."""
+        role = self._roles[name]
+        if role not in self._free:
+            return after
+        start = max(after, self._free[role])
+        self._free[role] = end = start + self._of(name, batch) / share
+        self._note(name, batch, part, start, end)
+        return end
+
+    def _of(self, name: str, batch: int) -> float:
+        seconds = self._seconds[name]
+        return seconds[batch % len(seconds)]
+
+    def _load(self, batch: int, after: float) -> float:
+        """When a batch's samples may be admitted: weights that are published `after` some time have been taken."""
+        seconds = self._of("load", batch) if batch > self.pipeline.max_staleness else 0.0  # the initial weights are there
+        start = max(after, self._slots[0] if self._fills else self._free[self._engine])
+        if self._fills:
+            # What is under way keeps its slot for so much longer.
+            self._slots = [max(free, start) + seconds for free in self._slots]
+        self._free[self._engine] = start + seconds
+        self._note("load", batch, 0, start, start + seconds, busy=seconds)
+        self.staleness.append(batch - bisect_right(self.published, start) + 1)
+        return start + seconds
+
+    def _generate(self, batch: int, after: float) -> list[float]:
+        """When the last sample of each part is there. They are admitted in order, each to the slot that is free first."""
+        lengths, parts, seed = self.pipeline.lengths, self.pipeline.micro_batches, self.pipeline.seed
+        if lengths is None:
+            return [self._run("generate", batch, part, after=after, share=parts) for part in range(parts)]
+        if not self._fills:
+            alone = lengths.alone(batch, self._slot_count, parts, seed)
+            spans = [(after + self._token_s * begin, after + self._token_s * end) for begin, end in alone]
+            self._free[self._engine] = max(end for _, end in spans)
+            busy = None
+        else:
+            drawn = lengths.draw(batch, seed)
+            spans = [self._fill(share(drawn, part, parts)) for part in range(parts)]
+            busy = self._token_s * math.fsum(drawn) / self._slot_count / parts
+        for part, (begin, end) in enumerate(spans):
+            self._note("generate", batch, part, begin, end, busy)
+        return [end for _, end in spans]
+
+    def _fill(self, responses: Sequence[float]) -> tuple[float, float]:
+        """When the first of some responses begins, and the last one ends."""
+        begin = end = self._slots[0]
+        for tokens in responses:
+            done = self._slots[0] + self._token_s * tokens
+            heapq.heapreplace(self._slots, done)
+            end = max(end, done)
+        return begin, end
+
+    def _note(self, name: str, batch: int, part: int, start: float, end: float, busy: float | None = None) -> None:
+        """A role is busy while it does anything; a generator that overlaps batches tells by how much it is, its slots' mean.
+
+        Starts of a role never run backwards, so what they cover is counted as they come.
+        """
+        role = self._roles[name]
+        covered = self._covered[role]
+        self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
+        self._covered[role] = max(covered, end)
+        if self.spans is not None:
+            self.spans.append(Span(name, role, batch, part, start, end))
+
+    def clocks(self) -> list[float]:
+        """All times that later batches depend on, but for the slots of `lengths`."""
+        return [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+
+
+def forecast(pipeline: Pipeline, placement: Placement, steps: int = 1) -> Forecast:
+    """Step time and utilization in the steady state, and the time of a run of so many steps.
+
+    Exact where all batches take equally long: they are followed until all clocks have moved alike over max_staleness + 1 of
+    them, and from then on they always do. Otherwise a mean over batches.
+    """
+    simulation, period = Simulation(pipeline, placement), pipeline.max_staleness + 1
+    if (window := pipeline.window) > 1:
+        before = _follow(simulation, _SETTLING + 2 * period)
+        _follow(simulation, window)
+        return _summary(simulation, window, before, steps)
+    _follow(simulation, period)
+    seen: deque[tuple[list[float], dict[str, float]]] = deque(maxlen=period)
+    for _ in range(_SETTLING_PERIODS * period):
+        seen.append((simulation.clocks(), dict(simulation.busy)))
+        simulation.advance()
+        if len(seen) == period and _moved_alike(seen[0][0], simulation.clocks()):
+            break
+    return _summary(simulation, period, seen[0][1], steps)
+
+
+def _follow(simulation: Simulation, batches: int) -> dict[str, float]:
+    """Busy seconds by role after so many further batches."""
+    for _ in range(batches):
+        simulation.advance()
+    return dict(simulation.busy)
+
+
+def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
+    moves = [new - old for old, new in zip(before, after, strict=True)]
+    return max(moves) - min(moves) <= _SAME * max(after)
+
+
+def _summary(simulation: Simulation, period: int, busy_before: Mapping[str, float], steps: int) -> Forecast:
+    """Of a simulation whose last `period` batches repeat."""
+    published, last = simulation.published, len(simulation.published) - 1
+    step_s = (published[-1] - published[-1 - period]) / period
+    repeats = max(0, -(-(steps - last) // period))
+    return Forecast(
+        step_s=step_s,
+        run_s=published[steps - repeats * period] + repeats * period * step_s,
+        busy_s={role: (seconds - busy_before[role]) / period for role, seconds in simulation.busy.items()},
+        staleness=sum(simulation.staleness[-period:]) / period,
+    )
