@@ -19,6 +19,7 @@ from aligner.algorithms.metrics import (
     update_metrics,
 )
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
+from aligner.algorithms.publishing import Publishes
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from aligner.data.types import Experience
 from aligner.megatron.policy import Policy
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.observability.timer import PhaseTimer
-from aligner.resharding.publisher import Publisher
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services
 from aligner.servers.critic_client import INITIAL, CriticState
@@ -74,7 +74,7 @@ class OnlineTrainer:
     config: Config
     paths: RunPaths
     policy: Policy
-    publisher: Publisher
+    publisher: Publishes
     rollouts: Rollouts
     services: Services
     algorithm: OnlineAlgorithm

@@ -306,8 +306,13 @@ class Engine:
         "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs",
         choices=("embedded", "tensorrt_llm"),
     )
-    placement: str = option("colocated", "where the engine runs", choices=("colocated",))
+    placement: str = option(
+        "colocated",
+        "where the engine runs; colocated: on the trainer's ranks; server: on devices of its own, as the role generator",
+        choices=("colocated", "server"),
+    )
     parallel: EngineParallel = section(EngineParallel)
+    ports: Ports = section(Ports)
     precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
     kv_cache_mib: int | None = option(

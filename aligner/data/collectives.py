@@ -66,6 +66,20 @@ def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sa
     return [sample for rank in sources for sample in _from_tensors(all_integers[rank], all_logprobs[rank], width)]
 
 
+def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:
+    """Rank 0's samples on every rank of the world; the others give None. Collective."""
+    if not is_distributed():
+        return list(samples or ())
+    width = max((sample.tokens.numel() for sample in samples or ()), default=0)
+    count, width = broadcast_json([len(samples or ()), width])
+    integers, logprobs = _to_tensors(samples or (), width)
+    if dist.get_rank():
+        integers, logprobs = integers.new_zeros(count, integers.shape[1]), logprobs.new_zeros(count, width)
+    dist.broadcast(integers, 0)
+    dist.broadcast(logprobs, 0)
+    return _from_tensors(integers, logprobs, width)
+
+
 def _to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
     """int64 [N, 5 + 2·width]: prompt id, sample index, length, prompt length, finish, tokens, versions; float32 [N, width]."""
     integers = torch.zeros(len(samples), 5 + 2 * width, dtype=torch.int64)

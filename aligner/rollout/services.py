@@ -1,8 +1,8 @@
-"""The critic and reward servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
+"""The servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.errors import AlignerError
-from aligner.servers.client import RemoteFuture, RewardClient
+from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient
 from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
+from aligner.servers.generator_client import GeneratorClient
 
 
 def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | None]:
@@ -87,16 +88,21 @@ class Services:
     Without a reward client the critic serves the reward too.
     """
 
-    def __init__(self, critic: CriticClient | None, reward: RewardClient | None) -> None:
-        self._critic, self._reward = critic, reward
+    def __init__(
+        self, critic: CriticClient | None, reward: RewardClient | None, generator: GeneratorClient | None = None
+    ) -> None:
+        self._critic, self._reward, self.generator = critic, reward, generator
+
+    @property
+    def _clients(self) -> Iterator[RemoteClient]:
+        yield from (client for client in (self.generator, self._critic, self._reward) if client is not None)
 
     def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
         """Wait until all servers answer, and bring the critic to the last of these states. Collective."""
 
         def start() -> None:
-            for client in (self._critic, self._reward):
-                if client is not None:
-                    client.wait_ready(timeout_s)
+            for client in self._clients:
+                client.wait_ready(timeout_s)
             if self._critic is not None:
                 self._critic.start(critic)
 
@@ -153,16 +159,13 @@ class Services:
 
     def assert_settled(self) -> None:
         """Raise if an answer was never read."""
-        if self._critic is not None:
-            self._critic.assert_settled()
-        if self._reward is not None:
-            self._reward.assert_settled()
+        for client in self._clients:
+            client.assert_settled()
 
     def close(self) -> None:
         """Hang up."""
-        for client in (self._critic, self._reward):
-            if client is not None:
-                client.close()
+        for client in self._clients:
+            client.close()
 
 
 def _together(action: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from aligner.config.schema import EngineParallel, Rollout
+from aligner.config.schema import Rollout
 from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
@@ -16,21 +16,25 @@ EACH = 2
 
 
 class Digits:
-    """An engine whose responses say which prompt and sample they are: token 10 + prompt, then 10 + index."""
+    """Whose responses say which prompt and sample they are: token 10 + prompt, then 10 + index."""
 
-    def generate(self, requests, options):
+    def sample(self, prompts, samples_per_prompt, options):
         return [
             Sample(
-                request.prompt.id,
-                request.sample_index,
-                torch.tensor([5, 10 + request.prompt.id, 10 + request.sample_index]),
+                prompt.id,
+                index,
+                torch.tensor([5, 10 + prompt.id, 10 + index]),
                 1,
                 torch.zeros(2),
                 torch.zeros(2, dtype=torch.int64),
                 "stop",
             )
-            for request in requests
+            for prompt in prompts
+            for index in range(samples_per_prompt)
         ]
+
+    def rest(self):
+        pass
 
 
 class Scorers:
@@ -60,8 +64,6 @@ def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2):
         Digits(),
         Scorers(mixed),
         settings,
-        EngineParallel(),
-        0,
         SamplingOptions(max_new_tokens=2),
         pad_token_id=0,
         dynamic_sampling_rounds=rounds,
