@@ -27,7 +27,8 @@ from aligner.data.types import Experience
 from aligner.megatron.policy import Policy
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.observability.timer import PhaseTimer
-from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.rollout.pipeline import Pipeline
+from aligner.rollout.rollouts import Rollout
 from aligner.rollout.services import Services
 from aligner.servers.critic_client import INITIAL, CriticState
 
@@ -75,7 +76,7 @@ class OnlineTrainer:
     paths: RunPaths
     policy: Policy
     publisher: Publishes
-    rollouts: Rollouts
+    rollouts: Pipeline
     services: Services
     algorithm: OnlineAlgorithm
     kl_controller: KLController
@@ -92,6 +93,7 @@ class OnlineTrainer:
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.publisher.publish(version=first)
+        self.rollouts.admit(version=first)
         timer = PhaseTimer()
         if first == 0:
             evaluated = self._evaluate(0, timer)
@@ -100,11 +102,15 @@ class OnlineTrainer:
         for step in range(first, last):
             outcome = self.step(step, timer)
             done = step + 1
+            with timer.phase("generate"):
+                self.rollouts.settle()
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
+            if done < last:
+                self.rollouts.admit(version=done)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
-            self.services.assert_settled()
+            self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
             self._record(done, outcome, timer.take())
             self._finish_save()  # one that was begun a step ago
             if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
@@ -189,7 +195,7 @@ class OnlineTrainer:
             first = start.step
             self.policy.load(self.paths.checkpoint(first, "policy"))
             self.kl_controller.coefficient = start.kl_coefficient
-            self.rollouts.position = start.position
+            self.rollouts.resume(self.paths.checkpoint(first, "rollouts"), first, start.position)
         if self.recorder is not None:
             self.recorder.truncate_after(first)
         return first
@@ -197,6 +203,7 @@ class OnlineTrainer:
     def _begin_save(self, step: int, stats: dict[str, float]) -> None:
         metric = self.checkpoints.metric(stats)
         self.policy.begin_save(self.paths.checkpoint(step, "policy"))
+        self.rollouts.save(self.paths.checkpoint(step, "rollouts"), step)
         critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
         self._saving = RunState(step, self.kl_controller.coefficient, updates, self.rollouts.position), metric

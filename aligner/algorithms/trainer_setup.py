@@ -31,6 +31,7 @@ from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services
@@ -86,12 +87,17 @@ def build_trainer(
     sampler, publisher = build_engine_ends(config, shape, world, policy, services.generator)
     options = build_options(config.rollout, shape)
     rollouts = build_rollouts(config, shape, tokenizer, prompts, sampler, services, options)
+    ahead = None
+    if world.rank == 0 and config.rollout.max_staleness:
+        alone = RemoteSampler(services.generator, is_alone=True)
+        ahead = build_rollouts(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
+    pipeline = Pipeline(rollouts, ahead, services, config.rollout.max_staleness, config.run.steps, shape.pad_token_id)
     return OnlineTrainer(
         config=config,
         paths=paths,
         policy=policy,
         publisher=publisher,
-        rollouts=rollouts,
+        rollouts=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
@@ -127,8 +133,10 @@ def build_rollouts(
     sampler: Sampler,
     services: Services,
     options: SamplingOptions,
+    *,
+    is_alone: bool = False,
 ) -> Rollouts:
-    """This rank's way from prompts to samples."""
+    """This rank's way from prompts to samples; rank 0's own where `is_alone`."""
     return Rollouts(
         prompts,
         sampler,
@@ -138,6 +146,7 @@ def build_rollouts(
         shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
         truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
+        is_alone=is_alone,
     )
 
 

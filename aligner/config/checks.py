@@ -158,6 +158,8 @@ def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine_update(config: Config) -> Iterator[str]:
+    if config.rollout.max_staleness:
+        yield from _staleness(config)
     if config.engine.placement == "server":
         yield from _generator(config)
     if config.engine.update != "shared":
@@ -173,6 +175,16 @@ def _engine_update(config: Config) -> Iterator[str]:
             f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
             f" are {engine} and {actor} bytes a number here; shared tensors need one precision"
         )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    key = f"rollout.max_staleness={config.rollout.max_staleness}"
+    if config.engine.placement != "server":
+        yield f"{key}: an engine on the trainer's ranks cannot draw while these train; give engine.placement=server"
+    if config.algorithm.trainer != "online":
+        yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
+    if config.critic.with_reward:
+        yield f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give critic.with_reward=false"
 
 
 def _generator(config: Config) -> Iterator[str]:

@@ -73,13 +73,15 @@ class Rollouts:
         *,
         dynamic_sampling_rounds: int = 0,
         truncate_token: int | None = None,
+        is_alone: bool = False,
     ) -> None:
         """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
         most so many rounds (DAPO: Yu et al. 2025, section 3.2). With `truncate_token` responses are cut behind it.
+        What is rank 0's `is_alone` tells no other rank, and asks for scores only: values are the newest critic's.
         """
         self._prompts, self._sampler, self._services = prompts, sampler, services
         self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
-        self._rounds, self._truncate_token = dynamic_sampling_rounds, truncate_token
+        self._rounds, self._truncate_token, self._is_alone = dynamic_sampling_rounds, truncate_token, is_alone
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
 
@@ -114,7 +116,8 @@ class Rollouts:
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
-            scores, values = self._services.ask(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata
+            scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
             asked.prompts += of_samples
             asked.samples += samples
             asked.scores += scores
@@ -124,7 +127,8 @@ class Rollouts:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
-            rows = informative(PendingRows(tuple(asked.scores)).result(), each)
+            scores = PendingRows(tuple(asked.scores))
+            rows = informative(scores.here() if self._is_alone else scores.result(), each)
             found = len(rows) // each
             if found >= wanted:
                 return rows[: wanted * each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
 from aligner.servers.generator_client import GeneratorClient
 
 
-def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | None]:
+def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
     """Every future's result, or the first error; none is left unread."""
     results, error = [], None
     for future in futures:
@@ -33,7 +34,7 @@ def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | Non
 class PendingRows:
     """Answers under way about parts of a batch, in row order; only rank 0 holds futures."""
 
-    futures: tuple[RemoteFuture[Tensor], ...]
+    futures: tuple[Future[Tensor], ...]
     chosen: Tensor | None = None
     """int64 [B]: which of the rows are wanted, all where None"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
@@ -47,6 +48,14 @@ class PendingRows:
         if width not in self._received:
             self._received[width] = self._receive(width)
         rows = self._received[width]
+        return rows if self.chosen is None else rows[self.chosen]
+
+    def here(self) -> Tensor:
+        """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
+        parts, error = _outcome(self.futures)
+        if error is not None:
+            raise AlignerError(error)
+        rows = torch.cat(parts)
         return rows if self.chosen is None else rows[self.chosen]
 
     def _receive(self, width: int | None) -> Tensor:
@@ -106,7 +115,7 @@ class Services:
             if self._critic is not None:
                 self._critic.start(critic)
 
-        _together(start)
+        together(start)
 
     def ask(
         self,
@@ -117,12 +126,21 @@ class Services:
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
         """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32."""
         if self._reward is not None:
-            scores = self._reward.score(tokens, lengths, prompt_lengths, metadata)
-            return (scores,), () if self._critic is None else (self._critic.values(tokens, lengths),)
+            return self.ask_scores(tokens, lengths, prompt_lengths, metadata), self.ask_values(tokens, lengths)
         if self._critic is not None:
             values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
             return (scores,), (values,)
         return (), ()
+
+    def ask_scores(
+        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]]
+    ) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask the reward server for the scores [B] of some rows; float32."""
+        return () if self._reward is None else (self._reward.score(tokens, lengths, prompt_lengths, metadata),)
+
+    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask for the values [B, S] of some rows where there is a critic; float32."""
+        return () if self._critic is None else (self._critic.values(tokens, lengths),)
 
     def score(
         self,
@@ -145,22 +163,23 @@ class Services:
     def begin_critic_checkpoint(self, step: int) -> CriticState | None:
         """Have the critic, if there is one, begin to save itself as part of the run's checkpoint `step`. Collective."""
         critic = self._critic
-        state = _together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
+        state = together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
         return None if state is None else CriticState(**state)
 
     def finish_critic_checkpoint(self) -> None:
         """Return when the critic's part of the checkpoint is complete. Collective."""
-        _together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
+        together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
 
     def keep_critic(self, states: Sequence[CriticState]) -> None:
         """Bring a lost critic back from these checkpoints from now on."""
         if self._critic is not None:
             self._critic.keep(states)
 
-    def assert_settled(self) -> None:
-        """Raise if an answer was never read."""
+    def assert_settled(self, *, is_ahead: bool = False) -> None:
+        """Raise if an answer was never read; where the run is ahead with samples, theirs are still to be."""
         for client in self._clients:
-            client.assert_settled()
+            if client is self._critic or not is_ahead:
+                client.assert_settled()
 
     def close(self) -> None:
         """Hang up."""
@@ -168,7 +187,7 @@ class Services:
             client.close()
 
 
-def _together(action: Callable[[], Any]) -> Any:
+def together(action: Callable[[], Any]) -> Any:
     """Every rank acts, and gets rank 0's JSON result or error. Collective."""
     result, error = None, None
     try:
