@@ -140,7 +140,8 @@ class Pipeline:
         together(lambda: self._read(directory, step))
 
     def _read(self, directory: Path, step: int) -> None:
-        if self._ahead is None or not (directory / _PROMPTS).exists():
+        is_another_ranks = self._max_staleness and self._ahead is None
+        if is_another_ranks or not (directory / _PROMPTS).exists():
             return
         try:
             described = json.loads((directory / _PROMPTS).read_text())

@@ -46,14 +46,14 @@ def serve_generator(config: Config) -> None:
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    generator = _Generator(config, engine, WeightReceiver(config, shape, engine, rank, device), rank)
+    generator = Generator(config, engine, WeightReceiver(config, shape, engine, rank, device), rank)
     limits = model_limits(config, directory, shape.vocab_size)
     serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
     engine.shutdown()
     dist.destroy_process_group()
 
 
-class _Generator:
+class Generator:
     """What one rank does, and on rank 0 the endpoint's function."""
 
     def __init__(self, config: Config, engine: GenerationEngine, receiver: WeightReceiver, rank: int) -> None:

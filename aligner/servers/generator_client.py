@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -47,26 +47,7 @@ class GeneratorClient(RemoteClient):
 
     def _generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         arrays = request_arrays(prompts, samples_per_prompt, options)
-        answer = {name: torch.from_numpy(array.copy()) for name, array in self._infer(GENERATE, arrays).items()}
-        repeated = [(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-        lengths = answer["response_lengths"][:, 0].tolist()
-        samples = []
-        for row, ((prompt, index), length) in enumerate(zip(repeated, lengths, strict=True)):
-            response, logprobs, versions = (
-                answer[name][row, :length] for name in ("responses", "logprobs", "weight_versions")
-            )
-            samples.append(
-                Sample(
-                    prompt_id=prompt.id,
-                    sample_index=index,
-                    tokens=torch.cat([prompt.tokens, response]),
-                    prompt_length=prompt.tokens.numel(),
-                    engine_logprobs=logprobs,
-                    weight_versions=versions,
-                    finish_reason="stop" if answer["stopped"][row, 0] else "length",
-                )
-            )
-        return samples
+        return response_samples(prompts, samples_per_prompt, self._infer(GENERATE, arrays))
 
 
 def request_arrays(prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> dict[str, NDArray]:
@@ -82,3 +63,24 @@ def request_arrays(prompts: Sequence[Prompt], samples_per_prompt: int, options: 
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
+
+
+def response_samples(prompts: Sequence[Prompt], samples_per_prompt: int, answer: Mapping[str, NDArray]) -> list[Sample]:
+    """The samples in an answer to such a request."""
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in answer.items()}
+    requested = [(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
+    samples = []
+    for row, (prompt, index) in enumerate(requested):
+        length = int(tensors["response_lengths"][row, 0])
+        samples.append(
+            Sample(
+                prompt_id=prompt.id,
+                sample_index=index,
+                tokens=torch.cat([prompt.tokens, tensors["responses"][row, :length]]),
+                prompt_length=prompt.tokens.numel(),
+                engine_logprobs=tensors["logprobs"][row, :length],
+                weight_versions=tensors["weight_versions"][row, :length],
+                finish_reason="stop" if tensors["stopped"][row, 0] else "length",
+            )
+        )
+    return samples
