@@ -139,18 +139,6 @@ CONTROL = EndpointSpec(
     instances=2,  # a trainer has one operation at a time that waits for the ranks; health need not wait for it
 )
 
-CONTROL_OPERATIONS = (
-    "health",
-    "version",
-    "checkpoint",
-    "begin_checkpoint",
-    "finish_checkpoint",
-    "restore",
-    "connect",
-    "receive",
-    "shutdown",
-)
-
 
 def text_array(text: str) -> NDArray:
     """A string as a bytes tensor [1]."""

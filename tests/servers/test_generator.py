@@ -17,7 +17,7 @@ from aligner.engines.receiver import WeightReceiver
 from aligner.errors import AlignerError
 from aligner.servers.generator import Generator
 from aligner.servers.generator_client import request_arrays, response_samples
-from aligner.servers.protocol import CONTROL_OPERATIONS, GENERATE, RequestError
+from aligner.servers.protocol import GENERATE, RequestError
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
 
@@ -107,4 +107,4 @@ def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
 )
 def test_what_is_no_order_to_move_weights_is_refused(request_, message):
     with pytest.raises(RequestError, match=message):
-        _control_request(json.dumps(request_), CONTROL_OPERATIONS)
+        _control_request(json.dumps(request_), ("connect", "receive"))
