@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "serve",
         _serve,
-        "one server rank, role=critic, reward, or a replica such as reward.1; the launcher calls it",
+        "one server rank, role=generator, critic, reward, or a replica such as reward.1; the launcher calls it",
         rank=True,
     )
     add(
@@ -237,7 +237,11 @@ def _serve(parsed: argparse.Namespace) -> None:
 
     if len(roles) != 1 or roles[0] not in server_ranks(config):
         raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(server_ranks(config))}")
-    if roles[0] == "critic":
+    if roles[0] == "generator":
+        from aligner.servers.generator import serve_generator
+
+        serve_generator(config)
+    elif roles[0] == "critic":
         from aligner.servers.critic import serve_critic
 
         serve_critic(config)

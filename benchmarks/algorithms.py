@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import vector_plots
 from benchmarks.runs import REPOSITORY, run_to_end
 
 EXPERIMENT = "arithmetic"
@@ -91,12 +92,7 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Held-out pass@1 over N, a line an algorithm, the mean over seeds with its range."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure, axes = vector_plots().subplots(figsize=(6, 4))
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         counts = sorted({row["minibatches"] for row in rows})
         passed = [

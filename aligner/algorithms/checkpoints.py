@@ -19,6 +19,7 @@ from aligner.files import write_file
 _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
+    "rollouts": "samples of the steps to come: rollouts.safetensors, their prompts: rollouts.json",
     "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
 }
 _HOLDS = {

@@ -19,6 +19,7 @@ from aligner.algorithms.metrics import (
     update_metrics,
 )
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
+from aligner.algorithms.publishing import Publishes
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
@@ -27,8 +28,8 @@ from aligner.megatron.policy import Policy
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
-from aligner.resharding.publisher import Publisher
-from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.rollout.pipeline import Pipeline
+from aligner.rollout.rollouts import Rollout
 from aligner.rollout.services import Services
 from aligner.servers.critic_client import INITIAL, CriticState
 
@@ -75,8 +76,8 @@ class OnlineTrainer:
     config: Config
     paths: RunPaths
     policy: Policy
-    publisher: Publisher
-    rollouts: Rollouts
+    publisher: Publishes
+    rollouts: Pipeline
     services: Services
     algorithm: OnlineAlgorithm
     kl_controller: KLController
@@ -96,6 +97,7 @@ class OnlineTrainer:
         self.timeline.begin_step(first + 1 if first else 0)
         with self.timeline.span("publish"):
             self.publisher.publish(version=first)
+        self.rollouts.admit(version=first)
         timer = PhaseTimer(listener=self.timeline.add)
         if first == 0:
             evaluated = self._evaluate(0, timer)
@@ -105,11 +107,15 @@ class OnlineTrainer:
             done = step + 1
             self.timeline.begin_step(done)
             outcome = self.step(step, timer)
+            with timer.phase("generate"):
+                self.rollouts.settle()
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
+            if done < last:
+                self.rollouts.admit(version=done)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
-            self.services.assert_settled()
+            self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
             self._record(done, outcome, timer.take())
             self._finish_save(timer)  # one that was begun a step ago
             if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
@@ -195,7 +201,7 @@ class OnlineTrainer:
             first = start.step
             self.policy.load(self.paths.checkpoint(first, "policy"))
             self.kl_controller.coefficient = start.kl_coefficient
-            self.rollouts.position = start.position
+            self.rollouts.resume(self.paths.checkpoint(first, "rollouts"), first, start.position)
         if self.recorder is not None:
             self.recorder.truncate_after(first)
         self.timeline.begin_run(first)
@@ -205,6 +211,7 @@ class OnlineTrainer:
         metric = self.checkpoints.metric(stats)
         with timer.phase("checkpoint"):
             self.policy.begin_save(self.paths.checkpoint(step, "policy"))
+            self.rollouts.save(self.paths.checkpoint(step, "rollouts"), step)
             critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
         self._saving = RunState(step, self.kl_controller.coefficient, updates, self.rollouts.position), metric

@@ -11,6 +11,7 @@ from torch import Tensor
 from aligner.algorithms.metrics import rollout_metrics
 from aligner.algorithms.online import Outcome, Recorder
 from aligner.algorithms.online_algorithm import best_and_worst
+from aligner.algorithms.publishing import Publishes
 from aligner.config.paths import RunPaths, run_paths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
@@ -18,7 +19,6 @@ from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
 from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
-from aligner.resharding.publisher import Publisher
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services
 
@@ -92,7 +92,7 @@ class PreferenceSampler:
     """One rank of the trainer. Every rank runs the same program on the same whole step; rank 0 writes."""
 
     config: Config
-    publisher: Publisher
+    publisher: Publishes
     rollouts: Rollouts
     services: Services
     recorder: Recorder | None

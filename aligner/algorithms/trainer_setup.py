@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from aligner.algorithms.checkpoints import RunCheckpoints
 from aligner.algorithms.evaluator import build_evaluator
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
@@ -13,31 +11,34 @@ from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.preferences import PairWriter, PreferenceSampler
+from aligner.algorithms.publishing import Publishes, RemotePublisher, build_colocated_publisher
 from aligner.config.access import run_access
 from aligner.config.algorithms import policy_updates
 from aligner.config.endpoints import load_endpoints, replicas
 from aligner.config.model_shape import ModelShape
 from aligner.config.paths import model_directory, run_paths
-from aligner.config.schema import Algorithm, Config, EngineParallel, Rollout
+from aligner.config.placement import has_generator
+from aligner.config.schema import Algorithm, Config, Rollout
 from aligner.config.weights import engine_slices
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
+from aligner.engines.embedded.engine import weight_dtype
 from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
+from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 from aligner.observability.timeline import open_timeline
-from aligner.resharding.link import Link
-from aligner.resharding.plan import plan_resharding
-from aligner.resharding.publisher import Publisher
-from aligner.resharding.update import WeightUpdate
+from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services
 from aligner.servers.client import RewardClient
 from aligner.servers.critic_client import CriticClient
+from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.journal import UpdateJournal
 
 
@@ -85,15 +86,20 @@ def build_trainer(
         total_updates=policy_updates(config),
     )
     timeline = open_timeline(config, "trainer", world.rank)
-    engine = build_colocated_engine(config, shape, world, policy, timeline.add)
+    sampler, publisher = build_engine_ends(config, shape, world, policy, services.generator, timeline.add)
     options = build_options(config.rollout, shape)
-    rollouts = build_rollouts(config, shape, tokenizer, prompts, engine, services, world, options)
+    rollouts = build_rollouts(config, shape, tokenizer, prompts, sampler, services, options)
+    ahead = None
+    if world.rank == 0 and config.rollout.max_staleness:
+        alone = RemoteSampler(services.generator, is_alone=True)
+        ahead = build_rollouts(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
+    pipeline = Pipeline(rollouts, ahead, services, config.rollout.max_staleness, config.run.steps, shape.pad_token_id)
     return OnlineTrainer(
         config=config,
         paths=paths,
         policy=policy,
-        publisher=build_publisher(config, shape, world, policy, engine),
-        rollouts=rollouts,
+        publisher=publisher,
+        rollouts=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
@@ -112,13 +118,11 @@ def build_sampler(
     temperature, directory = config.rollout.temperature, model_directory(config)
     policy = Policy(shape, world, config.actor, directory, temperature, total_updates=1, with_reference=False)
     timeline = open_timeline(config, "trainer", world.rank)
-    engine = build_colocated_engine(config, shape, world, policy, timeline.add)
+    sampler, publisher = build_engine_ends(config, shape, world, policy, services.generator, timeline.add)
     return PreferenceSampler(
         config=config,
-        publisher=build_publisher(config, shape, world, policy, engine),
-        rollouts=build_rollouts(
-            config, shape, tokenizer, prompts, engine, services, world, build_options(config.rollout, shape)
-        ),
+        publisher=publisher,
+        rollouts=build_rollouts(config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)),
         services=services,
         recorder=build_recorder(config, tokenizer, world),
         writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
@@ -131,24 +135,23 @@ def build_rollouts(
     shape: ModelShape,
     tokenizer: Tokenizer,
     prompts: PromptStream,
-    engine: GenerationEngine,
+    sampler: Sampler,
     services: Services,
-    world: World,
     options: SamplingOptions,
+    *,
+    is_alone: bool = False,
 ) -> Rollouts:
-    """This rank's way from prompts to samples."""
+    """This rank's way from prompts to samples; rank 0's own where `is_alone`."""
     return Rollouts(
         prompts,
-        engine,
+        sampler,
         services,
         config.rollout,
-        config.engine.parallel,
-        world.rank,
         options,
         shape.pad_token_id,
-        engine_sleeps=config.engine.sleep,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
         truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
+        is_alone=is_alone,
     )
 
 
@@ -163,7 +166,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
 def connect(config: Config, world: World) -> Services:
     """Clients of the run's servers, on rank 0 alone."""
     if world.rank != 0:
-        return Services(None, None)
+        return Services(None, None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
     endpoints = load_endpoints(paths.endpoints)
     critic = reward = None
@@ -174,7 +177,29 @@ def connect(config: Config, world: World) -> Services:
         )
     if not config.critic.with_reward:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
-    return Services(critic, reward)
+    generator = None
+    if has_generator(config):
+        generator = GeneratorClient(endpoints["generator"], access, server.request_timeout_s, config.engine.update_timeout_s)
+    return Services(critic, reward, generator)
+
+
+def build_engine_ends(
+    config: Config,
+    shape: ModelShape,
+    world: World,
+    policy: Policy,
+    client: GeneratorClient | None,
+    listener: SpanListener | None = None,
+) -> tuple[Sampler, Publishes]:
+    """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
+    `listener` is told what a colocated engine tells of.
+    """
+    if has_generator(config):
+        dtype = weight_dtype(config.engine.precision, world.device)
+        return RemoteSampler(client), RemotePublisher(config, shape, world, policy, dtype, client)
+    engine = build_colocated_engine(config, shape, world, policy, listener)
+    sampler = ColocatedSampler(engine, config.engine.parallel, world.rank, config.engine.sleep)
+    return sampler, build_colocated_publisher(config, shape, world, policy, engine)
 
 
 def build_colocated_engine(
@@ -191,45 +216,13 @@ def build_colocated_engine(
         model_directory(config),
         rank=world.rank,
         seed=config.seed,
-        group=_replica_group(layout, world.rank, timedelta(seconds=config.cluster.collective_timeout_s)),
+        group=replica_group(layout, world.rank, timedelta(seconds=config.cluster.collective_timeout_s)),
         device=world.device,
         shared=weights.parameters_cut_alike(engine_slices(weights.table, layout, world.rank))
         if config.engine.update == "shared"
         else None,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         listener=listener,
-    )
-
-
-def _replica_group(layout: EngineParallel, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    if layout.tensor == 1:
-        return None
-    members = [list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)]
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # every rank takes part in making every group
-    return groups[rank // layout.tensor]
-
-
-def build_publisher(config: Config, shape: ModelShape, world: World, policy: Policy, engine: GenerationEngine) -> Publisher:
-    """The way of the policy's weights into the engine."""
-    weights, settings = policy.runner.weights, config.engine
-
-    def begin_update(version: int) -> WeightUpdate:
-        engine.wake()
-        return engine.begin_update(version)
-
-    itemsize = engine.weight_dtype.itemsize
-    plan = plan_resharding(weights.table, shape.num_layers, world.layout, engine.weight_layout, itemsize=itemsize)
-    link = Link.of_world(plan.labels, timeout=timedelta(seconds=settings.update_timeout_s), device=world.device)
-    return Publisher(
-        plan,
-        link,
-        read=weights.read,
-        begin_update=begin_update,
-        dtype=engine.weight_dtype,
-        bucket_bytes=settings.bucket_mib << 20,
-        verify_every=settings.verify_every,
-        group_bytes=engine.group_bytes,
-        copied=weights.copied,
     )
 
 

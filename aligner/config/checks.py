@@ -158,6 +158,10 @@ def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine_update(config: Config) -> Iterator[str]:
+    if config.rollout.max_staleness:
+        yield from _staleness(config)
+    if config.engine.placement == "server":
+        yield from _generator(config)
     if config.engine.update != "shared":
         return
     if config.actor.lora.rank:
@@ -171,6 +175,27 @@ def _engine_update(config: Config) -> Iterator[str]:
             f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
             f" are {engine} and {actor} bytes a number here; shared tensors need one precision"
         )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    key = f"rollout.max_staleness={config.rollout.max_staleness}"
+    if config.engine.placement != "server":
+        yield f"{key}: an engine on the trainer's ranks cannot draw while these train; give engine.placement=server"
+    if config.algorithm.trainer != "online":
+        yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
+    if config.critic.with_reward:
+        yield f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give critic.with_reward=false"
+
+
+def _generator(config: Config) -> Iterator[str]:
+    """What an engine in a world of its own cannot do."""
+    engine, key = config.engine, "engine.placement=server"
+    if engine.kind != "embedded":
+        yield f"{key}: engine.kind={engine.kind} can not be a role of its own yet; allowed: embedded"
+    if engine.update == "shared":
+        yield f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere; allowed: atomic, in_place"
+    if engine.sleep:
+        yield f"{key}: engine.sleep=true gives memory to the trainer, which is elsewhere; give engine.sleep=false"
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -42,14 +42,20 @@ def describe_layout(parallel: Parallel) -> str:
     return " ".join(parts)
 
 
+def has_generator(config: Config) -> bool:
+    """Whether the engine is a role of its own."""
+    return config.algorithm.generates and config.engine.placement == "server"
+
+
 def server_ranks(config: Config) -> dict[str, int]:
-    """Number of processes of each server group: `critic`, `reward`, and the reward's further replicas `reward.1`, …."""
+    """Number of processes of each server group: `generator`, `critic`, `reward`, and its further replicas `reward.1`, …."""
     if not config.algorithm.generates:
         return {}
+    generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
     rewards = 0 if config.critic.with_reward else config.reward.replicas
     names = ["reward", *(f"reward.{replica}" for replica in range(1, rewards))][:rewards]
-    return {**critic, **dict.fromkeys(names, config.reward.parallel.ranks)}
+    return {**generator, **critic, **dict.fromkeys(names, config.reward.parallel.ranks)}
 
 
 def role_ranks(config: Config) -> dict[str, int]:
@@ -71,10 +77,12 @@ def has_gpu() -> bool:
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
     engine = config.engine
-    engine_layout = f", engine TP{engine.parallel.tensor} DP{engine.parallel.data}"
+    engine_layout, generates = f"TP{engine.parallel.tensor} DP{engine.parallel.data}", has_generator(config)
+    colocated = config.algorithm.generates and not generates
+    with_engine = f", {engine.kind} engine" if colocated else ""
     runs = {
-        "online": f"policy, reference, {engine.kind} engine",
-        "preferences": f"policy, {engine.kind} engine",
+        "online": f"policy, reference{with_engine}",
+        "preferences": f"policy{with_engine}",
         "sft": "policy",
         "dpo": "policy, reference",
         "reward_model": "reward model",
@@ -84,7 +92,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
     trainer = Placement(
         "trainer",
         config.actor.parallel.ranks,
-        describe_layout(config.actor.parallel) + (engine_layout if config.algorithm.generates else ""),
+        describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else ""),
         runs[config.algorithm.trainer],
         device,
         threads,
@@ -97,6 +105,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         device,
         threads,
     )
+    generator = Placement("generator", engine.parallel.ranks, engine_layout, f"{engine.kind} engine", device, threads)
     servers = server_ranks(config)
     rewards = (
         Placement(
@@ -108,9 +117,9 @@ def placements(config: Config) -> tuple[Placement, ...]:
             threads,
         )
         for group, ranks in servers.items()
-        if group != "critic"
+        if group not in ("generator", "critic")
     )
-    return (trainer, *((critic,) if "critic" in servers else ()), *rewards)
+    return (trainer, *((generator,) if generates else ()), *((critic,) if "critic" in servers else ()), *rewards)
 
 
 def placement_table(config: Config) -> Table:

@@ -68,7 +68,8 @@ def group_ports(config: Config) -> dict[str, Ports]:
     def above(ports: Ports, offset: int) -> Ports:
         return Ports(**{name: port and port + offset for name, port in dataclasses.asdict(ports).items()})
 
-    roles, found = {"critic": config.critic.ports, "reward": config.reward.ports}, {}
+    roles = {"generator": config.engine.ports, "critic": config.critic.ports, "reward": config.reward.ports}
+    found = {}
     for group in server_ranks(config):
         role, _, replica = group.partition(".")
         found[group] = above(roles[role], int(replica or 0) * PORTS_PER_SERVER)
@@ -81,7 +82,8 @@ def explicit_ports(config: Config) -> dict[str, int]:
     for group, ports in group_ports(config).items():
         role, _, replica = group.partition(".")
         offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
-        found.update({f"{role}.ports.{name}{offset}": port for name, port in dataclasses.asdict(ports).items() if port})
+        section = "engine" if role == "generator" else role
+        found.update({f"{section}.ports.{name}{offset}": port for name, port in dataclasses.asdict(ports).items() if port})
     return found
 
 
@@ -107,6 +109,10 @@ def port_problems(config: Config) -> Iterator[str]:
         for name, port in dataclasses.asdict(config.reward.ports).items():
             if port:
                 yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
+    if config.engine.placement != "server":
+        for name, port in dataclasses.asdict(config.engine.ports).items():
+            if port:
+                yield f"engine.ports.{name}={port}: the engine serves nothing; give engine.placement=server"
     try:
         addresses = listening_addresses(config)
         for address in addresses.values():

@@ -168,7 +168,7 @@ class _Planner:
         content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
         content["aligner"] = aligner.__version__
-        for role in ("critic", "reward"):
+        for role in ("critic", "engine", "reward"):
             del content[role]["ports"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
         entry = cache_directory().absolute() / "experiments" / f"{name}-{digest}"

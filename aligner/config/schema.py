@@ -208,6 +208,11 @@ class Rollout:
     prompts_per_step: int = option(8, "prompts a training step", minimum=1)
     samples_per_prompt: int = option(8, "samples a prompt", minimum=1)
     micro_batches: int = option(2, "generation is cut into so many parts, each scored while the next is generated", minimum=1)
+    max_staleness: int = option(
+        0,
+        "samples are drawn by weights so many versions older, while the steps before theirs train; 0: by the newest, in turn",
+        minimum=0,
+    )
     max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
     min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
@@ -306,8 +311,13 @@ class Engine:
         "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs",
         choices=("embedded", "tensorrt_llm"),
     )
-    placement: str = option("colocated", "where the engine runs", choices=("colocated",))
+    placement: str = option(
+        "colocated",
+        "where the engine runs; colocated: on the trainer's ranks; server: on devices of its own, as the role generator",
+        choices=("colocated", "server"),
+    )
     parallel: EngineParallel = section(EngineParallel)
+    ports: Ports = section(Ports)
     precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
     kv_cache_mib: int | None = option(

@@ -58,15 +58,29 @@ def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sa
     width, count = int(widths[0]), int(widths[1])
     if len(samples) != count:
         raise ValueError(f"rank {dist.get_rank()} has {len(samples)} samples, another has {count}")
-    integers, logprobs = _to_tensors(samples, width)
+    integers, logprobs = samples_to_tensors(samples, width)
     all_integers = [torch.empty_like(integers) for _ in range(dist.get_world_size())]
     all_logprobs = [torch.empty_like(logprobs) for _ in range(dist.get_world_size())]
     dist.all_gather(all_integers, integers)
     dist.all_gather(all_logprobs, logprobs)
-    return [sample for rank in sources for sample in _from_tensors(all_integers[rank], all_logprobs[rank], width)]
+    return [sample for rank in sources for sample in samples_from_tensors(all_integers[rank], all_logprobs[rank])]
 
 
-def _to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
+def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:
+    """Rank 0's samples on every rank of the world; the others give None. Collective."""
+    if not is_distributed():
+        return list(samples or ())
+    width = max((sample.tokens.numel() for sample in samples or ()), default=0)
+    count, width = broadcast_json([len(samples or ()), width])
+    integers, logprobs = samples_to_tensors(samples or (), width)
+    if dist.get_rank():
+        integers, logprobs = integers.new_zeros(count, integers.shape[1]), logprobs.new_zeros(count, width)
+    dist.broadcast(integers, 0)
+    dist.broadcast(logprobs, 0)
+    return samples_from_tensors(integers, logprobs)
+
+
+def samples_to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
     """int64 [N, 5 + 2·width]: prompt id, sample index, length, prompt length, finish, tokens, versions; float32 [N, width]."""
     integers = torch.zeros(len(samples), 5 + 2 * width, dtype=torch.int64)
     logprobs = torch.zeros(len(samples), width)
@@ -80,8 +94,9 @@ def _to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
     return integers, logprobs
 
 
-def _from_tensors(integers: Tensor, logprobs: Tensor, width: int) -> list[Sample]:
-    samples = []
+def samples_from_tensors(integers: Tensor, logprobs: Tensor) -> list[Sample]:
+    """The samples that `samples_to_tensors` made these of."""
+    samples, width = [], logprobs.shape[1]
     for row, scores in zip(integers, logprobs, strict=True):
         prompt_id, sample_index, length, prompt_length, finish = row[:5].tolist()
         response = length - prompt_length

@@ -12,7 +12,7 @@ from aligner.launch.kernel import LAUNCHER_PID
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""
 
-_SERVED_MODEL = {"critic": "critic_infer", "reward": "reward_model"}
+_SERVED_MODEL = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
 
 
 def served_model(group: str) -> str:

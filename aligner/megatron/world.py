@@ -79,6 +79,23 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def join(ranks: int, timeout_s: float) -> torch.device:
+    """Join the role's world from RANK, WORLD_SIZE and MASTER_*; returns this rank's device.
+
+    Raises AlignerError when the environment's world size is not `ranks`.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != ranks:
+        raise AlignerError(f"the role's layout needs {ranks} ranks, but WORLD_SIZE is {size}")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_s))
+    return device
+
+
 def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
     """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups for the layout.
 
@@ -89,15 +106,7 @@ def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
     from aligner.megatron import cpu_backend
 
     cpu_backend.install()
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size != layout.ranks:
-        raise AlignerError(f"the role's layout needs {layout.ranks} ranks, but WORLD_SIZE is {size}")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_s))
+    device = join(layout.ranks, timeout_s)
     rank = dist.get_rank()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -111,7 +120,7 @@ def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return World(rank, size, layout, coordinates(rank, layout), device, seed)
+    return World(rank, layout.ranks, layout, coordinates(rank, layout), device, seed)
 
 
 def shutdown() -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aligner.config.schema import EngineParallel
 from aligner.config.schema import Rollout as Settings
-from aligner.data.collectives import gather_samples
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
+from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.servers.client import RemoteFuture
 
@@ -57,7 +56,7 @@ class _Asked:
 
 
 class Rollouts:
-    """Takes each step's samples from a colocated engine: synchronous, so every sample is of the newest weights.
+    """Takes each step's samples from an engine, synchronously: every sample is of the newest weights.
 
     Generation is cut into micro-batches, and a micro-batch's scores and values are asked for before the next one is
     generated.
@@ -66,28 +65,23 @@ class Rollouts:
     def __init__(
         self,
         prompts: PromptStream,
-        engine: GenerationEngine,
+        sampler: Sampler,
         services: Services,
         settings: Settings,
-        layout: EngineParallel,
-        rank: int,
         options: SamplingOptions,
         pad_token_id: int,
         *,
-        engine_sleeps: bool = False,
         dynamic_sampling_rounds: int = 0,
         truncate_token: int | None = None,
+        is_alone: bool = False,
     ) -> None:
-        """With `engine_sleeps` the engine drops its memory once it has generated a step's samples.
-
-        With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
+        """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
         most so many rounds (DAPO: Yu et al. 2025, section 3.2). With `truncate_token` responses are cut behind it.
+        What is rank 0's `is_alone` tells no other rank, and asks for scores only: values are the newest critic's.
         """
-        self._prompts, self._engine, self._services = prompts, engine, services
-        self._settings, self._layout, self._options = settings, layout, options
-        self._replica = rank // layout.tensor
-        self._pad_token_id, self._engine_sleeps = pad_token_id, engine_sleeps
-        self._rounds, self._truncate_token = dynamic_sampling_rounds, truncate_token
+        self._prompts, self._sampler, self._services = prompts, sampler, services
+        self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
+        self._rounds, self._truncate_token, self._is_alone = dynamic_sampling_rounds, truncate_token, is_alone
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
 
@@ -99,8 +93,7 @@ class Rollouts:
         asked = _Asked()
         self._ask(asked, self._settings.prompts_per_step)
         rows = self._informative(asked) if self._rounds else None
-        if self._engine_sleeps:
-            self._engine.sleep(keep_weights=False)  # new ones come before the next step
+        self._sampler.rest()  # new weights come before the next step
         kept = range(len(asked.samples)) if rows is None else rows.tolist()
         samples = [asked.samples[row] for row in kept]
         return Rollout(
@@ -123,7 +116,8 @@ class Rollouts:
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
-            scores, values = self._services.ask(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata
+            scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
             asked.prompts += of_samples
             asked.samples += samples
             asked.scores += scores
@@ -133,7 +127,8 @@ class Rollouts:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
-            rows = informative(PendingRows(tuple(asked.scores)).result(), each)
+            scores = PendingRows(tuple(asked.scores))
+            rows = informative(scores.here() if self._is_alone else scores.result(), each)
             found = len(rows) // each
             if found >= wanted:
                 return rows[: wanted * each]
@@ -147,17 +142,11 @@ class Rollouts:
 
     def close(self) -> None:
         """Shut the engine down. Collective."""
-        self._engine.shutdown()
+        self._sampler.close()
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
-        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-        share = -(-len(requests) // self._layout.data)
-        # Every replica takes equally many: the last ones draw the last sample again.
-        shared = requests + requests[-1:] * (share * self._layout.data - len(requests))
-        mine = shared[self._replica * share : (self._replica + 1) * share]
-        speakers = [replica * self._layout.tensor for replica in range(self._layout.data)]
-        samples = gather_samples(self._engine.generate(mine, options), speakers)[: len(requests)]
+        samples = self._sampler.sample(prompts, samples_per_prompt, options)
         if self._truncate_token is None:
             return samples
         return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]

@@ -1,8 +1,9 @@
-"""The critic and reward servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
+"""The servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.errors import AlignerError
-from aligner.servers.client import RemoteFuture, RewardClient
+from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient
 from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
+from aligner.servers.generator_client import GeneratorClient
 
 
-def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | None]:
+def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
     """Every future's result, or the first error; none is left unread."""
     results, error = [], None
     for future in futures:
@@ -32,7 +34,7 @@ def _outcome(futures: Sequence[RemoteFuture[Any]]) -> tuple[list[Any], str | Non
 class PendingRows:
     """Answers under way about parts of a batch, in row order; only rank 0 holds futures."""
 
-    futures: tuple[RemoteFuture[Tensor], ...]
+    futures: tuple[Future[Tensor], ...]
     chosen: Tensor | None = None
     """int64 [B]: which of the rows are wanted, all where None"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
@@ -46,6 +48,14 @@ class PendingRows:
         if width not in self._received:
             self._received[width] = self._receive(width)
         rows = self._received[width]
+        return rows if self.chosen is None else rows[self.chosen]
+
+    def here(self) -> Tensor:
+        """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
+        parts, error = _outcome(self.futures)
+        if error is not None:
+            raise AlignerError(error)
+        rows = torch.cat(parts)
         return rows if self.chosen is None else rows[self.chosen]
 
     def _receive(self, width: int | None) -> Tensor:
@@ -87,20 +97,25 @@ class Services:
     Without a reward client the critic serves the reward too.
     """
 
-    def __init__(self, critic: CriticClient | None, reward: RewardClient | None) -> None:
-        self._critic, self._reward = critic, reward
+    def __init__(
+        self, critic: CriticClient | None, reward: RewardClient | None, generator: GeneratorClient | None = None
+    ) -> None:
+        self._critic, self._reward, self.generator = critic, reward, generator
+
+    @property
+    def _clients(self) -> Iterator[RemoteClient]:
+        yield from (client for client in (self.generator, self._critic, self._reward) if client is not None)
 
     def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
         """Wait until all servers answer, and bring the critic to the last of these states. Collective."""
 
         def start() -> None:
-            for client in (self._critic, self._reward):
-                if client is not None:
-                    client.wait_ready(timeout_s)
+            for client in self._clients:
+                client.wait_ready(timeout_s)
             if self._critic is not None:
                 self._critic.start(critic)
 
-        _together(start)
+        together(start)
 
     def ask(
         self,
@@ -111,12 +126,21 @@ class Services:
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
         """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32."""
         if self._reward is not None:
-            scores = self._reward.score(tokens, lengths, prompt_lengths, metadata)
-            return (scores,), () if self._critic is None else (self._critic.values(tokens, lengths),)
+            return self.ask_scores(tokens, lengths, prompt_lengths, metadata), self.ask_values(tokens, lengths)
         if self._critic is not None:
             values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
             return (scores,), (values,)
         return (), ()
+
+    def ask_scores(
+        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]]
+    ) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask the reward server for the scores [B] of some rows; float32."""
+        return () if self._reward is None else (self._reward.score(tokens, lengths, prompt_lengths, metadata),)
+
+    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask for the values [B, S] of some rows where there is a critic; float32."""
+        return () if self._critic is None else (self._critic.values(tokens, lengths),)
 
     def score(
         self,
@@ -139,33 +163,31 @@ class Services:
     def begin_critic_checkpoint(self, step: int) -> CriticState | None:
         """Have the critic, if there is one, begin to save itself as part of the run's checkpoint `step`. Collective."""
         critic = self._critic
-        state = _together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
+        state = together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
         return None if state is None else CriticState(**state)
 
     def finish_critic_checkpoint(self) -> None:
         """Return when the critic's part of the checkpoint is complete. Collective."""
-        _together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
+        together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
 
     def keep_critic(self, states: Sequence[CriticState]) -> None:
         """Bring a lost critic back from these checkpoints from now on."""
         if self._critic is not None:
             self._critic.keep(states)
 
-    def assert_settled(self) -> None:
-        """Raise if an answer was never read."""
-        if self._critic is not None:
-            self._critic.assert_settled()
-        if self._reward is not None:
-            self._reward.assert_settled()
+    def assert_settled(self, *, is_ahead: bool = False) -> None:
+        """Raise if an answer was never read; where the run is ahead with samples, theirs are still to be."""
+        for client in self._clients:
+            if client is self._critic or not is_ahead:
+                client.assert_settled()
 
     def close(self) -> None:
         """Hang up."""
-        for client in (self._critic, self._reward):
-            if client is not None:
-                client.close()
+        for client in self._clients:
+            client.close()
 
 
-def _together(action: Callable[[], Any]) -> Any:
+def together(action: Callable[[], Any]) -> Any:
     """Every rank acts, and gets rank 0's JSON result or error. Collective."""
     result, error = None, None
     try:

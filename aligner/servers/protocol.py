@@ -111,22 +111,32 @@ REWARD_MODEL = EndpointSpec(
     (REWARDS,),
     batching=True,
 )
+GENERATE = EndpointSpec(
+    "generate",
+    (
+        TOKENS,
+        LENGTHS,
+        TensorSpec("prompt_ids", np.int64, ("B", 1)),
+        TensorSpec("samples_per_prompt", np.int64, (1,)),
+        TensorSpec("options", np.bytes_, (1,)),
+        TensorSpec("instance", np.bytes_, (1,), optional=True),
+        TensorSpec("trace_id", np.bytes_, (1,), optional=True),
+    ),
+    (
+        TensorSpec("responses", np.int64, ("N", "R")),
+        TensorSpec("response_lengths", np.int64, ("N", 1)),
+        TensorSpec("logprobs", np.float32, ("N", "R")),
+        TensorSpec("weight_versions", np.int64, ("N", "R")),
+        TensorSpec("stopped", np.int64, ("N", 1)),
+    ),
+    batching=False,
+)
 CONTROL = EndpointSpec(
     "control",
     (TensorSpec("request", np.bytes_, (1,)),),
     (TensorSpec("response", np.bytes_, (1,)),),
     batching=False,
     instances=2,  # a trainer has one operation at a time that waits for the ranks; health need not wait for it
-)
-
-CONTROL_OPERATIONS = (
-    "health",
-    "version",
-    "checkpoint",
-    "begin_checkpoint",
-    "finish_checkpoint",
-    "restore",
-    "shutdown",
 )
 
 

@@ -39,6 +39,14 @@ from aligner.servers.protocol import (
 )
 from aligner.servers.validation import Limits, validate
 
+_ARGUMENTS = {
+    **dict.fromkeys(("checkpoint", "begin_checkpoint", "restore"), ("step",)),
+    "connect": ("host", "port", "generation"),
+    "receive": ("version",),
+}
+"""What the control operations need beside their name."""
+_LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
+"""Their numbers, and the lowest allowed."""
 _LOGGED = 500  # characters of what a request says that are logged
 _SPANS = {
     "infer": "values",
@@ -221,18 +229,17 @@ def _control_request(text: str, allowed: Collection[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"control: request is not JSON: {error}") from error
     op = request.get("op") if isinstance(request, dict) else None
-    if op not in allowed:
+    if not isinstance(op, str) or op not in allowed:
         raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
-    of_checkpoint = op in ("checkpoint", "begin_checkpoint", "restore")
-    expected = {"op", "step"} if of_checkpoint else {"op"}
-    optional = {"instance", "run_id", "sequence_number"} if of_checkpoint else {"instance"}
+    expected = {"op", *_ARGUMENTS.get(op, ())}
+    optional = {"instance", *(("run_id", "sequence_number") if "step" in expected else ())}
     if set(request) - optional != expected:
         raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
-    for name in {"instance", "run_id"} & set(request):
+    for name in {"instance", "run_id", "host"} & set(request):
         if not isinstance(request[name], str):
             raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
-    for name, lowest in {"step": 0, "sequence_number": -1}.items():
-        value = request.get(name, 0)
+    for name in _LOWEST.keys() & set(request):
+        value, lowest = request[name], _LOWEST[name]
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
             raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
     return request

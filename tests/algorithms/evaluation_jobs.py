@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.evaluator import Evaluator, build_evaluator
-from aligner.algorithms.trainer_setup import build_colocated_engine, build_options, build_publisher
+from aligner.algorithms.trainer_setup import build_engine_ends, build_options
 from aligner.config.schema import Actor, Config, Data, EngineParallel, Evaluation, Model, Parallel, Rollout, Run
 from aligner.data.model_directory import read_shape
 from aligner.data.streams import ExampleStream
@@ -41,13 +41,11 @@ def evaluator(config: Config, world: World) -> Evaluator:
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
-    engine = build_colocated_engine(config, shape, world, policy)
-    build_publisher(config, shape, world, policy, engine).publish(version=0)
+    sampler, publisher = build_engine_ends(config, shape, world, policy, client=None)
+    publisher.publish(version=0)
     options, services = build_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
-    rollouts = Rollouts(
-        stream, engine, services, config.rollout, config.engine.parallel, world.rank, options, shape.pad_token_id
-    )
+    rollouts = Rollouts(stream, sampler, services, config.rollout, options, shape.pad_token_id)
     built = build_evaluator(config, tokenizer, policy, rollouts, services, options)
     assert built is not None
     return built

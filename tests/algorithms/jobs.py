@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.losses import Stats
-from aligner.algorithms.online_algorithm import clipped_surrogate
-from aligner.config.schema import Algorithm
+from aligner.algorithms.online_algorithm import build_online_algorithm, clipped_surrogate
+from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience
 from aligner.megatron import world as worlds
 from tests.megatron.jobs import make_experience, policy
+
+STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
+"""An optimizer that leaves the weights as they are, so that one policy serves many algorithms."""
 
 
 def corrected_loss(
@@ -39,3 +43,18 @@ def corrected_update(directory: str, layout: dict[str, Any], level: str) -> tupl
     stats = actor.train(experience, functools.partial(corrected_loss, level=level))
     worlds.shutdown()
     return logprobs, stats
+
+
+def updates(
+    directory: str, layout: dict[str, Any], micro_batch_tokens: int, configs: Mapping[str, Config]
+) -> dict[str, dict[str, float]]:
+    """The statistics of each algorithm's update of the same policy on the same rows, two samples a prompt."""
+    actor = policy(directory, layout, {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL})
+    experience = stale_experience(actor.runner.shape.vocab_size)
+    found = {}
+    for name, config in configs.items():
+        algorithm = build_online_algorithm(config)
+        loss = algorithm.loss(experience, kl_coefficient=0.05)
+        found[name] = actor.train(experience, loss, denominator=algorithm.denominator(experience), group=algorithm.group)
+    worlds.shutdown()
+    return found

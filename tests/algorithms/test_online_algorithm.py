@@ -10,7 +10,10 @@ import torch
 import aligner
 from aligner.algorithms.online_algorithm import best, best_and_worst, build_online_algorithm
 from aligner.config.compose import compose_config
+from aligner.config.schema import Parallel
 from aligner.data.types import SampleBatch, response_mask
+from tests.algorithms import jobs
+from tests.megatron import families
 
 EACH, PROMPTS, LONGEST, PROMPT = 4, 3, 6, 2
 ONLINE = sorted(
@@ -285,3 +288,16 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
         for mask, values in zip(masks, whitened, strict=True):
             assert float(values[mask].mean()) == pytest.approx(0, abs=1e-6)
             assert float(values[mask].std(unbiased=False)) == pytest.approx(1, rel=1e-4)
+
+
+def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
+    """Through Megatron: gradients of pairs and whole responses, cut over ranks and into micro-batches of a few rows."""
+    directory = str(families.save("llama3", tmp_path))
+    configs = {name: composed(name, "rollout.samples_per_prompt=2") for name in ONLINE}
+    (whole,) = pool.run(jobs.updates, 1, directory, {}, 1000, configs)
+    assert all(stats["grad_norm"] > 1e-3 for stats in whole.values())
+    for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}):
+        for cut in pool.run(jobs.updates, Parallel(**layout).ranks, directory, layout, 30, configs):
+            for name, stats in cut.items():
+                for key in ("loss", "grad_norm"):
+                    assert stats[key] == pytest.approx(whole[name][key], rel=1e-5, abs=1e-6), (name, layout, key)

@@ -5,52 +5,15 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from aligner.config.schema import EngineParallel, Rollout
-from aligner.data.types import Prompt, Sample
+from aligner.config.schema import Rollout
+from aligner.data.types import Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows
+from tests.rollout.fakes import Digits, Scorers, Stream
 
 EACH = 2
-
-
-class Digits:
-    """An engine whose responses say which prompt and sample they are: token 10 + prompt, then 10 + index."""
-
-    def generate(self, requests, options):
-        return [
-            Sample(
-                request.prompt.id,
-                request.sample_index,
-                torch.tensor([5, 10 + request.prompt.id, 10 + request.sample_index]),
-                1,
-                torch.zeros(2),
-                torch.zeros(2, dtype=torch.int64),
-                "stop",
-            )
-            for request in requests
-        ]
-
-
-class Scorers:
-    """Servers that answer at once: a prompt whose id is in `mixed` gets different scores for its samples."""
-
-    def __init__(self, mixed):
-        self.mixed = mixed
-
-    def ask(self, tokens, lengths, prompt_lengths, metadata):
-        ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
-        score: Future = Future()
-        score.set_result(
-            torch.tensor([float(i in self.mixed and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)])
-        )
-        return (score,), ()
-
-
-class Stream:
-    def take(self, start, count):
-        return [Prompt(start + place, "", torch.tensor([5])) for place in range(count)]
 
 
 def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2):
@@ -58,10 +21,8 @@ def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2):
     return Rollouts(
         Stream(),
         Digits(),
-        Scorers(mixed),
+        Scorers(mixed.__contains__),
         settings,
-        EngineParallel(),
-        0,
         SamplingOptions(max_new_tokens=2),
         pad_token_id=0,
         dynamic_sampling_rounds=rounds,

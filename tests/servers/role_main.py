@@ -70,7 +70,7 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     if "TLS" in os.environ:
         folder = os.environ["TLS"]
         config.server.tls = TLS(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
-    config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "30"))
+    config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "90"))
     config.critic.ports = config.reward.ports = Ports(*map(int, ports))
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))

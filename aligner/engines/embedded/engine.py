@@ -61,7 +61,7 @@ class EmbeddedEngine:
             raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
         self._shape, self._settings, self._rank, self._seed = shape, settings, rank, seed
         self._device, self._shared = torch.device(device), shared
-        self._dtype = _dtype(settings.precision, self._device)
+        self._dtype = weight_dtype(settings.precision, self._device)
         self._layout = parameters(shape, tensor)
         decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
         cache = Cache(shape, tensor, self._device, self._dtype)
@@ -274,7 +274,8 @@ class EmbeddedEngine:
             raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype:
+def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What the engine's weights are at a precision, on a device."""
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

@@ -1,0 +1,87 @@
+"""Where samples come from: the engine on the trainer's ranks, or the generator role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aligner.config.schema import EngineParallel
+from aligner.data.collectives import broadcast_json, broadcast_samples
+from aligner.data.types import Prompt, Sample
+from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.replicas import generate_shared
+from aligner.errors import AlignerError
+from aligner.servers.generator_client import GeneratorClient
+
+
+class Sampler(Protocol):
+    """Samples by the weights that serve. Every rank of the trainer calls every method."""
+
+    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """Each prompt's samples in a row, equal on every rank. Collective."""
+        ...
+
+    def rest(self) -> None:
+        """A step has its samples; weights are published before the next ones are wanted."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that the engine started, if any. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class ColocatedSampler:
+    """The engine that spans the trainer's ranks."""
+
+    engine: GenerationEngine
+    layout: EngineParallel
+    rank: int
+    sleeps: bool = False
+    """Whether the engine gives its memory back between steps."""
+
+    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """As `Sampler`."""
+        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
+        return generate_shared(self.engine, self.layout, self.rank, requests, options)
+
+    def rest(self) -> None:
+        """As `Sampler`."""
+        if self.sleeps:
+            self.engine.sleep(keep_weights=False)
+
+    def close(self) -> None:
+        """As `Sampler`."""
+        self.engine.shutdown()
+
+
+@dataclass(frozen=True)
+class RemoteSampler:
+    """The generator role: rank 0 asks it, every rank gets the answer."""
+
+    client: GeneratorClient | None
+    """Rank 0's."""
+    is_alone: bool = False
+    """Whether rank 0 asks for itself, and no other rank calls."""
+
+    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """As `Sampler`; raises the server's error on every rank."""
+        if self.is_alone and self.client is not None:
+            return self.client.generate(prompts, samples_per_prompt, options).result()
+        samples, error = None, None
+        if self.client is not None:
+            try:
+                samples = self.client.generate(prompts, samples_per_prompt, options).result()
+            except AlignerError as problem:
+                error = str(problem)
+        error = broadcast_json(error)
+        if error is not None:
+            raise AlignerError(error)
+        return broadcast_samples(samples)
+
+    def rest(self) -> None:
+        """Nothing: the generator's memory is its own."""
+
+    def close(self) -> None:
+        """Nothing: the launcher ends the generator."""

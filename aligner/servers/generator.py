@@ -1,0 +1,142 @@
+"""The generator role: the generation engine behind Triton; the trainer's weights reach it shard to shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aligner.config.paths import model_directory
+from aligner.config.schema import Config
+from aligner.data.model_directory import read_shape
+from aligner.data.types import Prompt, Sample
+from aligner.engines.build import build_engine
+from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.receiver import WeightReceiver
+from aligner.engines.replicas import generate_shared, replica_group
+from aligner.megatron.world import join
+from aligner.servers.commands import Handler
+from aligner.servers.host import Serve
+from aligner.servers.protocol import GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, array_text
+from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+
+_OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
+
+
+def serve_generator(config: Config) -> None:
+    """One rank of the generator, until it is told to stop."""
+    settings, timeout = config.engine, timedelta(seconds=config.cluster.collective_timeout_s)
+    device, rank = join(settings.parallel.ranks, config.cluster.collective_timeout_s), dist.get_rank()
+    directory = model_directory(config)
+    shape = read_shape(directory)
+    engine = build_engine(
+        shape,
+        settings,
+        directory,
+        rank=rank,
+        seed=config.seed,
+        group=replica_group(settings.parallel, rank, timeout),
+        device=device,
+        context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+    )
+    generator = Generator(config, engine, WeightReceiver(config, shape, engine, rank, device), rank)
+    limits = model_limits(config, directory, shape.vocab_size)
+    serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
+    engine.shutdown()
+    dist.destroy_process_group()
+
+
+class Generator:
+    """What one rank does, and on rank 0 the endpoint's function."""
+
+    def __init__(self, config: Config, engine: GenerationEngine, receiver: WeightReceiver, rank: int) -> None:
+        self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What the ranks are asked to do."""
+        return {"generate": self._generate, "version": self._version, "connect": self._connect, "receive": self._receive}
+
+    def endpoints(self, caller: Caller) -> Mapping[EndpointSpec, Serve]:
+        """Rank 0's functions of the endpoints."""
+        return {GENERATE: lambda arrays: _answer(caller, arrays)}
+
+    def _generate(
+        self, tokens: Tensor, lengths: Tensor, prompt_ids: Tensor, samples_per_prompt: int, options: Mapping[str, Any]
+    ) -> list[Sample]:
+        prompts = [
+            Prompt(id=number, text="", tokens=row[:length])
+            for number, row, length in zip(prompt_ids.tolist(), tokens, lengths.tolist(), strict=True)
+        ]
+        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
+        return generate_shared(self._engine, self._layout, self._rank, requests, _sampling_options(options))
+
+    def _version(self) -> dict[str, Any]:
+        return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
+
+    def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
+        self._receiver.connect(host, port, generation)
+        return {"status": "connected"}
+
+    def _receive(self, version: int) -> dict[str, Any]:
+        self._receiver.receive(version)
+        return {"status": "received", "version": version}
+
+
+def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+    options = _parsed_options(array_text(arrays["options"]))
+    count = int(arrays["samples_per_prompt"][0])
+    if count < 1:
+        raise RequestError(f"samples_per_prompt: got {count}, allowed: at least 1")
+    request = {
+        "tokens": tensor(arrays["tokens"]),
+        "lengths": tensor(arrays["sequence_lengths"])[:, 0],
+        "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
+    }
+    return _arrays(caller("generate", request, samples_per_prompt=count, options=options))
+
+
+def _parsed_options(text: str) -> dict[str, Any]:
+    """The keys of SamplingOptions with values that it takes. Raises RequestError, or AlignerError as it does."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"options: not JSON: {error}") from error
+    if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTIONS)):
+        got = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
+        raise RequestError(f"options: got {got:.200}, allowed: an object with {', '.join(sorted(_OPTIONS))}")
+    try:
+        _sampling_options(options)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"options: {error}") from error
+    return options
+
+
+def _sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
+    return SamplingOptions(**{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))})
+
+
+def _arrays(samples: Sequence[Sample]) -> dict[str, NDArray]:
+    """The samples as the endpoint's outputs."""
+    width = max(sample.engine_logprobs.numel() for sample in samples)
+    responses = torch.zeros(len(samples), width, dtype=torch.int64)
+    versions, logprobs = torch.zeros_like(responses), torch.zeros(len(samples), width)
+    for row, sample in enumerate(samples):
+        length = sample.engine_logprobs.numel()
+        responses[row, :length] = sample.response
+        versions[row, :length] = sample.weight_versions
+        logprobs[row, :length] = sample.engine_logprobs
+    return {
+        "responses": responses.numpy(),
+        "response_lengths": torch.tensor([[sample.engine_logprobs.numel()] for sample in samples]).numpy(),
+        "logprobs": logprobs.numpy(),
+        "weight_versions": versions.numpy(),
+        "stopped": torch.tensor([[int(sample.finish_reason == "stop")] for sample in samples]).numpy(),
+    }

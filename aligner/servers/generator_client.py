@@ -1,0 +1,86 @@
+"""The trainer's rank 0 towards the generator: samples, and the moments at which weights move."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aligner.config.access import Access
+from aligner.config.endpoints import Endpoint
+from aligner.data.types import Prompt, Sample
+from aligner.engines.protocol import SamplingOptions
+from aligner.servers.client import RemoteClient, RemoteFuture, control
+from aligner.servers.protocol import GENERATE, text_array
+
+
+class GeneratorClient(RemoteClient):
+    """The generator."""
+
+    def __init__(self, endpoint: Endpoint, access: Access, timeout_s: float, update_timeout_s: float) -> None:
+        """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights."""
+        super().__init__("generator", [endpoint], access, timeout_s, max_batch_size=0)
+        self._update_timeout_s = update_timeout_s
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions
+    ) -> RemoteFuture[list[Sample]]:
+        """Each prompt's samples in a row. The same request gives the same samples, so that it may be sent again."""
+        return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options)
+
+    def connect(self, host: str, port: int, generation: int) -> RemoteFuture[dict[str, object]]:
+        """Have its ranks join the link whose store is at an address; the trainer's ranks have to join it meanwhile."""
+        return self._update("connect", host=host, port=port, generation=generation)
+
+    def receive(self, version: int) -> RemoteFuture[dict[str, object]]:
+        """Have its ranks take the weights that the trainer's ranks publish meanwhile."""
+        return self._update("receive", version=version)
+
+    def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
+        return self._future(
+            self._parallel, lambda: control(self._replicas.connections[0], self._update_timeout_s, op, **arguments)
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        arrays = request_arrays(prompts, samples_per_prompt, options)
+        return response_samples(prompts, samples_per_prompt, self._infer(GENERATE, arrays))
+
+
+def request_arrays(prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> dict[str, NDArray]:
+    """A request for samples, as the endpoint takes it."""
+    lengths = [prompt.tokens.numel() for prompt in prompts]
+    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : lengths[row]] = prompt.tokens
+    return {
+        "tokens": tokens.numpy(),
+        "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
+        "prompt_ids": np.array([[prompt.id] for prompt in prompts], dtype=np.int64),
+        "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
+        "options": text_array(json.dumps(dataclasses.asdict(options))),
+    }
+
+
+def response_samples(prompts: Sequence[Prompt], samples_per_prompt: int, answer: Mapping[str, NDArray]) -> list[Sample]:
+    """The samples in an answer to such a request."""
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in answer.items()}
+    requested = [(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
+    samples = []
+    for row, (prompt, index) in enumerate(requested):
+        length = int(tensors["response_lengths"][row, 0])
+        samples.append(
+            Sample(
+                prompt_id=prompt.id,
+                sample_index=index,
+                tokens=torch.cat([prompt.tokens, tensors["responses"][row, :length]]),
+                prompt_length=prompt.tokens.numel(),
+                engine_logprobs=tensors["logprobs"][row, :length],
+                weight_versions=tensors["weight_versions"][row, :length],
+                finish_reason="stop" if tensors["stopped"][row, 0] else "length",
+            )
+        )
+    return samples
