@@ -11,7 +11,7 @@ demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
 
 test: $(installed)
-	$(bin)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(installed)
 	$(bin)/ruff check .

@@ -1,4 +1,4 @@
-"""The engine as a role of its own: what it draws in turn with training, and beside it."""
+"""The engine as a role of its own, which draws samples while steps train."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to_end
-from tests.system.conftest import ADAPTIVE
+from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
-
-
-def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed: Finished, tmp_path: Path) -> None:
-    apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *ADAPTIVE)
-    assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
-    assert (apart.paths.root / "logs" / "generator-0.log").is_file()
 
 
 def test_a_run_with_samples_ahead_is_resumed_with_the_same_ones(tmp_path: Path) -> None:

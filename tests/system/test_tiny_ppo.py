@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from aligner.data.model_directory import check_model_directory
 from aligner.observability.metrics import read_records
+from benchmarks.faults import GROUPS, random_faults, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import ADAPTIVE
@@ -23,6 +24,7 @@ from tests.system.conftest import ADAPTIVE
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 STEPS = 40
+FAULTS_STEPS, FAULTS_SEED = 12, 0
 UPDATED = ("policy/lr", "policy/grad_norm", "policy/entropy", "value/loss", "value/grad_norm")
 DOCUMENTED = {
     *("step", "reward/mean", "reward/std", "kl/reference", "kl/coef", "response/length", "response/ended_fraction"),
@@ -177,6 +179,31 @@ def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp
     assert got["mismatch/logprob_abs"] < 1e-4
     # The loss is a sum of terms of order 1 that nearly cancel.
     assert got["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4, abs=1e-6)
+
+
+def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed: Finished, tmp_path: Path) -> None:
+    apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *ADAPTIVE)
+    assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
+    assert (apart.paths.root / "logs" / "generator-0.log").is_file()
+
+
+def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    faults = random_faults(FAULTS_SEED, GROUPS["all"], FAULTS_STEPS, step_s=0.4)
+    overrides = (
+        f"run.stop_after={FAULTS_STEPS}",
+        "checkpoint.every=6",
+        "reward.replicas=2",
+        "logging.tensorboard=false",
+        *ADAPTIVE,
+    )
+    disturbed = run_disturbed(tmp_path / "run", faults, *overrides)
+    run = disturbed.run
+    assert run.code == 0, run.report()
+    assert disturbed.restarts == len(faults), run.report()
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:FAULTS_STEPS])
+    assert checkpoint_differences(undisturbed.paths, run.paths, FAULTS_STEPS) == []
 
 
 def save_reward_model(directory: Path) -> None:
