@@ -107,8 +107,9 @@ class OnlineTrainer:
             done = step + 1
             self.timeline.begin_step(done)
             outcome = self.step(step, timer)
-            with timer.phase("generate"):
-                self.rollouts.settle()
+            if self.rollouts.is_ahead:
+                with timer.phase("generate"):
+                    self.rollouts.settle()
             with timer.phase("reshard"):
                 self.publisher.publish(version=done)
             if done < last:
