@@ -25,8 +25,6 @@ COMMON = (
     *("model.config.max_position_embeddings=256", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"),
     *("rollout.micro_batches=1", "engine.batch_size=64", "algorithm.minibatches=1"),
 )
-BOUNDS = {"balanced": 32, "generation": 64, "training": 16}
-"""Response tokens by which phase is the longer."""
 _WARM_UP, _COOL_DOWN = 3, 1
 
 
@@ -41,14 +39,14 @@ def phases(max_staleness: int, steps: int, overrides: tuple[str, ...]) -> dict[s
     return {name: median(step[f"time/{name}"] for step in measured) for name in ("step", "generate", "reshard")}
 
 
-def measure(bound: str, steps: int) -> dict[str, Any]:
+def measure(response_tokens: int, steps: int) -> dict[str, Any]:
     """One comparison's figures."""
-    overrides = (f"rollout.max_response_tokens={BOUNDS[bound]}",)
+    overrides = (f"rollout.max_response_tokens={response_tokens}",)
     apart, together = (phases(max_staleness, steps, overrides) for max_staleness in (0, 1))
     training = apart["step"] - apart["generate"] - apart["reshard"]
     ideal = max(apart["generate"], training)
     return {
-        "bound": bound,
+        "response_tokens": response_tokens,
         "sync_s": apart["step"],
         "generate_s": apart["generate"],
         "train_s": training,
@@ -63,11 +61,11 @@ def measure(bound: str, steps: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (16)")
-    parser.add_argument("--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS), help="which phase is the longer")
+    parser.add_argument("--response-tokens", type=int, nargs="+", default=[32], metavar="N", help="a comparison each (32)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a comparison")
     parsed = parser.parse_args()
-    for bound in parsed.bounds:
-        found = measure(bound, parsed.steps)
+    for response_tokens in parsed.response_tokens:
+        found = measure(response_tokens, parsed.steps)
         shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
         print(json.dumps(shown) if parsed.json else "  ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
     return 0
