@@ -20,6 +20,7 @@ from aligner.resharding.link import Link
 from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.update import WeightUpdate
+from aligner.rollout.services import together
 from aligner.servers.generator_client import GeneratorClient
 
 
@@ -81,8 +82,7 @@ class RemotePublisher:
             self._publisher = self._connect()
         received = self._client.receive(version) if self._client is not None else None
         self._publisher.publish(version)
-        if received is not None:
-            received.result()
+        together(lambda: None if received is None else received.result())
 
     def _connect(self) -> Publisher:
         settings = self._settings
@@ -100,8 +100,7 @@ class RemotePublisher:
             device=self._world.device,
             store_host=self._plan.labels[0],
         )
-        if joined is not None:
-            joined.result()
+        together(lambda: None if joined is None else joined.result())
         return Publisher(
             self._plan,
             link,

@@ -166,7 +166,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
 def connect(config: Config, world: World) -> Services:
     """Clients of the run's servers, on rank 0 alone."""
     if world.rank != 0:
-        return Services(None, None, None)
+        return Services(None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
     endpoints = load_endpoints(paths.endpoints)
     critic = reward = None

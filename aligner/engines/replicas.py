@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from aligner.config.schema import EngineParallel
 from aligner.data.collectives import gather_samples
-from aligner.data.types import Sample
+from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
 
 
@@ -26,10 +26,12 @@ def generate_shared(
     engine: GenerationEngine,
     layout: EngineParallel,
     rank: int,
-    requests: Sequence[GenerationRequest],
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
     options: SamplingOptions,
 ) -> list[Sample]:
-    """One sample per request, in order, on every rank; each replica generates its share. Collective."""
+    """Each prompt's samples in a row, on every rank; each replica generates its share. Collective."""
+    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
     share = -(-len(requests) // layout.data)
     # Every replica takes equally many: the last ones draw the last sample again.
     shared = [*requests, *[requests[-1]] * (share * layout.data - len(requests))]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aligner.config.schema import EngineParallel
-from aligner.data.collectives import broadcast_json, broadcast_samples
+from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import generate_shared
-from aligner.errors import AlignerError
+from aligner.rollout.services import together
 from aligner.servers.generator_client import GeneratorClient
 
 
@@ -43,8 +43,7 @@ class ColocatedSampler:
 
     def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """As `Sampler`."""
-        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-        return generate_shared(self.engine, self.layout, self.rank, requests, options)
+        return generate_shared(self.engine, self.layout, self.rank, prompts, samples_per_prompt, options)
 
     def rest(self) -> None:
         """As `Sampler`."""
@@ -69,15 +68,13 @@ class RemoteSampler:
         """As `Sampler`; raises the server's error on every rank."""
         if self.is_alone and self.client is not None:
             return self.client.generate(prompts, samples_per_prompt, options).result()
-        samples, error = None, None
-        if self.client is not None:
-            try:
-                samples = self.client.generate(prompts, samples_per_prompt, options).result()
-            except AlignerError as problem:
-                error = str(problem)
-        error = broadcast_json(error)
-        if error is not None:
-            raise AlignerError(error)
+        samples: list[Sample] = []
+
+        def ask() -> None:
+            if self.client is not None:
+                samples.extend(self.client.generate(prompts, samples_per_prompt, options).result())
+
+        together(ask)
         return broadcast_samples(samples)
 
     def rest(self) -> None:

@@ -18,7 +18,7 @@ from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import generate_shared, replica_group
 from aligner.megatron.world import join
@@ -75,8 +75,8 @@ class Generator:
             Prompt(id=number, text="", tokens=row[:length])
             for number, row, length in zip(prompt_ids.tolist(), tokens, lengths.tolist(), strict=True)
         ]
-        requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-        return generate_shared(self._engine, self._layout, self._rank, requests, _sampling_options(options))
+        drawn = _sampling_options(options)
+        return generate_shared(self._engine, self._layout, self._rank, prompts, samples_per_prompt, drawn)
 
     def _version(self) -> dict[str, Any]:
         return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
