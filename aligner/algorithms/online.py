@@ -19,7 +19,6 @@ from aligner.algorithms.metrics import (
     update_metrics,
 )
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
-from aligner.algorithms.publishing import Publishes
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
@@ -76,7 +75,6 @@ class OnlineTrainer:
     config: Config
     paths: RunPaths
     policy: Policy
-    publisher: Publishes
     rollouts: Pipeline
     services: Services
     algorithm: OnlineAlgorithm
@@ -88,16 +86,15 @@ class OnlineTrainer:
     evaluator: Evaluator | None
     timeline: Timeline
     _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
-    """A checkpoint that is being written, and its metric."""
+    """A checkpoint that is being written, its position in the data still to be set, and its metric."""
 
     def run(self) -> None:
         """Train from where the run stands to its last step."""
         first = self._resume()
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.timeline.begin_step(first + 1 if first else 0)
-        with self.timeline.span("publish"):
-            self.publisher.publish(version=first)
-        self.rollouts.admit(version=first)
+        with self.timeline.span("snapshot" if self.rollouts.is_ahead else "publish"):
+            self.rollouts.publish(version=first)
         timer = PhaseTimer(listener=self.timeline.add)
         if first == 0:
             evaluated = self._evaluate(0, timer)
@@ -107,13 +104,8 @@ class OnlineTrainer:
             done = step + 1
             self.timeline.begin_step(done)
             outcome = self.step(step, timer)
-            if self.rollouts.is_ahead:
-                with timer.phase("generate"):
-                    self.rollouts.settle()
-            with timer.phase("reshard"):
-                self.publisher.publish(version=done)
-            if done < last:
-                self.rollouts.admit(version=done)
+            with timer.phase("snapshot" if self.rollouts.is_ahead else "reshard"):
+                self.rollouts.publish(version=done, last=done == last)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
             self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
@@ -129,6 +121,7 @@ class OnlineTrainer:
         if self.evaluator is None or not self.evaluator.is_due(step):
             return {}
         with timer.phase("evaluate"):
+            self.rollouts.await_published()
             return self.evaluator.evaluate(step)
 
     def step(self, step: int, timer: PhaseTimer) -> Outcome:
@@ -212,10 +205,10 @@ class OnlineTrainer:
         metric = self.checkpoints.metric(stats)
         with timer.phase("checkpoint"):
             self.policy.begin_save(self.paths.checkpoint(step, "policy"))
-            self.rollouts.save(self.paths.checkpoint(step, "rollouts"), step)
+            self.rollouts.begin_save(step)
             critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
-        self._saving = RunState(step, self.kl_controller.coefficient, updates, self.rollouts.position), metric
+        self._saving = RunState(step, self.kl_controller.coefficient, updates, position=0), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)
 
@@ -227,8 +220,10 @@ class OnlineTrainer:
         with timer.phase("checkpoint"):
             self.policy.finish_save()
             self.services.finish_critic_checkpoint()
+            state, metric = saving
+            state = replace(state, position=self.rollouts.finish_save(self.paths.checkpoint(state.step, "rollouts")))
             if self.recorder is not None:
-                self.checkpoints.commit(*saving)
+                self.checkpoints.commit(state, metric)
                 self.services.keep_critic(critic_states(self.checkpoints.newest()))
                 self.checkpoints.prune()
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from aligner.algorithms.metrics import rollout_metrics
 from aligner.algorithms.online import Outcome, Recorder
 from aligner.algorithms.online_algorithm import best_and_worst
-from aligner.algorithms.publishing import Publishes
 from aligner.config.paths import RunPaths, run_paths
 from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
@@ -21,6 +20,7 @@ from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services
+from aligner.rollout.weights import Publishes
 
 Record = dict[str, Any]
 

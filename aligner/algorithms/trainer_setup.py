@@ -11,7 +11,8 @@ from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.preferences import PairWriter, PreferenceSampler
-from aligner.algorithms.publishing import Publishes, RemotePublisher, build_colocated_publisher
+from aligner.algorithms.publishing import build_colocated_publisher
+from aligner.algorithms.remote_publishing import RemotePublisher
 from aligner.config.access import run_access
 from aligner.config.algorithms import policy_updates
 from aligner.config.endpoints import load_endpoints, replicas
@@ -36,6 +37,7 @@ from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services
+from aligner.rollout.weights import Publishes
 from aligner.servers.client import RewardClient
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.generator_client import GeneratorClient
@@ -90,15 +92,22 @@ def build_trainer(
     options = build_options(config.rollout, shape)
     rollouts = build_rollouts(config, shape, tokenizer, prompts, sampler, services, options)
     ahead = None
-    if world.rank == 0 and config.rollout.max_staleness:
-        alone = RemoteSampler(services.generator, is_alone=True)
+    if world.rank == 0 and isinstance(publisher, RemotePublisher):
+        alone = RemoteSampler(services.generator, publisher, is_alone=True)
         ahead = build_rollouts(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
-    pipeline = Pipeline(rollouts, ahead, services, config.rollout.max_staleness, config.run.steps, shape.pad_token_id)
+    pipeline = Pipeline(
+        rollouts,
+        ahead,
+        publisher,
+        services,
+        config.rollout.max_staleness,
+        config.run.steps,
+        shape.pad_token_id,
+    )
     return OnlineTrainer(
         config=config,
         paths=paths,
         policy=policy,
-        publisher=publisher,
         rollouts=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
@@ -192,11 +201,13 @@ def build_engine_ends(
     listener: SpanListener | None = None,
 ) -> tuple[Sampler, Publishes]:
     """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
-    `listener` is told what a colocated engine tells of.
+    `listener` is told what a colocated engine tells of, and when weights move to the generator.
     """
     if has_generator(config):
         dtype = weight_dtype(config.engine.precision, world.device)
-        return RemoteSampler(client), RemotePublisher(config, shape, world, policy, dtype, client)
+        is_beside = config.rollout.max_staleness > 0  # else the trainer's own phase is the span
+        publisher = RemotePublisher(config, shape, world, policy, dtype, client, listener if is_beside else None)
+        return RemoteSampler(client, publisher), publisher
     engine = build_colocated_engine(config, shape, world, policy, listener)
     sampler = ColocatedSampler(engine, config.engine.parallel, world.rank, config.engine.sleep)
     return sampler, build_colocated_publisher(config, shape, world, policy, engine)

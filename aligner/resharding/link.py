@@ -92,7 +92,8 @@ class Link:
         self.device = device or torch.device("cpu")
         self._store_host = store_host
         self._title = f"link {name!r} (generation {generation})"
-        self._store = PrefixStore(f"{name}/{generation}", store)
+        self._prefix = f"{name}/{generation}"
+        self._store = PrefixStore(self._prefix, store)
         self._broken: str | None = None
         self._agreements = 0
         # gloo ends a group's connections when nothing refers to the group or to an operation of it any more. The traceback
@@ -195,6 +196,13 @@ class Link:
         if self._group is not None and self._nccl:
             self._group.abort()
         self._group = None
+
+    def give_up(self, store: Store) -> None:
+        """Have the agreement under way fail on every rank, since one will not come. From any thread.
+
+        `store` is a client of the link's store that no other thread uses.
+        """
+        PrefixStore(self._prefix, store).compare_set(self._key("decision"), "", "failed")
 
     @property
     def _nccl(self) -> bool:

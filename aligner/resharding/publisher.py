@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
@@ -127,6 +128,13 @@ class Publisher:
             time.perf_counter() - begin,
             verify_seconds if verifies else None,
         )
+
+    def give_up(self, store: Store) -> None:
+        """Have the publish under way fail on every rank, since one will not come. From any thread.
+
+        `store` is a client of the link's store that no other thread uses.
+        """
+        self._link.give_up(store)
 
     def _check_group_bytes(self, update: WeightUpdate) -> None:
         limit = update.group_bytes

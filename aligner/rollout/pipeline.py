@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,8 +22,22 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import PendingRows, Services, together
+from aligner.rollout.weights import Offers, Publishes
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
+
+
+def _thread(name: str) -> Executor:
+    return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A batch that has been drawn."""
+
+    rollout: Rollout
+    position: int
+    """Prompts taken from the stream by then."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class _Batch:
 
     step: int
     """That is to train on it."""
-    rollout: Future[Rollout]
+    drawn: Future[_Drawn]
 
 
 class Pipeline:
@@ -40,104 +54,143 @@ class Pipeline:
 
     Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it, holds no sample admitted at a
     version below v - `max_staleness`. It is kept by admission: batch b is begun when version b - `max_staleness` serves, and
-    no earlier; nothing is discarded. It is also generated to its end under that version, because weights are published only
-    when what was admitted has been generated (`settle`): which weights drew a sample follows from the step alone, not from
-    what took how long.
+    no earlier; nothing is discarded.
 
-    With `max_staleness` 0 a batch is generated when it is taken.
+    The trainer never waits for a publish: it keeps a copy of its weights, and one thread of rank 0 has them served and the
+    batches drawn, one after another: version v, then the batch that it admits, then version v + 1. So a batch is drawn
+    to its end by one version, that of its admission: what draws a sample follows from the step alone, not from what takes how
+    long. With `interrupts` versions are served by a thread of their own, as soon as they are there, also in the middle of a
+    batch.
+
+    Neither side runs away: the generator has work for `max_staleness` steps at most, and the trainer waits when it takes a
+    batch that is not drawn. With `max_staleness` 0 a batch is drawn when it is taken.
     """
 
     def __init__(
         self,
         rollouts: Rollouts,
         ahead: Rollouts | None,
+        weights: Publishes | Offers,
         services: Services,
         max_staleness: int,
         steps: int,
         pad_token_id: int,
+        *,
+        interrupts: bool = False,
+        workers: Callable[[str], Executor] = _thread,
     ) -> None:
-        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0.
+        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0, when `weights`
+        need not be `Offers`.
 
-        No batch of a step from `steps` on is begun.
+        No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
         """
-        self._rollouts, self._ahead, self._services = rollouts, ahead, services
+        self._rollouts, self._ahead, self._weights, self._services = rollouts, ahead, weights, services
         self._max_staleness, self._steps, self._pad_token_id = max_staleness, steps, pad_token_id
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts") if max_staleness and ahead else None
+        self._drawing = workers("rollouts") if max_staleness and ahead else None
+        self._serving = workers("weights") if self._drawing and interrupts else self._drawing
+        self._served: Future[None] | None = None
+        """The newest version's, on rank 0."""
         self._batches: deque[_Batch] = deque()
         """Rank 0's, in the order of their steps."""
         self._next = 0
         """The first step whose batch has not been begun."""
-        self._settled_at = 0
-
-    @property
-    def position(self) -> int:
-        """Prompts taken from the stream by what has been trained on and what a checkpoint would hold."""
-        return self._settled_at if self._max_staleness else self._rollouts.position
+        self._position = 0
+        """Prompts taken from the stream by the batches that were taken."""
+        self._held: list[_Batch] = []
+        """What the checkpoint that was begun holds."""
+        self._held_from = 0
+        """Prompts taken from the stream by the batches before them."""
 
     @property
     def is_ahead(self) -> bool:
         """Whether samples are drawn before their step."""
         return self._max_staleness > 0
 
-    def admit(self, version: int) -> None:
-        """Weights `version` serve: begin the batches that they may draw. Every rank calls it."""
-        if self._thread is None or self._ahead is None:
+    def publish(self, version: int, last: bool = False) -> None:
+        """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.
+
+        Every rank calls it. The `last` version begins none. Where batches are drawn ahead, the weights are copied by the time
+        this returns, and served later.
+        """
+        if not self._max_staleness:
+            self._weights.publish(version)
             return
-        while self._next <= min(version + self._max_staleness, self._steps - 1):
-            self._batches.append(_Batch(self._next, self._thread.submit(self._ahead.take)))
+        weights = cast(Offers, self._weights)
+        weights.offer(version)
+        if self._drawing is None or self._serving is None:
+            return
+        served = self._served = self._serving.submit(weights.serve, version)
+        while not last and self._next <= min(version + self._max_staleness, self._steps - 1):
+            self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served)))
             self._next += 1
 
-    def settle(self) -> None:
-        """Return when all that was admitted is generated. Collective; raises the generator's error on every rank."""
-
-        def settle() -> None:
-            for batch in self._batches:
-                batch.rollout.result()
-
+    def await_published(self) -> None:
+        """Return once the newest weights serve. Collective; raises AlignerError on every rank."""
         if self._max_staleness:
-            together(settle)
-        if self._ahead is not None:
-            self._settled_at = self._ahead.position
+            together(lambda: None if self._served is None else self._served.result())
 
     def take(self) -> Rollout:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
         if not self._max_staleness:
-            return self._rollouts.take()
-        taken: list[Rollout] = []
-        together(lambda: None if self._ahead is None else taken.append(self._batches.popleft().rollout.result()))
-        return self._shared(taken[0] if taken else None)
+            rollout = self._rollouts.take()
+            self._position = self._rollouts.position
+            return rollout
+        taken: list[_Drawn] = []
+        together(lambda: None if self._ahead is None else taken.append(self._batches.popleft().drawn.result()))
+        if taken:
+            self._position = taken[0].position
+        return self._shared(taken[0].rollout if taken else None)
 
     def close(self) -> None:
-        """End the thread, and the engine. Collective."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """End the threads, and the engine. Collective."""
+        for worker in (self._drawing, self._serving):
+            if worker is not None:
+                worker.shutdown(cancel_futures=True)
         self._rollouts.close()
 
-    def save(self, directory: Path, step: int) -> None:
-        """Write the batches of the steps from `step` on that older weights than `step`'s have drawn; rank 0 does.
+    def begin_save(self, step: int) -> None:
+        """A checkpoint of `step` holds the batches of the steps from there on that older weights than `step`'s draw.
 
-        They are generated by now. What the newest weights draw can be drawn again.
+        What the newest weights draw can be drawn again.
         """
-        held = [batch.rollout.result() for batch in self._batches if batch.step < step + self._max_staleness]
-        if not held:
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
-        for place, rollout in enumerate(held):
-            tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(rollout).items()}
-        write_file(directory / _TENSORS, to_bytes(tensors))
-        write_file(directory / _PROMPTS, json.dumps([_to_json(rollout) for rollout in held]))
+        self._held = [batch for batch in self._batches if batch.step < step + self._max_staleness]
+        self._held_from = self._position
+
+    def finish_save(self, directory: Path) -> int:
+        """Write the batches, once they are drawn; rank 0 does.
+
+        Gives the prompts taken from the stream by then. Collective; raises AlignerError on every rank.
+        """
+        return together(lambda: self._write(directory))
 
     def resume(self, directory: Path, step: int, position: int) -> None:
-        """Go on with what `save` wrote for `step`, if anything, and the prompts from `position` on. Collective.
+        """Go on with what was saved for `step`, if anything, and the prompts from `position` on. Collective.
 
         Raises AlignerError when that was drawn further ahead than `max_staleness` allows.
         """
-        self._rollouts.position = self._settled_at = position
+        self._rollouts.position = self._position = position
         self._next = step
         if self._ahead is not None:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
+
+    def _draw(self, served: Future[None]) -> _Drawn:
+        """A batch by the weights that serve then, or later ones."""
+        assert self._ahead is not None, "rank 0 draws"
+        served.result()
+        return _Drawn(self._ahead.take(), self._ahead.position)
+
+    def _write(self, directory: Path) -> int:
+        held, self._held = [batch.drawn.result() for batch in self._held], []
+        if not held:
+            return self._held_from
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        for place, drawn in enumerate(held):
+            tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn.rollout).items()}
+        write_file(directory / _TENSORS, to_bytes(tensors))
+        write_file(directory / _PROMPTS, json.dumps([_to_json(drawn.rollout) for drawn in held]))
+        return held[-1].position
 
     def _read(self, directory: Path, step: int) -> None:
         is_another_ranks = self._max_staleness and self._ahead is None
@@ -154,9 +207,10 @@ class Pipeline:
                 f" ahead; go on with rollout.max_staleness={len(described)} or more"
             )
         for place, prompts in enumerate(described):
-            done: Future[Rollout] = Future()
+            done: Future[_Drawn] = Future()
             parts = {name: tensors[f"{place}.{name}"] for name in ("integers", "logprobs", "scores", "rows")}
-            done.set_result(_from_tensors(parts, [Prompt(**fields, tokens=_NONE) for fields in prompts], self._pad_token_id))
+            rollout = _from_tensors(parts, [Prompt(**fields, tokens=_NONE) for fields in prompts], self._pad_token_id)
+            done.set_result(_Drawn(rollout, self._position))  # what a checkpoint holds were drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
         self._next = step + len(described)
 

@@ -12,6 +12,8 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import generate_shared
 from aligner.rollout.services import together
+from aligner.rollout.weights import Offers
+from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
 
 
@@ -61,24 +63,33 @@ class RemoteSampler:
 
     client: GeneratorClient | None
     """Rank 0's."""
+    weights: Offers
     is_alone: bool = False
     """Whether rank 0 asks for itself, and no other rank calls."""
 
     def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
-        if self.is_alone and self.client is not None:
-            return self.client.generate(prompts, samples_per_prompt, options).result()
+        if self.is_alone:
+            return self._ask(prompts, samples_per_prompt, options)
         samples: list[Sample] = []
-
-        def ask() -> None:
-            if self.client is not None:
-                samples.extend(self.client.generate(prompts, samples_per_prompt, options).result())
-
-        together(ask)
+        together(lambda: samples.extend(self._ask(prompts, samples_per_prompt, options)))
         return broadcast_samples(samples)
+
+    def _ask(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws the same ones."""
+        version = self.weights.served
+        while self.client is not None:
+            try:
+                return self.client.generate(prompts, samples_per_prompt, options, version).result()
+            except RemoteError as error:
+                if error.kind != "WeightsError":
+                    raise
+                version = self.weights.restore()
+        return []
 
     def rest(self) -> None:
         """Nothing: the generator's memory is its own."""
 
     def close(self) -> None:
-        """Nothing: the launcher ends the generator."""
+        """Hang up; the launcher ends the generator."""
+        self.weights.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,11 @@ from aligner.config.endpoints import Endpoint
 from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.servers.client import RemoteClient, RemoteFuture, control
+from aligner.servers.connection import TransportError
 from aligner.servers.protocol import GENERATE, text_array
+
+_REPLACED_S = 10.0
+"""By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
 
 
 class GeneratorClient(RemoteClient):
@@ -27,10 +32,30 @@ class GeneratorClient(RemoteClient):
         self._update_timeout_s = update_timeout_s
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
     ) -> RemoteFuture[list[Sample]]:
         """Each prompt's samples in a row. The same request gives the same samples, so that it may be sent again."""
         return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options)
+
+    def instance(self) -> str:
+        """Which start of it answers."""
+        return str(control(self._replicas.connections[0], self._timeout_s, "health")["instance"])
+
+    def is_another(self, instance: str, start_timeout_s: float) -> bool:
+        """Whether the server has been started again since that start of it; waits where it is gone, or about to be.
+
+        Raises RemoteError when it does not come back within `start_timeout_s`.
+        """
+        deadline = time.monotonic() + _REPLACED_S
+        while time.monotonic() < deadline and not self._closing.is_set():
+            try:
+                if self.instance() != instance:
+                    return True
+            except TransportError:
+                self.wait_ready(start_timeout_s)
+                deadline = time.monotonic() + _REPLACED_S
+            self._closing.wait(0.2)
+        return False
 
     def connect(self, host: str, port: int, generation: int) -> RemoteFuture[dict[str, object]]:
         """Have its ranks join the link whose store is at an address; the trainer's ranks have to join it meanwhile."""

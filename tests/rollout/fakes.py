@@ -19,10 +19,13 @@ class Stream:
 class Digits:
     """Whose responses say which prompt and sample they are, 10 + prompt and 10 + index, drawn by the weights that serve."""
 
-    def __init__(self):
-        self.version = 0
+    def __init__(self, spend=lambda: None):
+        """The second token is drawn when `spend` has returned."""
+        self.version, self.spend = 0, spend
 
     def sample(self, prompts, samples_per_prompt, options):
+        first = self.version
+        self.spend()
         return [
             Sample(
                 prompt.id,
@@ -30,7 +33,7 @@ class Digits:
                 torch.tensor([5, 10 + prompt.id, 10 + index]),
                 1,
                 torch.zeros(2),
-                torch.full((2,), self.version),
+                torch.tensor([first, self.version]),
                 "stop",
             )
             for prompt in prompts
@@ -44,19 +47,23 @@ class Digits:
         pass
 
 
-class Scorers:
-    """Servers that answer at once: a prompt whose id `is_mixed` gets different scores for its samples."""
+def _now(answer):
+    done: Future = Future()
+    done.set_result(answer)
+    return done
 
-    def __init__(self, is_mixed):
-        self.is_mixed = is_mixed
+
+class Scorers:
+    """A server: a prompt whose id `is_mixed` gets different scores for its samples."""
+
+    def __init__(self, is_mixed, answer=None):
+        """`answer` gives the future of an answer; without it they are there at once."""
+        self.is_mixed, self.answer = is_mixed, answer or _now
 
     def ask_scores(self, tokens, lengths, prompt_lengths, metadata):
         ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
-        score: Future = Future()
-        score.set_result(
-            torch.tensor([float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)])
-        )
-        return (score,)
+        scores = [float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)]
+        return (self.answer(torch.tensor(scores)),)
 
     def ask_values(self, tokens, lengths):
         return ()

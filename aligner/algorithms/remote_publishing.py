@@ -1,0 +1,213 @@
+"""The policy's weights to the generator role, beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import Config
+from aligner.data.collectives import broadcast_json
+from aligner.engines.protocol import SpanListener
+from aligner.engines.receiver import plan_between_worlds
+from aligner.errors import AlignerError
+from aligner.megatron.policy import Policy
+from aligner.megatron.world import World
+from aligner.resharding.link import Link
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.snapshots import Snapshots
+from aligner.rollout.services import together
+from aligner.servers.generator_client import GeneratorClient
+
+_POLL = timedelta(seconds=0.2)
+"""How soon a rank that follows sees that it is to end."""
+
+
+class RemotePublisher:
+    """To the generator role, shard to shard, from copies that each rank of the trainer keeps: training goes on meanwhile.
+
+    Rank 0 decides what moves when, from whichever thread wants a version to serve, and announces it in a store that it
+    hosts; a thread of each other rank follows. A copy is kept until a newer version serves, so that a generator that was
+    lost and started again gets the version that it should have.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        world: World,
+        policy: Policy,
+        dtype: torch.dtype,
+        client: GeneratorClient | None,
+        listener: SpanListener | None = None,
+    ) -> None:
+        """Collective. `client` is rank 0's; `dtype` is what the generator's weights are; `listener` is told of every move."""
+        self._settings, self._world, self._client, self._dtype = config.engine, world, client, dtype
+        self._start_timeout_s, self._listener = config.server.start_timeout_s, listener
+        self._timeout = timedelta(seconds=config.engine.update_timeout_s)
+        self._plan = plan_between_worlds(config, shape, dtype.itemsize)
+        self._snapshots = Snapshots(
+            policy.runner.weights.read, self._plan.source.get(world.rank, {}), dtype, device=world.device
+        )
+        host = os.environ["MASTER_ADDR"]
+        store = None if client is None else TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._address: tuple[str, int] = host, broadcast_json(None if store is None else store.port)
+        self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
+        self._publisher: Publisher | None = None
+        """Of the link to the generator's ranks; None where it is not there, or broken."""
+        self._moves = self._links = 0
+        self._serving, self._wanted, self._instance = -1, -1, ""
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._follower: threading.Thread | None = None
+        if client is None:
+            self._follower = threading.Thread(target=self._follow, name="weights")
+            self._follower.start()
+
+    @property
+    def served(self) -> int:
+        """As `Offers`."""
+        return self._serving
+
+    def offer(self, version: int) -> None:
+        """As `Offers`: a copy in memory."""
+        self._snapshots.take(version)
+
+    def publish(self, version: int) -> None:
+        """As `Publishes`."""
+        self.offer(version)
+        together(lambda: self.serve(version) if self._client is not None else None)
+
+    def serve(self, version: int) -> None:
+        """As `Offers`."""
+        with self._lock:
+            self._wanted = max(self._wanted, version)
+            self._bring_up_to_date()
+
+    def restore(self) -> int:
+        """As `Offers`."""
+        with self._lock:
+            self._serving = -1
+            self._bring_up_to_date()
+            return self._serving
+
+    def close(self) -> None:
+        """As `Offers`."""
+        self._closed.set()
+        if self._follower is not None:
+            self._follower.join()
+
+    def _bring_up_to_date(self) -> None:
+        client = self._client
+        assert client is not None, "rank 0 decides what moves"
+        while self._serving < self._wanted:
+            known = self._instance
+            try:
+                self._move_to(client, self._wanted)
+            except AlignerError as error:
+                self._publisher = None
+                if not client.is_another(known or self._instance, self._start_timeout_s):
+                    raise
+                print(f"the generator was lost while weights moved, and gets them again: {error}", flush=True)
+
+    def _move_to(self, client: GeneratorClient, version: int) -> None:
+        """Have the generator take a version, over a new link where the one there was is of another start of it."""
+        instance = client.instance()
+        if self._publisher is None or instance != self._instance:
+            self._publisher, self._instance = None, instance
+            self._links += 1
+            self._announce(link=self._links)
+            joined = client.connect(*self._address, generation=self._links)
+            _both(joined, lambda: self._act(link=self._links))
+        start = time.perf_counter()
+        self._announce(version=version)
+        received = client.receive(version)
+        received.add_done_callback(self._give_up)
+        _both(received, lambda: self._act(version=version))
+        self._serving = version
+        if self._listener is not None:
+            self._listener("publish", start, time.perf_counter())
+
+    def _give_up(self, received: Any) -> None:
+        """No rank of the trainer waits for a generator that has refused, or is gone."""
+        publisher = self._publisher
+        if received.exception() is not None and publisher is not None:
+            with contextlib.suppress(dist.DistError):
+                publisher.give_up(TCPStore(*self._address, is_master=False, timeout=self._timeout))
+
+    def _announce(self, **move: int) -> None:
+        self._store.set(f"move/{self._moves}", json.dumps(move))
+        self._moves += 1
+
+    def _follow(self) -> None:
+        while not self._closed.is_set() and threading.main_thread().is_alive():
+            key = f"move/{self._moves}"
+            try:
+                self._store.wait([key], _POLL)
+            except dist.DistStoreError:
+                continue
+            except dist.DistError:  # rank 0 has ended, and with it the run
+                return
+            self._moves += 1
+            try:
+                self._act(**json.loads(self._store.get(key)))
+            except AlignerError as error:  # rank 0 knows: the link has told it
+                self._publisher = None
+                print(f"weights did not move: {error}", flush=True)
+
+    def _act(self, link: int | None = None, version: int | None = None) -> None:
+        """This rank's part of what was announced. Collective, with the generator's ranks."""
+        if link is not None:
+            self._publisher = self._join(link)
+        elif version is not None:
+            if self._publisher is None:
+                raise AlignerError("there is no link to the generator")
+            self._snapshots.select(version, self._timeout.total_seconds())
+            self._publisher.publish(version)
+            self._snapshots.forget_below(version)
+
+    def _join(self, generation: int) -> Publisher:
+        link = Link(
+            self._store,
+            self._world.rank,
+            self._plan.labels,
+            timeout=self._timeout,
+            device=self._world.device,
+            generation=generation,
+            store_host=self._plan.labels[0],
+        )
+        on_cpu = self._world.device.type == "cpu"
+        return Publisher(
+            self._plan,
+            link,
+            read=self._snapshots.read,
+            begin_update=None,
+            dtype=self._dtype,
+            bucket_bytes=self._settings.bucket_mib << 20,
+            verify_every=self._settings.verify_every,
+            copied=() if on_cpu else self._plan.specs,
+        )
+
+
+def _both(asked: Any, act: Callable[[], None]) -> None:
+    """Act while a server does what it was asked; raises what went wrong at either end."""
+    problem: AlignerError | None = None
+    try:
+        act()
+    except AlignerError as error:
+        problem = error
+    try:
+        asked.result()
+    except AlignerError as error:
+        raise AlignerError(str(error) if problem is None else f"{error}\n{problem}") from error
+    if problem is not None:
+        raise problem
