@@ -1,10 +1,12 @@
-"""Servers killed at random moments of training: does the run end as if nothing had happened, and what does it cost?
+"""Roles killed at random moments of training: does the run end as if nothing had happened, and what does it cost?
 
-An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to a random rank of each of the role's
-servers, at a random moment between the first and the last step. The critic has two ranks. `--role reward` runs two replicas
-and kills both, at moments of their own; `all` kills the critic as well. A run counts as identical when every kill came in time
-for the server to be started again, and its metrics, but for times, and every file of the last checkpoint are the undisturbed
-run's bit for bit. Exits 1 unless all are.
+An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to a random rank of the role, at a random
+moment between the first and the last step. Trainer and critic have two ranks; a generator draws the samples while older ones
+are learned from (`rollout.max_staleness=1`). `--role reward` runs two replicas and kills both, at moments of their own;
+`servers` kills the critic as well, `all` one of each role. A server is started again by the launcher; a trainer that is killed
+ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came in time
+to have an effect, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for bit.
+Exits 1 unless all are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +31,26 @@ from rich.table import Table
 
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
-GROUPS = {"critic": ("critic",), "reward": ("reward", "reward.1"), "all": ("critic", "reward", "reward.1")}
-"""The server groups that are killed for each --role."""
-_CRITIC_RANKS = 2
+GROUPS = {
+    "critic": ("critic",),
+    "reward": ("reward", "reward.1"),
+    "servers": ("critic", "reward", "reward.1"),
+    "generator": ("generator",),
+    "trainer": ("trainer",),
+    "all": ("generator", "reward", "critic", "trainer"),
+}
+"""What is killed for each --role."""
+RANKS = {"trainer": 2, "critic": 2}
+"""Of the groups that have more than one."""
+BESIDE = ("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1")
+"""Samples are drawn beside training."""
 _COMPARED = ("metrics", "policy", "critic", "checkpoint")
 _TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Fault:
-    """SIGKILL to a rank of a server group."""
+    """SIGKILL to a rank of the trainer or of a server group."""
 
     group: str
     rank: int
@@ -47,29 +60,25 @@ class Fault:
     """And so many seconds."""
 
 
-def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, critic_ranks: int = 1) -> list[Fault]:
+def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int]) -> list[Fault]:
     """One fault a group, in the order in which they come, in a run of `steps` steps of about `step_s` seconds."""
     draw = random.Random(seed)
     moments = [(group, draw.randrange(1, steps), draw.uniform(0, step_s)) for group in groups]
-    ranks = {"critic": critic_ranks}
     faults = [Fault(group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
 
 
 @dataclass(frozen=True)
 class Disturbed:
-    """A run whose servers were killed."""
+    """A run of which ranks were killed."""
 
     run: Finished
+    restarts: int
+    """Servers that the launcher has started again, and launches after the first."""
     killed: tuple[tuple[str, int, int, float], ...]
     """Group, rank, steps done by then, and seconds since the launch."""
     faults: Sequence[Fault]
     """What was to be killed."""
-
-    @property
-    def restarts(self) -> int:
-        """Servers that the launcher has started again."""
-        return self.run.out.count("; starting ")
 
     @property
     def in_time(self) -> bool:
@@ -79,16 +88,23 @@ class Disturbed:
 
 def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
     """A run with these faults, to its end. Only processes of this run are killed."""
-    started, killed = time.monotonic(), []
-    with Launch(directory, *overrides) as launch:
-        for fault in faults:
-            launch.wait_for_step_or_end(fault.step)
-            time.sleep(fault.delay_s)
-            with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
-                launch.rank(fault.group, fault.rank).kill()
-                killed.append((fault.group, fault.rank, launch.steps, time.monotonic() - started))
-        run = launch.finish(_TIMEOUT_S)
-    return Disturbed(run, tuple(killed), faults)
+    started, killed, waiting, restarts = time.monotonic(), [], deque(faults), 0
+    while True:
+        ends = False
+        with Launch(directory, *overrides) as launch:
+            while waiting and not ends:
+                fault = waiting.popleft()
+                launch.wait_for_step_or_end(fault.step)
+                time.sleep(fault.delay_s)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
+                    launch.rank(fault.group, fault.rank).kill()
+                    killed.append((fault.group, fault.rank, launch.steps, time.monotonic() - started))
+                    ends = fault.group == "trainer"
+            run = launch.finish(_TIMEOUT_S)
+        restarts += run.out.count("; starting ") + (ends and run.code == 1)
+        if not ends or run.code != 1:
+            return Disturbed(run, restarts, tuple(killed), faults)
+        overrides = (*overrides, "run.resume=true")
 
 
 def training_s(run: Finished) -> float:
@@ -99,12 +115,20 @@ def training_s(run: Finished) -> float:
 def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
     """Whether every run was identical to the undisturbed one; `show` is given each seed's figures."""
     common = (f"run.stop_after={steps}", f"checkpoint.every={max(1, steps // 2)}", "logging.tensorboard=false", "run.name=run")
-    layout = (f"critic.parallel.data={_CRITIC_RANKS}", f"reward.replicas={1 + ('reward.1' in GROUPS[role])}")
+    groups = GROUPS[role]
+    beside = BESIDE if {"trainer", "generator"} & {*groups} else ()
+    ranks = RANKS if beside else {"critic": RANKS["critic"]}
+    layout = (
+        *beside,
+        f"critic.parallel.data={ranks['critic']}",
+        f"actor.parallel.data={ranks.get('trainer', 1)}",
+        f"reward.replicas={1 + ('reward.1' in groups)}",
+    )
     expected = run_to_end(directory / "undisturbed", *common, *layout)
     step_s = expected.metrics[-1]["time/step"]
     identical = True
     for seed in seeds:
-        faults = random_faults(seed, GROUPS[role], steps, step_s, _CRITIC_RANKS)
+        faults = random_faults(seed, groups, steps, step_s, ranks)
         disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout)
         run = disturbed.run
         figures = {
@@ -140,7 +164,7 @@ def table_row(figures: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="whose servers to kill")
+    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="what to kill")
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12, help="training steps of each run")

@@ -73,11 +73,13 @@ class Launch:
         return found
 
     def rank(self, group: str, rank: int) -> psutil.Process:
-        """A rank of a server group. Raises psutil.NoSuchProcess when it has ended."""
+        """A rank of the trainer or of a server group. Raises psutil.NoSuchProcess when it has ended."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 # Triton's helpers inherit the environment, not the command line.
-                if f"role={group}" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                if {"train" if group == "trainer" else f"role={group}"} & {*process.cmdline()} and process.environ().get(
+                    "RANK"
+                ) == str(rank):
                     return process
         raise psutil.NoSuchProcess(-1, f"{group} rank {rank}")
 

@@ -190,7 +190,7 @@ def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed:
 def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    faults = random_faults(FAULTS_SEED, GROUPS["all"], FAULTS_STEPS, step_s=0.4)
+    faults = random_faults(FAULTS_SEED, GROUPS["servers"], FAULTS_STEPS, 0.4, {})
     overrides = (
         f"run.stop_after={FAULTS_STEPS}",
         "checkpoint.every=6",
