@@ -85,8 +85,8 @@ def policy_loss(
     objective: Hilton et al. 2022, "Batch size-invariance for policy optimization"): `old_logprobs` are those
     of the behavior policy, r = exp(logprobs - proximal_logprobs), and a token's term is multiplied by
     `behavior_weights(proximal_logprobs, old_logprobs, …)`, without a gradient. `approx_kl` is then that of the proximal
-    policy, and three more statistics say of the tokens: `importance_mean`, their mean weight, `importance_truncated`,
-    the share whose weight was above the cap, and `behavior_kl`, k3 of the behavior policy against the proximal one.
+    policy, and two more statistics say of the tokens: `importance_mean`, their mean weight, and `importance_truncated`,
+    the share whose weight was above the cap. How far the behavior policy is from the proximal one no update changes.
     Under `behavior_level="sequence"` a row must be whole.
     Raises ValueError for a cap without `proximal_logprobs`, a `dual_clip` below 1, and unknown names.
     """
@@ -110,7 +110,6 @@ def policy_loss(
         terms = importance * terms
         stats["importance_mean"] = total(importance)
         stats["importance_truncated"] = total(above)
-        stats["behavior_kl"] = total(_k3(_difference(proximal_logprobs, old_logprobs, mask)))
     loss = total(terms)
     return loss, _ratio_stats(loss, difference, ratio, clipped < surrogate, mask, total) | stats
 

@@ -35,11 +35,12 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's.
+    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's before the update.
 
     Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
-    engine against the trainer; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over
-    trainer, is off from 1 by more than 1%.
+    engine against the trainer, which is the behavior KL: of the weights that drew each token, however old, against the
+    newest; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over trainer, is off from 1
+    by more than 1%.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
@@ -57,9 +58,14 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
 
 def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
-    """How many weight versions behind the trainer the response tokens were drawn."""
-    lag = (version - batch.weight_versions)[batch.mask].float()
-    return {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    """How many weight versions behind the trainer's, `version`, the response tokens were drawn.
+
+    `staleness/share_<lag>` is the share of the tokens that were so many behind; only lags that occur have one.
+    """
+    lags = (version - batch.weight_versions)[batch.mask]
+    found, counts = (each.tolist() for each in lags.unique(return_counts=True))
+    shares = {f"staleness/share_{lag}": count / lags.numel() for lag, count in zip(found, counts, strict=True)}
+    return {"staleness/mean": float(lags.double().mean()), "staleness/max": float(found[-1])} | shares
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

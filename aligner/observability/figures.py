@@ -26,12 +26,16 @@ _ACTIVITIES = {
     "values": "#a77fb8",
     "train": "#d9822b",
     "critic_train": "#c65b4e",
+    "snapshot": "#2f7a52",
     "publish": "#4a9b6e",
+    "receive": "#9bcbb0",
     "evaluate": "#8c6d5a",
     "checkpoint": "#7f8790",
     "wait": "#dfe2e6",
 }
 _OTHER = "#b4bac2"
+_FRESH, _STALE = "#9cc3e6", "#b0568f"
+_SHARE = "staleness/share_"
 _POINTS, _BARS = 1000, 200
 _UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
 
@@ -103,7 +107,7 @@ PANELS = (
     Panel(
         "mismatch",
         "Mismatch of engine and trainer",
-        {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "KL", "policy/behavior_kl": "behavior KL"},
+        {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "behavior KL"},
         logarithmic=True,
     ),
     Panel("staleness", "Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
@@ -112,16 +116,20 @@ PANELS = (
 
 
 def metric_plots(metrics: Metrics) -> Iterator[Plot]:
-    """A plot of every panel of which something was measured, and one of where the steps' time went."""
+    """A plot of every panel of which something was measured, of the tokens' staleness, and of where the steps' time went."""
     shown, together = thinned(metrics, _POINTS)
     note = f"each point is the mean of {together} steps" if together > 1 else ""
     for panel in PANELS:
         if any(_points(shown, key, panel.logarithmic) for key in panel.metrics):
             yield Plot(panel.key, panel.title, _lines(shown, panel), note)
-    if any("time/step" in record for record in metrics):
-        shown, together = thinned([record for record in metrics if "time/step" in record], _BARS)
+    for key, title, whole, prefix, draw in (
+        ("staleness_shares", "Tokens by staleness, weight versions", "staleness/max", _SHARE, _staleness_shares),
+        ("step_time", "Seconds a step", "time/step", "time/", _step_times),
+    ):
+        shown, together = thinned(_with_every(prefix, [record for record in metrics if whole in record]), _BARS)
         note = f"each bar is the mean of {together} steps" if together > 1 else ""
-        yield Plot("step_time", "Seconds a step", _step_times(shown), note)
+        if shown:
+            yield Plot(key, title, draw(shown), note)
 
 
 def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
@@ -148,6 +156,12 @@ def _mean(records: Metrics) -> dict[str, float]:
     keys = dict.fromkeys(key for record in records for key in record)
     values = {key: [record[key] for record in records if key in record] for key in keys}
     return {key: sum(found) / len(found) for key, found in values.items()} | {"step": records[-1]["step"]}
+
+
+def _with_every(prefix: str, metrics: Metrics) -> Metrics:
+    """The metrics of a prefix, parts of a whole: what a record lacks of what another has is 0 there."""
+    keys = dict.fromkeys(key for record in metrics for key in record if key.startswith(prefix))
+    return [{"step": record["step"], **{key: record.get(key, 0.0) for key in keys}} for record in metrics]
 
 
 def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float]]:
@@ -208,17 +222,31 @@ def _add_band(figure: Figure, metrics: Metrics, key: str, color: str) -> None:
 
 
 def _step_times(metrics: Metrics) -> Figure:
+    phases = [key for key in metrics[0] if key.startswith("time/") and key != "time/step"]
+    seconds = {phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases}
+    rest = [max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics]
+    named = {PHASES.get(phase, phase): values for phase, values in {**seconds, "other": rest}.items()}
+    return _stacked(metrics, named, {name: _ACTIVITIES.get(name, _OTHER) for name in named})
+
+
+def _staleness_shares(metrics: Metrics) -> Figure:
+    from plotly.colors import sample_colorscale
+
+    lags = sorted(int(key.removeprefix(_SHARE)) for key in metrics[0] if key.startswith(_SHARE))
+    percent = {str(lag): [100 * record[f"{_SHARE}{lag}"] for record in metrics] for lag in lags}
+    colors = sample_colorscale([_FRESH, _STALE], [place / max(1, len(lags) - 1) for place in range(len(lags))])
+    figure = _stacked(metrics, percent, dict(zip(percent, colors, strict=True)))
+    return figure.update_yaxes(range=[0, 100], ticksuffix=" %")
+
+
+def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> Figure:
+    """A bar a record, of what its parts add up to."""
     from plotly import graph_objects as go
 
     figure = _figure(barmode="stack", bargap=0.15, showlegend=True)
     steps = [record["step"] for record in metrics]
-    phases = dict.fromkeys(key for record in metrics for key in record if key.startswith("time/") and key != "time/step")
-    seconds = {phase.removeprefix("time/"): [record.get(phase, 0.0) for record in metrics] for phase in phases}
-    rest = [max(0.0, record["time/step"] - sum(record.get(phase, 0.0) for phase in phases)) for record in metrics]
-    for phase, values in {**seconds, "other": rest}.items():
-        name = PHASES.get(phase, phase)
-        color = _ACTIVITIES.get(name, _OTHER)
-        figure.add_trace(go.Bar(x=steps, y=values, name=name, marker={"color": color, "line": {"width": 0}}))
+    for name, values in parts.items():
+        figure.add_trace(go.Bar(x=steps, y=values, name=name, marker={"color": colors[name], "line": {"width": 0}}))
     return figure
 
 

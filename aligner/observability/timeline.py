@@ -102,8 +102,13 @@ class Timeline:
 
 
 def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES) -> Timeline:
-    """The timeline of a rank of a run's role or server group; nothing is written with `logging.timeline=false`."""
+    """The timeline of a rank of a run's role or server group; nothing is written with `logging.timeline=false`.
+
+    A trainer whose engine is the generator's waits for samples, and does not generate them.
+    """
     path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
+    if role == "trainer" and config.engine.placement == "server":
+        names = {**names, "generate": "wait"}
     return Timeline(path if config.logging.timeline else None, names)
 
 

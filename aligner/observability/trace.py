@@ -150,16 +150,16 @@ def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
 
 
 def busy_shares(spans: Iterable[Span], window: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """By role, which share of the window its ranks spent on what, waiting left out; a mean over the ranks."""
+    """By role, the trainer first, which share of the window its ranks spent on what, waiting left out; a mean over ranks."""
     begin, end = window
+    during = [span for span in spans if span.end > begin and span.start < end]
     threads: dict[tuple[str, int, str], list[Span]] = {}
-    for span in spans:
-        if span.end > begin and span.start < end:
-            threads.setdefault((span.role, span.rank, span.thread), []).append(span)
+    for span in during:
+        threads.setdefault((span.role, span.rank, span.thread), []).append(span)
     ranks: dict[tuple[str, int], list[Span]] = {}
     for (role, rank, _), own in threads.items():
         ranks.setdefault((role, rank), []).extend(span for span in innermost(own) if span.name != WAIT)
-    counts = {role: sum(1 for known, _ in ranks if known == role) for role, _ in ranks}
+    counts = {role: sum(1 for known, _ in ranks if known == role) for role in roles_of(during)}
     shares: dict[str, dict[str, float]] = {role: {} for role in counts}
     for (role, _), own in ranks.items():
         for span in innermost(own):

@@ -5,24 +5,56 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.metrics import experience_metrics, update_metrics
-from aligner.data.types import Experience
+from aligner.algorithms.metrics import experience_metrics, staleness_metrics, update_metrics
+from aligner.data.types import Experience, Sample, collate
+
+
+def measured(engine_over_trainer: list[float]) -> dict[str, float]:
+    """The metrics of a response whose tokens the engine has found so many times as probable, with others before and after."""
+    width = len(engine_over_trainer) + 2
+    trainer, nothing = torch.full((1, width), -2.0), torch.zeros(1, width)
+    engine = trainer + torch.tensor([[9.0, *engine_over_trainer, 9.0]]).log()
+    mask = torch.tensor([[False, *[True] * len(engine_over_trainer), False]])
+    tokens, returns = torch.zeros(1, width + 1, dtype=torch.int64), torch.arange(float(width))[None]
+    rows = tokens, torch.tensor([width]), mask, engine, trainer, trainer, nothing, nothing, nothing, returns
+    return experience_metrics(Experience(*rows))
 
 
 def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():
-    ratios = torch.tensor([[9.0, 1.0, 1.009, 1.011, 0.989, 9.0]])  # engine over trainer; the response is the middle four
-    trainer = torch.full((1, 6), -2.0)
-    mask, nothing = torch.tensor([[False, True, True, True, True, False]]), torch.zeros(1, 6)
-    tokens = torch.zeros(1, 7, dtype=torch.int64)
-    engine = trainer + ratios.log()
-    experience = Experience(
-        tokens, torch.tensor([6]), mask, engine, trainer, trainer, nothing, nothing, nothing, torch.arange(6.0)[None]
-    )
-    metrics = experience_metrics(experience)
+    metrics = measured([1.0, 1.009, 1.011, 0.989])
     assert metrics["mismatch/fraction_above_1pct"] == 0.5
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
     assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)
     assert metrics["mismatch/kl"] == pytest.approx(sum(math.exp(-log) - 1 + log for log in logs) / 4, rel=1e-2)
+
+
+def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
+    trainer_over_engine = (2.0, 0.8, 4.0)
+    expected = sum(ratio - 1 - math.log(ratio) for ratio in trainer_over_engine) / 3
+    assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(expected)
+
+
+def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_versions_behind():
+    drawn_by = ([6, 6, 7], [4])  # a sample that new weights came into, and an old one
+    samples = [
+        Sample(
+            prompt_id=0,
+            sample_index=index,
+            tokens=torch.zeros(3 + len(versions), dtype=torch.int64),
+            prompt_length=3,
+            engine_logprobs=torch.zeros(len(versions)),
+            weight_versions=torch.tensor(versions),
+            finish_reason="length",
+        )
+        for index, versions in enumerate(drawn_by)
+    ]
+    assert staleness_metrics(collate(samples, pad_token_id=0), version=7) == {
+        "staleness/mean": (0 + 1 + 1 + 3) / 4,
+        "staleness/max": 3.0,
+        "staleness/share_0": 0.25,
+        "staleness/share_1": 0.5,
+        "staleness/share_3": 0.25,
+    }
 
 
 def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_one_lacks_some():

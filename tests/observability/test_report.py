@@ -24,6 +24,8 @@ from tests.observability.traces import checked_trace
 STEPS = 30
 HOSTILE = "</td><script>alert('sample')</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
 PHASES = {"generate": 0.5, "logprobs": 0.2, "server_wait": 0.1, "train": 0.6, "reshard": 0.05}
+SHARES = ({"staleness/share_0": 1.0}, {"staleness/share_0": 0.25, "staleness/share_1": 0.5, "staleness/share_10": 0.25})
+"""By turns, so that what a step lacks is none."""
 
 
 def begin(root: Path, *overrides: str) -> RunPaths:
@@ -38,14 +40,15 @@ def write_metrics(paths: RunPaths, keys: list[str], steps: int = STEPS) -> None:
     writer = MetricsWriter(paths, tensorboard=False)
     for step in range(1, steps + 1):
         stats = {key: 0.5 + 0.4 * math.sin(step / 5 + place) for place, key in enumerate(keys)}
-        writer.write(step, stats | {f"time/{phase}": seconds for phase, seconds in PHASES.items()} | {"time/step": 1.5})
+        stats |= {f"time/{phase}": seconds for phase, seconds in PHASES.items()} | {"time/step": 1.5}
+        writer.write(step, stats | (SHARES[step % 2] if "staleness/max" in keys else {}))
 
 
 def write_timeline(paths: RunPaths, steps: int) -> None:
-    """A trainer and a critic that begins a step's values while the trainer still generates."""
+    """Two trainers; a critic that begins a step's values while they wait for samples; a generator beside their training."""
     times = iter(range(10_000))
-    files = [paths.timeline / name for name in ("trainer-0.jsonl", "trainer-1.jsonl", "critic-0.jsonl")]
-    first, second, critic = (Timeline(file, clock=lambda: 0.0, wall_clock=lambda: 1.7e9) for file in files)
+    files = [paths.timeline / f"{rank}.jsonl" for rank in ("trainer-0", "trainer-1", "critic-0", "generator-0")]
+    first, second, critic, generator = (Timeline(file, clock=lambda: 0.0, wall_clock=lambda: 1.7e9) for file in files)
     for step in range(1, steps + 1):
         for trainer in (first, second):
             trainer.begin_step(step)
@@ -55,7 +58,9 @@ def write_timeline(paths: RunPaths, steps: int) -> None:
                 trainer.add(name, now, now + 1)
             if name in ("generate", "train"):
                 critic.add({"generate": "values", "train": "critic_train"}[name], now + 0.5, now + 1, rows=8)
-    for timeline in (first, second, critic):
+            if name in ("train", "publish"):
+                generator.add({"train": "generate", "publish": "receive"}[name], now, now + 1, rows=8)
+    for timeline in (first, second, critic, generator):
         timeline.flush()
 
 
@@ -93,7 +98,9 @@ def plots_of(page: str) -> set[str]:
 
 def test_a_browser_draws_every_plot_and_has_nothing_to_complain_of(run: RunPaths, tmp_path: Path) -> None:
     shown, expected = show(run.report, tmp_path), plots(run)
-    assert expected.keys() == {f"plot-{key}" for key in ("utilization", "timeline", "step_time", *(p.key for p in PANELS))}
+    assert expected.keys() == {
+        f"plot-{key}" for key in ("utilization", "timeline", "staleness_shares", "step_time", *(p.key for p in PANELS))
+    }
     assert shown.console == []
     assert shown.traces() == expected
     assert min(shown.colored_pixels().values()) > 100, shown.colored_pixels()
@@ -116,14 +123,34 @@ def test_the_page_asks_for_nothing_from_elsewhere(run: RunPaths) -> None:
 
 def test_the_trace_is_written_with_the_page(run: RunPaths) -> None:
     trace = checked_trace(run.trace)
-    assert {role: len(events) for role, events in trace.items()} == {"trainer": 2 * 5 * STEPS, "critic": 2 * STEPS}
+    assert {role: len(events) for role, events in trace.items()} == {
+        "trainer": 2 * 5 * STEPS,
+        "generator": 2 * STEPS,
+        "critic": 2 * STEPS,
+    }
     assert {event["args"]["step"] for event in trace["critic"]} == set(range(1, STEPS + 1))
 
 
 def test_busy_shares_are_shown_without_what_is_waited(run: RunPaths) -> None:
     utilization = next(iter(timeline_plots(read_spans(run)))).figure
-    assert [note.text.strip() for note in utilization.layout.annotations] == ["<b>20 %</b>", "<b>80 %</b>"]
-    assert [bar.name for bar in utilization.data] == ["generate", "logprobs", "values", "train", "critic_train", "publish"]
+    assert [note.text.strip() for note in utilization.layout.annotations] == ["<b>20 %</b>", "<b>40 %</b>", "<b>80 %</b>"]
+    assert [bar.name for bar in utilization.data] == [
+        *("generate", "logprobs", "values", "train", "critic_train", "publish", "receive")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        (1, {"0": [25, 100] * 15, "1": [50, 0] * 15, "10": [25, 0] * 15}),
+        (10, {"0": [62.5] * 150, "1": [25] * 150, "10": [12.5] * 150}),  # each bar is the mean of two steps
+    ],
+)
+def test_the_tokens_of_every_step_add_up_whichever_staleness_it_lacks(
+    run: RunPaths, times: int, expected: dict[str, list[float]]
+) -> None:
+    shares = next(plot for plot in metric_plots(read_metrics(run.metrics) * times) if plot.key == "staleness_shares")
+    assert {bar.name: list(bar.y) for bar in shares.figure.data} == expected
 
 
 def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> None:
