@@ -6,6 +6,9 @@ included; exits 1 unless all do.
 `--off-policy` is another study, in the small, after "Asynchronous RLHF" (Noukhovitch et al. 2024, section 3): the samples of N
 minibatches are drawn at once, so that the last update of a step is N - 1 updates off-policy, at the same number of samples and
 updates in all. `--figure FILE.svg` draws it (needs matplotlib: the figures extra).
+
+`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples up to 1 and 4 versions old.
+It exits 1 unless every such run ends within 0.05 of its algorithm's run in turn.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from benchmarks.runs import REPOSITORY, run_to_end
 EXPERIMENT = "arithmetic"
 OFF_POLICY = ("ppo", "rloo", "proximal_rloo", "online_dpo")
 MINIBATCHES = (1, 4, 16)
+BESIDE = ("online_dpo", "ppo_decoupled", "dapo")
+STALENESS = (0, 1, 4)
+_CLOSE = 0.05
 _PROMPTS = 64
 """Prompts of one optimizer step in the off-policy study."""
 
@@ -79,6 +85,20 @@ def off_policy(algorithms: Sequence[str], updates: int, seeds: int, timeout_s: f
                 yield {"minibatches": count, "seed": seed} | measure(algorithm, overrides, timeout_s)
 
 
+def beside(algorithms: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Generation in turn with training and beside it, a run at a time."""
+    for algorithm in algorithms:
+        for max_staleness in STALENESS:
+            overrides = ("engine.placement=server", f"rollout.max_staleness={max_staleness}")
+            yield {"max_staleness": max_staleness} | measure(algorithm, overrides, timeout_s)
+
+
+def are_close(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether every run beside training ends where its algorithm's run in turn does."""
+    in_turn = {row["algorithm"]: row["pass_at_1_after"] for row in rows if row["max_staleness"] == 0}
+    return all(abs(row["pass_at_1_after"] - in_turn[row["algorithm"]]) <= _CLOSE for row in rows)
+
+
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """The figures, a row a run."""
     shown = Table(title=title, title_justify="left")
@@ -111,10 +131,11 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of the study")
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of a study")
     parser.add_argument("--gain", type=float, default=0.25, help="pass@1 that a run must gain (0.25)")
     parser.add_argument("--minutes", type=float, default=4.0, help="in which it must (4)")
     parser.add_argument("--off-policy", action="store_true", help="run the off-policy study instead")
+    parser.add_argument("--beside", action="store_true", help="run the study of generation beside training instead")
     parser.add_argument("--updates", type=int, default=96, help="optimizer steps of a run of the study (96)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point of the study (1)")
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the study")
@@ -123,6 +144,8 @@ def main() -> int:
     timeout_s = 60 * max(parsed.minutes, 1) * 3  # a first run trains the start too
     if parsed.off_policy:
         runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, parsed.seeds, timeout_s)
+    elif parsed.beside:
+        runs = beside(parsed.algorithms or BESIDE, timeout_s)
     else:
         measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)  # what all start from
         runs = (measure(algorithm, (), timeout_s) for algorithm in parsed.algorithms or online_algorithms())
@@ -135,6 +158,8 @@ def main() -> int:
         Console().print(table(rows, f"{EXPERIMENT}, greedy, held-out sums"))
     if parsed.figure:
         draw(rows, parsed.figure)
+    if parsed.beside:
+        return 0 if are_close(rows) else 1
     reached = [row["gain"] >= parsed.gain and row["wall_s"] <= 60 * parsed.minutes for row in rows]
     return 0 if parsed.off_policy or all(reached) else 1
 

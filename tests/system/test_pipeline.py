@@ -1,26 +1,39 @@
-"""The engine as a role of its own, which draws samples while steps train."""
+"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run when roles are killed."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
+from benchmarks.faults import BESIDE, GROUPS, random_faults, run_disturbed
+from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to_end
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+STEPS, SEED = 6, 0
+OVERRIDES = (*BESIDE, "actor.parallel.data=2", f"run.stop_after={STEPS}", "checkpoint.every=2", "logging.tensorboard=false")
 
 
-def test_a_run_with_samples_ahead_is_resumed_with_the_same_ones(tmp_path: Path) -> None:
-    """Samples one version old, of two ranks that train and one that generates."""
-    overrides = ("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "run.stop_after=4")
-    overrides += ("actor.parallel.data=2", "engine.parallel.data=1", "checkpoint.every=2")
-    whole = run_to_end(tmp_path / "whole", *overrides)
-    assert [step["staleness/max"] for step in whole.metrics] == [0, 1, 1, 1]
-    assert [step["staleness/mean"] for step in whole.metrics] == [0, 1, 1, 1]
-    killed = tmp_path / "killed" / "whole"  # the same run.name: checkpoints hold it
-    shutil.copytree(whole.paths.root, killed, ignore=shutil.ignore_patterns("step_4", "logs"))
-    resumed = run_to_end(killed, *overrides, "run.resume=true")
-    assert repeatable(resumed.metrics) == repeatable(whole.metrics)
-    assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of two ranks that train and one that generates."""
+    return run_to_end(tmp_path_factory.mktemp("undisturbed") / "run", *OVERRIDES)
+
+
+def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: Finished) -> None:
+    assert [step["staleness/max"] for step in undisturbed.metrics] == [0, *[1] * (STEPS - 1)]
+    assert [step["staleness/mean"] for step in undisturbed.metrics] == [0, *[1] * (STEPS - 1)]
+    assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in undisturbed.metrics)
+
+
+def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
+    """And trains on the same samples in the same order: the trainer is killed too, and the run resumed."""
+    faults = random_faults(SEED, GROUPS["all"], STEPS, 0.4, {"trainer": 2})
+    disturbed = run_disturbed(tmp_path / "run", faults, *OVERRIDES)
+    run = disturbed.run
+    assert run.code == 0, run.report()
+    assert [kill[0] for kill in disturbed.killed] == [fault.group for fault in faults], run.report()
+    assert disturbed.in_time, run.report()
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
+    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
