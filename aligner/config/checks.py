@@ -160,6 +160,11 @@ def _engine_ranks(config: Config, shape: ModelShape) -> Iterator[str]:
 def _engine_update(config: Config) -> Iterator[str]:
     if config.rollout.max_staleness:
         yield from _staleness(config)
+    elif config.engine.in_flight == "interrupt":
+        yield (
+            "engine.in_flight=interrupt: nothing is under way when weights come with rollout.max_staleness=0; give"
+            " engine.in_flight=finish, or rollout.max_staleness of at least 1"
+        )
     if config.engine.placement == "server":
         yield from _generator(config)
     if config.engine.update != "shared":

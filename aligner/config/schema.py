@@ -332,6 +332,12 @@ class Engine:
         " trainer's tensors themselves",
         choices=("atomic", "in_place", "shared"),
     )
+    in_flight: str = option(
+        "finish",
+        "what new weights do to responses under way (placement=server); finish: wait for them; interrupt: have them go on from"
+        " the tokens that they have, under the new weights",
+        choices=("finish", "interrupt"),
+    )
     update_timeout_s: float = option(300.0, "an update that takes longer names the missing rank and fails", minimum=1)
     verify_every: int = option(
         0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -94,12 +95,20 @@ class Generation(Protocol):
         ...
 
 
+def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:
+    """Take `steps`, or all that there are; the responses that they completed, by their places among the requests."""
+    samples: dict[int, Sample] = {}
+    for _ in itertools.count() if steps is None else range(steps):
+        if generation.done:
+            break
+        samples |= generation.step()
+    return samples
+
+
 def run(generation: Generation, count: int) -> list[Sample]:
     """Step until every one of `count` requests is answered; their samples, in order. A failure drops the rest."""
-    samples: dict[int, Sample] = {}
     try:
-        while not generation.done:
-            samples |= generation.step()
+        samples = advance(generation)
     finally:
         generation.cancel()
     return [samples[index] for index in range(count)]

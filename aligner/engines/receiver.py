@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -10,11 +11,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Config
 from aligner.config.weights import weight_table
-from aligner.engines.protocol import GenerationEngine
+from aligner.engines.protocol import GenerationEngine, InFlight
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.update import WeightUpdate
 
 
 def plan_between_worlds(config: Config, shape: ModelShape, itemsize: int) -> TransferPlan:
@@ -54,7 +56,7 @@ class WeightReceiver:
             self._plan,
             link,
             read=None,
-            begin_update=self._engine.begin_update,
+            begin_update=self._begin_update,
             dtype=self._engine.weight_dtype,
             bucket_bytes=self._settings.bucket_mib << 20,
             verify_every=self._settings.verify_every,
@@ -66,3 +68,6 @@ class WeightReceiver:
         if self._publisher is None:
             raise AlignerError("the generator is not connected to the trainer: connect comes first")
         self._publisher.publish(version)
+
+    def _begin_update(self, version: int) -> WeightUpdate:
+        return self._engine.begin_update(version, cast(InFlight, self._settings.in_flight))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Handler = Callable[..., Any]
-"""Called with the command's tensors and arguments by keyword, on every rank."""
+"""Called with the command's tensors and arguments by keyword, on every rank. May be a generator, which yields None."""
 _H = TypeVar("_H", bound=Handler)
 
 
@@ -119,6 +119,17 @@ def joined_by(join: Join) -> Callable[[_H], _H]:
 def joins_of(handlers: Mapping[str, Handler]) -> dict[str, Join]:
     """How each op's commands are joined, for the ops whose handlers are marked."""
     return {op: handler.join for op, handler in handlers.items() if hasattr(handler, "join")}
+
+
+def runs_at_pauses(handler: _H) -> _H:
+    """Mark a handler: commands of its op may run in the middle of another one, where that pauses."""
+    handler.runs_at_pauses = True  # type: ignore[attr-defined]
+    return handler
+
+
+def ops_at_pauses(handlers: Mapping[str, Handler]) -> frozenset[str]:
+    """The ops whose handlers are marked so."""
+    return frozenset(op for op, handler in handlers.items() if getattr(handler, "runs_at_pauses", False))
 
 
 def take_together(waiting: deque[Command], joins: Mapping[str, Join], budget: int) -> list[Command]:

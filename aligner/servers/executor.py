@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError, UnavailableError
 from aligner.observability.timeline import Timeline
-from aligner.servers.commands import Command, Handler, joins_of, rows_of, take_together
+from aligner.servers.commands import Command, Handler, joins_of, ops_at_pauses, rows_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
@@ -40,6 +40,9 @@ class SpmdExecutor:
     An AlignerError that every rank raises goes to the command's caller, and the world goes on; anything else ends the
     world, because its ranks may have parted ways. Ranks wait for each other in gloo, whatever the model computes in.
     Commands run in the order of their arrival; alike ones that wait next to each other run as one where `joined_by` says how.
+
+    A handler may be a generator, whose return value is the result. Each `yield` is a pause at which every rank has come
+    equally far: what waits then, and is marked `runs_at_pauses`, runs there, ahead of what is not.
     """
 
     def __init__(
@@ -55,11 +58,11 @@ class SpmdExecutor:
     ) -> None:
         """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s` must be well below it.
 
-        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat, and ends the
-        world by raising. What this rank computes is a span of the `timeline`, by its op.
+        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat, between two
+        commands, and ends the world by raising. What this rank computes is a span of the `timeline`, by its op.
         """
         self._handlers = dict(handlers)
-        self._joins = joins_of(handlers)
+        self._joins, self._at_pauses = joins_of(handlers), ops_at_pauses(handlers)
         self._batch_tokens = batch_tokens
         self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
@@ -103,7 +106,8 @@ class SpmdExecutor:
     def shutdown(self) -> None:
         """Refuse new commands, finish those taken for up to `drain_s`, then end `run` on every rank.
 
-        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it.
+        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it. What waits for
+        its pauses runs at them for up to `drain_s`.
         """
         if self._stop_by is None:
             self._stop_by = time.monotonic() + self._drain_s
@@ -134,7 +138,11 @@ class SpmdExecutor:
         self._send_and_execute(Command(_SHUTDOWN))
 
     def _is_drained(self) -> bool:
-        return self._stop_by is not None and (not self._waiting or time.monotonic() >= self._stop_by)
+        return self._is_overdue() or (self._stop_by is not None and not self._waiting)
+
+    def _is_overdue(self) -> bool:
+        """Whether a stop was asked for, and the time to finish what was taken is over."""
+        return self._stop_by is not None and time.monotonic() >= self._stop_by
 
     def _take(self) -> list[Command]:
         """The next command with those that can run with it; nothing after a short wait."""
@@ -146,6 +154,17 @@ class SpmdExecutor:
                 if commands := [each for each in commands if _is_wanted(each)]:
                     return commands
             return []
+
+    def _take_at_pause(self) -> Command | None:
+        """The next command that runs at pauses, if any waits."""
+        if not self._waiting or self._is_overdue():
+            return None
+        with self._arrived:
+            for command in [each for each in self._waiting if each.op in self._at_pauses]:
+                self._waiting.remove(command)
+                if _is_wanted(command):
+                    return command
+        return None
 
     def _answer(self, commands: list[Command]) -> None:
         """Run the commands as one; where that is refused, they are next one by one: the refusal may be about one of them."""
@@ -176,10 +195,14 @@ class SpmdExecutor:
     def _follow(self) -> None:
         op = ""
         while op != _SHUTDOWN:
-            command = self._receive()
-            op = command.op
-            with contextlib.suppress(_AgreedError):  # rank 0 tells it
-                self._run_handler(command)
+            op = self._follow_once()
+
+    def _follow_once(self) -> str:
+        """Run the command that rank 0 sends, and say which it was."""
+        command = self._receive()
+        with contextlib.suppress(_AgreedError):  # rank 0 tells it
+            self._run_handler(command)
+        return command.op
 
     def _run_handler(self, command: Command) -> Any:
         if command.op in (_HEARTBEAT, _SHUTDOWN):
@@ -189,19 +212,51 @@ class SpmdExecutor:
         try:
             with self._timeline.span(command.op, **rows_of(command)):
                 result = self._handlers[command.op](**command.tensors, **command.arguments)
+                if isinstance(result, Generator):
+                    result = self._run_with_pauses(command.op, result)
         except AlignerError as raised:
             error = raised
         self._timeline.flush()
-        if self._group is not None:
-            failed = torch.tensor([int(error is not None)])
-            dist.all_reduce(failed, group=self._group)
-            if 0 < int(failed) < self._size:
-                raise RuntimeError(
-                    f"{command.op}: {int(failed)} of {self._size} ranks refused it, this one: {error}"
-                ) from error
+        self._agree(command.op, error=error)
         if error is not None:
             raise error if self._rank == 0 else _AgreedError from error
         return result
+
+    def _run_with_pauses(self, op: str, steps: Generator[None, None, Any]) -> Any:
+        """What the generator returns; other commands run at its pauses."""
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value
+                self._pause(op)
+
+    def _pause(self, op: str) -> None:
+        """Run what waits for a pause of `op`, one by one."""
+        while True:
+            command = self._take_at_pause() if self._rank == 0 else None
+            if not self._agree(op, pausing=True, is_next=command is not None):
+                return
+            if command is None:
+                self._follow_once()
+                continue
+            outer, self._running = self._running, [*self._running, command]
+            self._answer([command])
+            self._running = outer
+
+    def _agree(self, op: str, *, pausing: bool = False, error: AlignerError | None = None, is_next: bool = False) -> bool:
+        """Every rank has come to a pause of the command, or to its end by the same way; whether rank 0 says `is_next`."""
+        if self._group is None:
+            return is_next
+        counts = torch.tensor([error is not None, pausing, is_next], dtype=torch.int64)
+        dist.all_reduce(counts, group=self._group)
+        failed, paused, following = counts.tolist()
+        if 0 < failed < self._size:
+            raise RuntimeError(f"{op}: {failed} of {self._size} ranks refused it, this one: {error}") from error
+        if 0 < paused < self._size:
+            raise RuntimeError(f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}")
+        return bool(following)
 
     def _send(self, command: Command) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}

@@ -20,13 +20,16 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
-from aligner.engines.replicas import generate_shared, replica_group
+from aligner.engines.replicas import SamplesInParts, generate_in_parts, replica_group
 from aligner.megatron.world import join
-from aligner.servers.commands import Handler
+from aligner.servers.commands import Handler, runs_at_pauses
 from aligner.servers.host import Serve
-from aligner.servers.protocol import GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, array_text
+from aligner.servers.protocol import GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 
+_STEPS_A_PART = 8
+"""Engine steps between two looks at what waits: weights wait for a fraction of a second at most, and the ranks' agreement, a
+message or two of a few bytes, is lost among so many passes through the model."""
 _OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
 
 
@@ -58,6 +61,7 @@ class Generator:
 
     def __init__(self, config: Config, engine: GenerationEngine, receiver: WeightReceiver, rank: int) -> None:
         self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
+        self._steps = _STEPS_A_PART if config.engine.in_flight == "interrupt" else None
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -69,22 +73,35 @@ class Generator:
         return {GENERATE: lambda arrays: _answer(caller, arrays)}
 
     def _generate(
-        self, tokens: Tensor, lengths: Tensor, prompt_ids: Tensor, samples_per_prompt: int, options: Mapping[str, Any]
-    ) -> list[Sample]:
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_ids: Tensor,
+        samples_per_prompt: int,
+        options: Mapping[str, Any],
+        weight_version: int | None,
+    ) -> SamplesInParts:
+        served = self._engine.version
+        if weight_version is not None and (served is None or served < weight_version):
+            serves = "no weights" if served is None else f"weights version {served}"
+            raise WeightsError(f"the generator serves {serves}, wanted: version {weight_version} or newer")
         prompts = [
             Prompt(id=number, text="", tokens=row[:length])
             for number, row, length in zip(prompt_ids.tolist(), tokens, lengths.tolist(), strict=True)
         ]
         drawn = _sampling_options(options)
-        return generate_shared(self._engine, self._layout, self._rank, prompts, samples_per_prompt, drawn)
+        return generate_in_parts(self._engine, self._layout, self._rank, prompts, samples_per_prompt, drawn, self._steps)
 
+    @runs_at_pauses
     def _version(self) -> dict[str, Any]:
         return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
 
+    @runs_at_pauses
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
         self._receiver.connect(host, port, generation)
         return {"status": "connected"}
 
+    @runs_at_pauses
     def _receive(self, version: int) -> dict[str, Any]:
         self._receiver.receive(version)
         return {"status": "received", "version": version}
@@ -100,7 +117,8 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
         "lengths": tensor(arrays["sequence_lengths"])[:, 0],
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
-    return _arrays(caller("generate", request, samples_per_prompt=count, options=options))
+    version = int(arrays["weight_version"][0]) if "weight_version" in arrays else None
+    return _arrays(caller("generate", request, samples_per_prompt=count, options=options, weight_version=version))
 
 
 def _parsed_options(text: str) -> dict[str, Any]:

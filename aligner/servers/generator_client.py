@@ -23,6 +23,16 @@ _REPLACED_S = 10.0
 """By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class GeneratorState:
+    """What there is to know of a generator."""
+
+    instance: str
+    """The name of its start; a generator that is started anew has another one, and no weights."""
+    version: int | None
+    """Of the weights that it serves, if any."""
+
+
 class GeneratorClient(RemoteClient):
     """The generator."""
 
@@ -31,11 +41,20 @@ class GeneratorClient(RemoteClient):
         super().__init__("generator", [endpoint], access, timeout_s, max_batch_size=0)
         self._update_timeout_s = update_timeout_s
 
+    def state(self) -> GeneratorState:
+        """Which start of the generator answers, and what it serves. Raises RemoteError when none does in time."""
+        told = self._retried(lambda connection, left: control(connection, left, "version"))
+        return GeneratorState(told["instance"], None if told["version"] < 0 else told["version"])
+
     def generate(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
     ) -> RemoteFuture[list[Sample]]:
-        """Each prompt's samples in a row. The same request gives the same samples, so that it may be sent again."""
-        return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options)
+        """Each prompt's samples in a row, begun by the weights `weight_version` or newer ones.
+
+        Where older ones or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the same
+        request gives the same samples, so that it may be sent again.
+        """
+        return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options, weight_version)
 
     def instance(self) -> str:
         """Which start of it answers."""
@@ -70,24 +89,31 @@ class GeneratorClient(RemoteClient):
             self._parallel, lambda: control(self._replicas.connections[0], self._update_timeout_s, op, **arguments)
         )
 
-    def _generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
-        arrays = request_arrays(prompts, samples_per_prompt, options)
+    def _generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None
+    ) -> list[Sample]:
+        arrays = request_arrays(prompts, samples_per_prompt, options, weight_version)
         return response_samples(prompts, samples_per_prompt, self._infer(GENERATE, arrays))
 
 
-def request_arrays(prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> dict[str, NDArray]:
+def request_arrays(
+    prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
+) -> dict[str, NDArray]:
     """A request for samples, as the endpoint takes it."""
     lengths = [prompt.tokens.numel() for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : lengths[row]] = prompt.tokens
-    return {
+    arrays = {
         "tokens": tokens.numpy(),
         "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
         "prompt_ids": np.array([[prompt.id] for prompt in prompts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
+    if weight_version is not None:
+        arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
+    return arrays
 
 
 def response_samples(prompts: Sequence[Prompt], samples_per_prompt: int, answer: Mapping[str, NDArray]) -> list[Sample]:

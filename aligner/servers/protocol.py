@@ -27,6 +27,10 @@ class InstanceError(AlignerError):
     """A request for another start of this server: what its sender relies on may be gone. Nothing has changed by it."""
 
 
+class WeightsError(AlignerError):
+    """A request that the weights which serve are too old for. Nothing has changed by it; newer ones may come."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of an endpoint. A dimension is a number or a name: B rows, S tokens, S-1 token transitions."""
@@ -119,6 +123,7 @@ GENERATE = EndpointSpec(
         TensorSpec("prompt_ids", np.int64, ("B", 1)),
         TensorSpec("samples_per_prompt", np.int64, (1,)),
         TensorSpec("options", np.bytes_, (1,)),
+        TensorSpec("weight_version", np.int64, (1,), optional=True),
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),

@@ -36,6 +36,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["engine.kv_cache_mib=1", "data.max_prompt_tokens=2000", "model.config.max_position_embeddings=4096"],
             "engine.kv_cache_mib=1: keys and values of the longest sequence",
         ),
+        (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: nothing is under way when weights come"),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),
         (["actor.optimizer.min_learning_rate=1"], "actor.optimizer.min_learning_rate=1.0: it is above"),

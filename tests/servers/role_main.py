@@ -58,7 +58,19 @@ class SlowModel(TinyValueModel):
         return super().values(tokens, lengths)
 
 
+def serve_generator(run_directory: str, ports: Ports) -> None:
+    from aligner.config.compose import compose_config
+    from aligner.servers import generator
+
+    config = compose_config([*os.environ["OVERRIDES"].split(), f"run.dir={run_directory}"])
+    config.engine.ports = ports
+    generator.serve_generator(config)
+
+
 def main(role: str, run_directory: str, *ports: str) -> None:
+    if role == "generator":
+        serve_generator(run_directory, Ports(*map(int, ports)))
+        return
     config = Config()
     config.run.dir = run_directory
     config.server.max_batch_size = 16

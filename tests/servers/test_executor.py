@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 import threading
 import time
+import zlib
 from collections import deque
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import AlignerError, UnavailableError
-from aligner.servers.commands import Command, RowJoin, joined_by, take_together
+from aligner.servers.commands import Command, RowJoin, joined_by, runs_at_pauses, take_together
 from aligner.servers.executor import ServerStopping, SpmdExecutor
 
 UNAVAILABLE, SLOWLY_REFUSED = 99, -99
@@ -19,6 +21,38 @@ class Ranks:
     """Handlers that all ranks must run together: each has a collective in it."""
 
     described = 0
+
+    def __init__(self):
+        self.begun = []
+
+    def note(self, op, number):
+        """All ranks are at the same place of the same command, and have been at the same ones before."""
+        self.begun.append((op, number))
+        here = torch.tensor([len(self.begun), zlib.crc32(op.encode()), number])
+        everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, here)
+        assert all(torch.equal(here, there) for there in everywhere)
+
+    def plain(self, number):
+        self.note("plain", number)
+        return number
+
+    def long(self, number, parts, refuses=False, rank=None, seconds=0.001):
+        self.note("long", number)
+        for part in range(parts if rank in (None, dist.get_rank()) else 1):
+            yield
+            self.note(f"long/{part}", number)
+            time.sleep(seconds)
+        if refuses:
+            raise AlignerError(f"{number} is refused")
+        return number
+
+    @runs_at_pauses
+    def short(self, number, refuses=False):
+        self.note("short", number)
+        if refuses:
+            raise AlignerError(f"{number} is refused")
+        return number
 
     def double(self, tokens, lengths):
         if (tokens < 0).any():
@@ -54,14 +88,16 @@ class Ranks:
         if dist.get_rank() == 1:
             raise AlignerError("only here")
 
+    @runs_at_pauses
     def crash(self):
         raise ZeroDivisionError("a bug")
 
 
-def run_world(conversation, drain_s=0.0, timeout_s=60.0):
+def run_world(conversation, drain_s=0.0, timeout_s=60.0, ranks=None):
     """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the world)."""
-    ranks = Ranks()
-    handlers = {name: getattr(ranks, name) for name in ("double", "describe", "slow", "count", "quarrel", "crash")}
+    ranks = ranks or Ranks()
+    names = ("double", "describe", "slow", "count", "quarrel", "crash", "plain", "long", "short")
+    handlers = {name: getattr(ranks, name) for name in names}
     executor = SpmdExecutor(handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3, collective_timeout_s=timeout_s)
     answers = []
 
@@ -271,6 +307,94 @@ def hasty_world():
 def test_a_stopping_world_finishes_what_it_has_taken_for_as_long_as_it_may(pool):
     assert pool.run(drained_world, 2)[0] == ([["NoneType"] * 3], None)
     assert pool.run(hasty_world, 2)[0] == ([["NoneType", "ServerStopping", "ServerStopping"]], None)
+
+
+def schedules(executor):
+    """For each seed the commands sent, at any moments: op, number, what came of it."""
+    told = []
+    for seed in range(4):
+        chance, sent = random.Random(seed), []
+        for number in range(100 * seed, 100 * seed + 40):
+            op, refuses = chance.choice(("plain", "long", "short", "short")), chance.random() < 0.2
+            about = {"plain": {}, "long": {"parts": chance.randrange(5), "refuses": refuses}, "short": {"refuses": refuses}}
+            sent.append((op, number, executor.submit(op, number=number, **about[op])))
+            if chance.random() < 0.3:
+                time.sleep(chance.random() * 0.005)
+        told.append([(op, number, str(future.exception(10) or future.result())) for op, number, future in sent])
+    return told
+
+
+def scheduled_world():
+    ranks = Ranks()
+    return run_world(schedules, ranks=ranks), ranks.begun
+
+
+def test_whatever_arrives_when_ranks_stay_in_step_and_only_what_may_overtakes(pool):
+    ((told,), ended), begun = pool.run(scheduled_world, 2)[0]
+    assert ended is None
+    place = {one: at for at, one in enumerate(begun)}
+    overtaken = between = 0
+    for sent in told:
+        assert all(outcome in (str(number), f"{number} is refused") for _, number, outcome in sent)
+        for at, (op, number, _) in enumerate(sent):
+            for later, later_number, _ in sent[at + 1 :]:
+                overtakes = place[later, later_number] < place[op, number]
+                assert not overtakes or (later == "short" and op != "short")
+                overtaken += overtakes
+        for number in [number for op, number, _ in sent if op == "long"]:
+            parts = [at for (op, of), at in place.items() if of == number and op.startswith("long")]
+            inside = [begun[at][0] for at in range(parts[0], parts[-1]) if begun[at][1] != number]
+            assert set(inside) <= {"short"}
+            between += len(inside)
+    assert overtaken and between  # or the schedules show nothing
+
+
+def part(executor):
+    return executor.submit("long", number=1, parts=3, rank=0).result(10)
+
+
+def parted_world():
+    return run_world(part)
+
+
+def test_ranks_of_which_some_pause_and_some_do_not_end_the_world(pool):
+    for _, ended in pool.run(parted_world, 2):
+        assert "long: 1 of 2 ranks go on with it" in ended
+
+
+def fail_at_a_pause(executor):
+    executor.submit("slow", seconds=0.2)
+    outer, inner = executor.submit("long", number=1, parts=2), executor.submit("crash")
+    return [type(future.exception(10)).__name__ for future in (outer, inner)]
+
+
+def failing_world():
+    return run_world(fail_at_a_pause)
+
+
+def test_a_bug_at_a_pause_leaves_neither_caller_waiting(pool):
+    assert pool.run(failing_world, 2)[0] == ([["ServerFailed", "ServerFailed"]], "ZeroDivisionError: a bug")
+
+
+def stop_in_the_middle(executor):
+    long = executor.submit("long", number=1, parts=2, seconds=0.2)
+    time.sleep(0.1)
+    short = executor.submit("short", number=2)
+    executor.shutdown()
+    return [type(future.exception(10)).__name__ for future in (long, short)]
+
+
+def drained_middle_world():
+    return run_world(stop_in_the_middle, drain_s=5.0)
+
+
+def hasty_middle_world():
+    return run_world(stop_in_the_middle)
+
+
+def test_a_stopping_world_ends_what_it_runs_and_what_waits_for_its_pauses_while_it_may(pool):
+    assert pool.run(drained_middle_world, 2)[0] == ([["NoneType"] * 2], None)
+    assert pool.run(hasty_middle_world, 2)[0] == ([["NoneType", "ServerStopping"]], None)
 
 
 @pytest.mark.parametrize(("budget", "widths"), [(0, [8]), (18, [8, 9]), (27, [8, 9, 4]), (20_000, [8, 9, 4, 4096])])

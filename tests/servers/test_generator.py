@@ -1,25 +1,32 @@
-"""The generator's endpoint, on one rank: what it answers, and what it refuses."""
+"""The generator's endpoint: what it answers and refuses, and weights that come while it draws."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from aligner.config.compose import compose_config
+from aligner.config.paths import model_directory
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
+from aligner.engines.replicas import run_through
 from aligner.errors import AlignerError
+from aligner.servers.connection import RemoteError
 from aligner.servers.generator import Generator
-from aligner.servers.generator_client import request_arrays, response_samples
-from aligner.servers.protocol import GENERATE, RequestError
+from aligner.servers.generator_client import GeneratorClient, GeneratorState, request_arrays, response_samples
+from aligner.servers.protocol import GENERATE, RequestError, WeightsError
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
+from tests.servers.generator_jobs import Trainer, one_replica_refuses, run_generator, weights_in_the_middle, weights_of
+from tests.servers.roles import RunningRole
 
 PROMPTS = [Prompt(7, "", torch.tensor([5, 6, 9])), Prompt(2**40, "", torch.tensor([8]))]
 OPTIONS = SamplingOptions(max_new_tokens=4, temperature=0.7, stop_token_ids=(1,))
@@ -42,7 +49,8 @@ def serving(engine):
     generator = Generator(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
-        return generator.handlers[op](**(tensors or {}), **arguments)
+        result = generator.handlers[op](**(tensors or {}), **arguments)
+        return run_through(result) if op == "generate" else result
 
     return call, generator.endpoints(call)[GENERATE]
 
@@ -93,6 +101,128 @@ def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
         arrays[name] = np.array([value.encode() if isinstance(value, str) else value])
     with pytest.raises(AlignerError, match=message):
         serve(arrays)
+
+
+def test_weights_that_are_too_old_do_not_begin_a_response(engine):
+    call, serve = serving(engine)
+    served = call("version")["version"]
+    with pytest.raises(WeightsError, match=f"serves weights version {served}, wanted: version {served + 1} or newer"):
+        serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served + 1))
+    assert len(serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served))["responses"]) == 4
+
+
+GREEDY = SamplingOptions(max_new_tokens=24, greedy=True)
+SERVER = ("experiment=tiny_ppo", "engine.placement=server", "rollout.max_staleness=1", "model.initializer_std=0.3")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    chosen = [*SERVER, f"run.dir={tmp_path_factory.mktemp('moving') / 'run'}"]
+    prepare_model(compose_config(chosen))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def drawn_by(overrides):
+    """Greedy responses of an engine of its own, by weights 1 or 2, as (tokens, log-probs)."""
+    config = compose_config(overrides)
+    shape = read_shape(model_directory(config))
+    engines = {version: build_engine(shape, config.engine, model_directory(config), seed=config.seed) for version in (1, 2)}
+    for version, engine in engines.items():
+        update, tensors = engine.begin_update(version), weights_of(config, version)
+        for name, view in update.views(list(tensors)).items():
+            view.copy_(tensors[name])
+        update.load(list(tensors))
+        update.commit()
+
+    def drawn(version, tokens, options):
+        sample = engines[version].generate([GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
+        return sample.response.tolist(), sample.engine_logprobs
+
+    return drawn
+
+
+LAYOUTS = {"TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"), "DP2": ("engine.parallel.data=2",)}
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place"), ("DP2", "atomic")])
+def test_responses_that_new_weights_interrupt_go_on_under_them(pool, overrides, drawn_by, layout, kind):
+    stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]  # the first replica is done when the weights come
+    options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
+    chosen = (*overrides, *LAYOUTS[layout], "engine.in_flight=interrupt", f"engine.update={kind}")
+    (short, long), version = pool.run(run_generator, 2, chosen, weights_in_the_middle, PROMPTS, options)[0]
+    assert version == 2
+    assert short.response.tolist() == drawn_by(1, PROMPTS[0].tokens, options)[0]
+    assert set(short.weight_versions.tolist()) == {1}
+    versions = long.weight_versions.tolist()
+    kept = versions.count(1)
+    assert kept and versions == [1] * kept + [2] * (len(versions) - kept)
+    old, new = long.response[:kept], long.response[kept:].tolist()
+    before, old_logprobs = drawn_by(1, PROMPTS[1].tokens, options)
+    assert old.tolist() == before[:kept]
+    assert new != before[kept:]
+    rest = dataclasses.replace(options, max_new_tokens=options.max_new_tokens - kept)
+    after, new_logprobs = drawn_by(2, torch.cat([PROMPTS[1].tokens, old]), rest)
+    assert new == after
+    logprobs = torch.cat([old_logprobs[:kept], new_logprobs])
+    torch.testing.assert_close(long.engine_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+def test_weights_that_let_responses_finish_come_after_them(pool, overrides, drawn_by):
+    chosen = (*overrides, *LAYOUTS["DP2"])
+    samples, version = pool.run(run_generator, 2, chosen, weights_in_the_middle, PROMPTS, GREEDY)[0]
+    assert version == 2
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        assert sample.response.tolist() == drawn_by(1, prompt.tokens, GREEDY)[0]
+        assert set(sample.weight_versions.tolist()) == {1}
+
+
+def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, overrides, drawn_by):
+    prompts = [PROMPTS[1], PROMPTS[0]]
+    told, samples = pool.run(run_generator, 2, (*overrides, *LAYOUTS["DP2"]), one_replica_refuses, prompts, GREEDY)[0]
+    assert "prompt 7 has 300 tokens" in told
+    assert [sample.response.tolist() for sample in samples] == [drawn_by(1, one.tokens, GREEDY)[0] for one in prompts]
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory):
+    """A server of two replicas, the configuration of its run, and a client."""
+    directory = tmp_path_factory.mktemp("server")
+    chosen = (*SERVER, *LAYOUTS["DP2"], "engine.in_flight=interrupt")
+    config = compose_config([*chosen, f"run.dir={directory}"])
+    prepare_model(config)
+    server = RunningRole("generator", directory, ranks=2, OVERRIDES=" ".join(chosen)).wait_ready()
+    client = GeneratorClient(server.endpoint, server.access, timeout_s=30.0, update_timeout_s=30.0)
+    yield config, client
+    client.close()
+    server.stop()
+
+
+def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
+    config, client = generator
+    prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)
+    before = client.state()
+    assert before.version is None
+    trainer = Trainer(config, client.connect)
+    with pytest.raises(RemoteError) as refused:
+        client.generate(prompts, 1, options, weight_version=1).result()
+    assert refused.value.kind == "WeightsError"
+
+    def update(version):
+        received = client.receive(version)
+        trainer.publish(version)
+        received.result()
+
+    update(1)
+    for version in range(2, 12):  # on a busy machine weights may come before the request
+        drawn = client.generate(prompts, 1, options, weight_version=version - 1)
+        time.sleep(0.1)
+        update(version)
+        found = {tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()}
+        assert client.state() == GeneratorState(before.instance, version)
+        if found != {(version,)}:
+            break
+    assert found == {(version - 1, version)}
 
 
 @pytest.mark.parametrize(
