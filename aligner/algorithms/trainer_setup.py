@@ -103,6 +103,7 @@ def build_trainer(
         config.rollout.max_staleness,
         config.run.steps,
         shape.pad_token_id,
+        interrupts=config.engine.in_flight == "interrupt",
     )
     return OnlineTrainer(
         config=config,

@@ -23,16 +23,6 @@ _REPLACED_S = 10.0
 """By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GeneratorState:
-    """What there is to know of a generator."""
-
-    instance: str
-    """The name of its start; a generator that is started anew has another one, and no weights."""
-    version: int | None
-    """Of the weights that it serves, if any."""
-
-
 class GeneratorClient(RemoteClient):
     """The generator."""
 
@@ -40,11 +30,6 @@ class GeneratorClient(RemoteClient):
         """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights."""
         super().__init__("generator", [endpoint], access, timeout_s, max_batch_size=0)
         self._update_timeout_s = update_timeout_s
-
-    def state(self) -> GeneratorState:
-        """Which start of the generator answers, and what it serves. Raises RemoteError when none does in time."""
-        told = self._retried(lambda connection, left: control(connection, left, "version"))
-        return GeneratorState(told["instance"], None if told["version"] < 0 else told["version"])
 
     def generate(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
@@ -57,7 +42,10 @@ class GeneratorClient(RemoteClient):
         return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options, weight_version)
 
     def instance(self) -> str:
-        """Which start of it answers."""
+        """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
+
+        Raises RemoteError when none does.
+        """
         return str(control(self._replicas.connections[0], self._timeout_s, "health")["instance"])
 
     def is_another(self, instance: str, start_timeout_s: float) -> bool:

@@ -21,7 +21,7 @@ from aligner.engines.replicas import run_through
 from aligner.errors import AlignerError
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator import Generator
-from aligner.servers.generator_client import GeneratorClient, GeneratorState, request_arrays, response_samples
+from aligner.servers.generator_client import GeneratorClient, request_arrays, response_samples
 from aligner.servers.protocol import GENERATE, RequestError, WeightsError
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
@@ -201,8 +201,8 @@ def generator(tmp_path_factory):
 def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
     config, client = generator
     prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)
-    before = client.state()
-    assert before.version is None
+    started = client.instance()
+    assert client.control("version")["version"] == -1
     trainer = Trainer(config, client.connect)
     with pytest.raises(RemoteError) as refused:
         client.generate(prompts, 1, options, weight_version=1).result()
@@ -219,10 +219,11 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
         time.sleep(0.1)
         update(version)
         found = {tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()}
-        assert client.state() == GeneratorState(before.instance, version)
+        assert client.control("version")["version"] == version
         if found != {(version,)}:
             break
     assert found == {(version - 1, version)}
+    assert client.instance() == started
 
 
 @pytest.mark.parametrize(
