@@ -11,13 +11,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Config
 from aligner.data.collectives import broadcast_json
+from aligner.engines.formats import weight_format
 from aligner.engines.protocol import SpanListener
 from aligner.engines.receiver import plan_between_worlds
 from aligner.errors import AlignerError
@@ -47,17 +47,17 @@ class RemotePublisher:
         shape: ModelShape,
         world: World,
         policy: Policy,
-        dtype: torch.dtype,
         client: GeneratorClient | None,
         listener: SpanListener | None = None,
     ) -> None:
-        """Collective. `client` is rank 0's; `dtype` is what the generator's weights are; `listener` is told of every move."""
-        self._settings, self._world, self._client, self._dtype = config.engine, world, client, dtype
+        """Collective. `client` is rank 0's; `listener` is told of every move."""
+        self._settings, self._world, self._client = config.engine, world, client
         self._start_timeout_s, self._listener = config.server.start_timeout_s, listener
         self._timeout = timedelta(seconds=config.engine.update_timeout_s)
-        self._plan = plan_between_worlds(config, shape, dtype.itemsize)
+        self._format = weight_format(config.engine, world.device)
+        self._plan = plan_between_worlds(config, shape, self._format)
         self._snapshots = Snapshots(
-            policy.runner.weights.read, self._plan.source.get(world.rank, {}), dtype, device=world.device
+            policy.runner.weights.read, self._plan.source.get(world.rank, {}), self._format.dtype, device=world.device
         )
         host = os.environ["MASTER_ADDR"]
         store = None if client is None else TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
@@ -191,9 +191,10 @@ class RemotePublisher:
             link,
             read=self._snapshots.read,
             begin_update=None,
-            dtype=self._dtype,
+            dtype=self._format.dtype,
             bucket_bytes=self._settings.bucket_mib << 20,
             verify_every=self._settings.verify_every,
+            group_bytes=self._format.group_bytes,
             copied=() if on_cpu else self._plan.specs,
         )
 

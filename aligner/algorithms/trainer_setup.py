@@ -25,7 +25,6 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.embedded.engine import weight_dtype
 from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
 from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
@@ -205,9 +204,8 @@ def build_engine_ends(
     `listener` is told what a colocated engine tells of, and when weights move to the generator.
     """
     if has_generator(config):
-        dtype = weight_dtype(config.engine.precision, world.device)
         is_beside = config.rollout.max_staleness > 0  # else the trainer's own phase is the span
-        publisher = RemotePublisher(config, shape, world, policy, dtype, client, listener if is_beside else None)
+        publisher = RemotePublisher(config, shape, world, policy, client, listener if is_beside else None)
         return RemoteSampler(client, publisher), publisher
     engine = build_colocated_engine(config, shape, world, policy, listener)
     sampler = ColocatedSampler(engine, config.engine.parallel, world.rank, config.engine.sleep)

@@ -195,8 +195,6 @@ def _staleness(config: Config) -> Iterator[str]:
 def _generator(config: Config) -> Iterator[str]:
     """What an engine in a world of its own cannot do."""
     engine, key = config.engine, "engine.placement=server"
-    if engine.kind != "embedded":
-        yield f"{key}: engine.kind={engine.kind} can not be a role of its own yet; allowed: embedded"
     if engine.update == "shared":
         yield f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere; allowed: atomic, in_place"
     if engine.sleep:

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Config
 from aligner.config.weights import weight_table
+from aligner.engines.formats import WeightFormat
 from aligner.engines.protocol import GenerationEngine, InFlight
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
@@ -19,16 +20,16 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.update import WeightUpdate
 
 
-def plan_between_worlds(config: Config, shape: ModelShape, itemsize: int) -> TransferPlan:
+def plan_between_worlds(config: Config, shape: ModelShape, to: WeightFormat) -> TransferPlan:
     """The plan from the trainer's ranks to the generator's, which are counted behind them."""
     trainer = config.actor.parallel
     return plan_resharding(
         weight_table(shape),
         shape.num_layers,
         trainer,
-        config.engine.parallel,
+        to.layout,
         first_engine_rank=trainer.ranks,
-        itemsize=itemsize,
+        itemsize=to.dtype.itemsize,
     )
 
 
@@ -37,7 +38,8 @@ class WeightReceiver:
 
     def __init__(self, config: Config, shape: ModelShape, engine: GenerationEngine, rank: int, device: torch.device) -> None:
         self._settings, self._engine, self._device = config.engine, engine, device
-        self._plan = plan_between_worlds(config, shape, engine.weight_dtype.itemsize)
+        self._format = WeightFormat(engine.weight_layout, engine.weight_dtype, engine.group_bytes)
+        self._plan = plan_between_worlds(config, shape, self._format)
         self._rank = config.actor.parallel.ranks + rank
         self._publisher: Publisher | None = None
 
@@ -57,10 +59,10 @@ class WeightReceiver:
             link,
             read=None,
             begin_update=self._begin_update,
-            dtype=self._engine.weight_dtype,
+            dtype=self._format.dtype,
             bucket_bytes=self._settings.bucket_mib << 20,
             verify_every=self._settings.verify_every,
-            group_bytes=self._engine.group_bytes,
+            group_bytes=self._format.group_bytes,
         )
 
     def receive(self, version: int) -> None:

@@ -22,6 +22,7 @@ from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.embedded.update import EmbeddedUpdate
 from aligner.engines.embedded.weights import EngineWeights, parameters
+from aligner.engines.formats import weight_dtype
 from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, SpanListener, response_limit, run
 from aligner.engines.requests import request_problems
 from aligner.errors import AlignerError, ConfigError
@@ -272,10 +273,3 @@ class EmbeddedEngine:
     def _check_awake(self, what: str) -> None:
         if self._asleep:
             raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
-
-
-def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What the engine's weights are at a precision, on a device."""
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from aligner.config.schema import EngineParallel
 from aligner.config.weights import weight_table
+from aligner.engines.formats import weight_format
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
@@ -54,13 +55,18 @@ def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation:
 
 
 def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, data: int) -> dict[str, Any]:
-    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the engine's weights."""
+    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the engine's weights.
+
+    And how the engine takes weights, with what is known of that where it is not: layout and bytes.
+    """
     actor = jobs.policy(str(directory), trainer)
     shape = engines.shape_of(directory)
     actor.train(jobs.make_experience(shape.vocab_size), jobs.loss)
     with installed():
-        engine = _engine(directory, EngineParallel(tensor=tensor, data=data))
+        layout = EngineParallel(tensor=tensor, data=data)
+        engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
+        known = weight_format(dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu")
         samples = engine.generate(engines.requests(2), SamplingOptions(6, temperature=0.9))
         greedy = engine.generate(engines.requests(), SamplingOptions(6, greedy=True))
         result = {
@@ -68,6 +74,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
             "samples": [(engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples],
             "greedy": [engines.response(sample) for sample in greedy],
             "versions": {version for sample in samples for version in sample.weight_versions.tolist()},
+            "takes": [(engine.weight_layout, engine.group_bytes), (known.layout, known.group_bytes)],
             "whole": [{name: whole.numpy() for name, whole in llm.whole_weights().items()} for llm in FakeLLM.made],
         }
         engine.shutdown()

@@ -37,6 +37,7 @@ def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tens
         for name, stored in engines.file_tensors(directory).items()
     )
     assert all(result["versions"] == {1} for result in results)
+    assert all(result["takes"][0] == result["takes"][1] for result in results)
     # Samples depend on neither rank nor layout, and the whole replica returns them.
     assert all(result["samples"] == results[0]["samples"] for result in results)
     model = engines.reference_model(directory)
