@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -29,8 +30,9 @@ from aligner.resharding.snapshots import Snapshots
 from aligner.rollout.services import together
 from aligner.servers.generator_client import GeneratorClient
 
-_POLL = timedelta(seconds=0.2)
-"""How soon a rank that follows sees that it is to end."""
+_FOREVER = timedelta(days=1000)
+"""Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
+_END_S = 2.0
 
 
 class RemotePublisher:
@@ -67,11 +69,12 @@ class RemotePublisher:
         """Of the link to the generator's ranks; None where it is not there, or broken."""
         self._moves = self._links = 0
         self._serving, self._wanted, self._instance = -1, -1, ""
-        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._lock = threading.RLock()
         self._follower: threading.Thread | None = None
         if client is None:
-            self._follower = threading.Thread(target=self._follow, name="weights")
+            self._follower = threading.Thread(target=self._follow, name="weights", daemon=True)
             self._follower.start()
+            atexit.register(self.close)  # also where the run has failed: no thread may wait when the interpreter ends
 
     @property
     def served(self) -> int:
@@ -102,9 +105,11 @@ class RemotePublisher:
 
     def close(self) -> None:
         """As `Offers`."""
-        self._closed.set()
-        if self._follower is not None:
-            self._follower.join()
+        deadline = time.monotonic() + _END_S
+        while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread
+                self._client_of_store().set(self._key(self._world.rank), json.dumps({}))
+            self._follower.join(0.2)
 
     def _bring_up_to_date(self) -> None:
         client = self._client
@@ -142,24 +147,34 @@ class RemotePublisher:
         publisher = self._publisher
         if received.exception() is not None and publisher is not None:
             with contextlib.suppress(dist.DistError):
-                publisher.give_up(TCPStore(*self._address, is_master=False, timeout=self._timeout))
+                publisher.give_up(self._client_of_store())
+
+    def _client_of_store(self) -> TCPStore:
+        """Another one: a client that waits for a key does nothing else."""
+        return TCPStore(*self._address, is_master=False, timeout=self._timeout)
+
+    def _key(self, rank: int) -> str:
+        """Of the next move, for a rank that follows."""
+        return f"move/{rank}/{self._moves}"
 
     def _announce(self, **move: int) -> None:
-        self._store.set(f"move/{self._moves}", json.dumps(move))
+        for rank in range(1, self._world.size):
+            self._store.set(self._key(rank), json.dumps(move))
         self._moves += 1
 
     def _follow(self) -> None:
-        while not self._closed.is_set() and threading.main_thread().is_alive():
-            key = f"move/{self._moves}"
+        while True:
+            key = self._key(self._world.rank)
             try:
-                self._store.wait([key], _POLL)
-            except dist.DistStoreError:
-                continue
+                self._store.wait([key], _FOREVER)
+                move = json.loads(self._store.get(key))
             except dist.DistError:  # rank 0 has ended, and with it the run
+                return
+            if not move:
                 return
             self._moves += 1
             try:
-                self._act(**json.loads(self._store.get(key)))
+                self._act(**move)
             except AlignerError as error:  # rank 0 knows: the link has told it
                 self._publisher = None
                 print(f"weights did not move: {error}", flush=True)

@@ -96,6 +96,7 @@ class Link:
         self._store = PrefixStore(self._prefix, store)
         self._broken: str | None = None
         self._agreements = 0
+        self._given_up = False
         # gloo ends a group's connections when nothing refers to the group or to an operation of it any more. The traceback
         # of an error refers to every local variable, so none may hold them.
         self._pending: deque[list[_Operation]] = deque()
@@ -169,6 +170,8 @@ class Link:
         self._agreements += 1
         cause: Exception | None = None
         try:
+            if self._given_up:
+                raise AlignerError(f"{self._title} was given up")
             yield
         except Exception as error:
             cause = error
@@ -198,10 +201,11 @@ class Link:
         self._group = None
 
     def give_up(self, store: Store) -> None:
-        """Have the agreement under way fail on every rank, since one will not come. From any thread.
+        """Have the agreement under way, and every later one, fail on every rank, since one will not come. From any thread.
 
         `store` is a client of the link's store that no other thread uses.
         """
+        self._given_up = True  # before the key is made: an agreement that begins meanwhile sees this, or is that of the key
         PrefixStore(self._prefix, store).compare_set(self._key("decision"), "", "failed")
 
     @property

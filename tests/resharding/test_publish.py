@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 from torch.distributed import TCPStore
 
 from aligner.config.schema import EngineParallel, Parallel
+from aligner.errors import AlignerError
+from aligner.resharding.link import Link
 from aligner.resharding.transport import copy_local
 from aligner.resharding.verify import checksum
 from tests.resharding import jobs
@@ -176,3 +182,28 @@ def test_a_checksum_sees_exchanged_elements_and_signs_of_zero():
     negative[3, 3] = -0.0
     sums = {int(checksum(tensor, (4, 4), None, 0)) for tensor in (whole, swapped, negative)}
     assert len(sums) == 3
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3], ids=["before_it_is_waited_for", "while_it_is_waited_for"])
+def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client():
+        return TCPStore("127.0.0.1", store.port, is_master=False)
+
+    def link(rank):
+        return Link(client(), rank, ["trainer", "engine"], timeout=timedelta(seconds=60))
+
+    with ThreadPoolExecutor(2) as threads:
+        ours, theirs = threads.map(link, (0, 1))
+    begin = time.monotonic()
+    giving_up = threading.Timer(after_s, lambda: ours.give_up(client()))
+    giving_up.start()
+    if not after_s:
+        giving_up.join()
+    told = pytest.raises(AlignerError, match=r"it was not taken:\n(.*given up|engine does not answer)")
+    with told, ours.agreement("it was not taken"):
+        pass
+    giving_up.join()
+    theirs.close()
+    assert time.monotonic() - begin < 20
