@@ -89,7 +89,8 @@ class Pipeline:
         self._drawing = workers("rollouts") if max_staleness and ahead else None
         self._serving = workers("weights") if self._drawing and interrupts else self._drawing
         self._served: Future[None] | None = None
-        """The newest version's, on rank 0."""
+        """The newest version's, on rank 0; None where that was the last one."""
+        self._newest = 0
         self._batches: deque[_Batch] = deque()
         """Rank 0's, in the order of their steps."""
         self._next = 0
@@ -109,25 +110,35 @@ class Pipeline:
     def publish(self, version: int, last: bool = False) -> None:
         """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.
 
-        Every rank calls it. The `last` version begins none. Where batches are drawn ahead, the weights are copied by the time
-        this returns, and served later.
+        Every rank calls it. The `last` version begins none, and is served only if it is awaited. Where batches are drawn ahead,
+        the weights are copied by the time this returns, and served later.
         """
         if not self._max_staleness:
             self._weights.publish(version)
             return
         weights = cast(Offers, self._weights)
         weights.offer(version)
+        self._served = None
         if self._drawing is None or self._serving is None:
             return
+        self._newest = version
+        if last:
+            return
         served = self._served = self._serving.submit(weights.serve, version)
-        while not last and self._next <= min(version + self._max_staleness, self._steps - 1):
+        while self._next <= min(version + self._max_staleness, self._steps - 1):
             self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served)))
             self._next += 1
 
     def await_published(self) -> None:
         """Return once the newest weights serve. Collective; raises AlignerError on every rank."""
+
+        def wait() -> None:
+            if self._serving is not None:
+                serving = self._served or self._serving.submit(cast(Offers, self._weights).serve, self._newest)
+                serving.result()
+
         if self._max_staleness:
-            together(lambda: None if self._served is None else self._served.result())
+            together(wait)
 
     def take(self) -> Rollout:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
@@ -143,9 +154,13 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, and the engine. Collective."""
-        for worker in (self._drawing, self._serving):
-            if worker is not None:
-                worker.shutdown(cancel_futures=True)
+
+        def end() -> None:
+            for worker in (self._drawing, self._serving):
+                if worker is not None:
+                    worker.shutdown(cancel_futures=True)
+
+        together(end)  # what they are at may need the other ranks
         self._rollouts.close()
 
     def begin_save(self, step: int) -> None:
