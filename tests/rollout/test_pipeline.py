@@ -257,3 +257,13 @@ def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
     (tmp_path / "rollouts.safetensors").write_bytes(b"half")
     with World(0, 2, 9).flow() as flow, pytest.raises(AlignerError, match="drawn ahead cannot be read"):
         flow.resume(tmp_path, 3, world.position)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_the_last_version_is_served_only_where_it_is_awaited(awaited):
+    world = World(0, 1, 4)
+    with world.flow() as flow:
+        world.train(flow, 0, 4)
+        if awaited:
+            flow.await_published()
+    assert world.served == (4 if awaited else 3)
