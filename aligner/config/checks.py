@@ -23,7 +23,7 @@ from aligner.config.offline import offline_problems
 from aligner.config.paths import can_resume, run_paths
 from aligner.config.ports import port_problems
 from aligner.config.reward_sources import has_reward_model, reward_problems
-from aligner.config.schema import Config, Optimizer, TrainedModel
+from aligner.config.schema import Config, Optimizer, Rollout, TrainedModel
 from aligner.config.tls import tls_problems
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
@@ -92,6 +92,7 @@ def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterato
         yield from _engine_ranks(config, shape)
     yield from algorithm_problems(config)
     yield from _engine_update(config)
+    yield from _spare_prompts(config.rollout)
     yield from reward_problems(config, coming)
     yield from _batches(config)
 
@@ -179,6 +180,17 @@ def _engine_update(config: Config) -> Iterator[str]:
         yield (
             f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
             f" are {engine} and {actor} bytes a number here; shared tensors need one precision"
+        )
+
+
+def _spare_prompts(rollout: Rollout) -> Iterator[str]:
+    key = f"rollout.spare_prompts={rollout.spare_prompts}"
+    if rollout.spare_prompts > rollout.prompts_per_step:
+        yield f"{key}: more than a step takes, rollout.prompts_per_step={rollout.prompts_per_step}"
+    if rollout.spare_prompts and rollout.max_staleness <= rollout.max_deferrals:
+        yield (
+            f"{key}: what is left behind rollout.max_deferrals={rollout.max_deferrals} times is more versions old than"
+            f" rollout.max_staleness={rollout.max_staleness} allows; give {rollout.max_deferrals + 1} or more"
         )
 
 

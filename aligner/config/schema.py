@@ -213,6 +213,14 @@ class Rollout:
         "samples are drawn by weights so many versions older, while the steps before theirs train; 0: by the newest, in turn",
         minimum=0,
     )
+    spare_prompts: int = option(
+        0,
+        "so many prompts more than a step takes are under way; those that are not complete by then go on with the next step's",
+        minimum=0,
+    )
+    max_deferrals: int = option(
+        1, "a prompt is left behind by so many steps at most, and then waited for (spare_prompts above 0)", minimum=1
+    )
     max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
     min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
@@ -225,6 +233,14 @@ class Rollout:
         None, 'a response is cut behind this token, such as ".", before it is scored; one without it has no end; null: none is'
     )
     truncate_after: int = option(16, "response tokens in which truncate_token does not count yet", minimum=0)
+
+    @property
+    def steps_ahead(self) -> int:
+        """A batch is begun when weights so many versions older serve than those which its step trains.
+
+        A prompt that is left behind grows older by a version each time, and is at most `max_staleness` old in the end.
+        """
+        return self.max_staleness - (self.max_deferrals if self.spare_prompts else 0)
 
 
 @dataclass

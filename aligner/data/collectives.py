@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Sample
+from aligner.data.types import FinishReason, Sample
 
-_STOP, _LENGTH = 0, 1
+_FINISHES: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 
 def is_distributed(group: ProcessGroup | None = None) -> bool:
@@ -86,7 +86,7 @@ def samples_to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, T
     logprobs = torch.zeros(len(samples), width)
     for row, sample in enumerate(samples):
         length, response = sample.tokens.numel(), sample.engine_logprobs.numel()
-        finish = _STOP if sample.finish_reason == "stop" else _LENGTH
+        finish = _FINISHES.index(sample.finish_reason)
         integers[row, :5] = torch.tensor([sample.prompt_id, sample.sample_index, length, sample.prompt_length, finish])
         integers[row, 5 : 5 + length] = sample.tokens
         integers[row, 5 + width : 5 + width + response] = sample.weight_versions
@@ -108,7 +108,7 @@ def samples_from_tensors(integers: Tensor, logprobs: Tensor) -> list[Sample]:
                 prompt_length=prompt_length,
                 engine_logprobs=scores[:response],
                 weight_versions=row[5 + width : 5 + width + response],
-                finish_reason="stop" if finish == _STOP else "length",
+                finish_reason=_FINISHES[finish],
             )
         )
     return samples

@@ -12,7 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "unfinished"]
+"""Why a response ended; an unfinished one is under way, and can go on from the tokens that it has."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response with its prompt."""
+    """One generated response with its prompt. It has a token at least, unless it is unfinished."""
 
     prompt_id: int
     sample_index: int
@@ -53,13 +54,23 @@ class Sample:
 
     def __post_init__(self) -> None:
         response = self.tokens.numel() - self.prompt_length
-        if response < 1:
+        if response < (self.finish_reason != "unfinished"):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index} has no response token")
         if self.engine_logprobs.shape != (response,) or self.weight_versions.shape != (response,):
             raise ValueError(
                 f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but log-probs"
                 f" {tuple(self.engine_logprobs.shape)} and versions {tuple(self.weight_versions.shape)}"
             )
+
+
+def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
+    """Each prompt's samples in a row, unfinished and without a token."""
+    none = torch.empty(0)
+    return [
+        Sample(prompt.id, index, prompt.tokens, prompt.tokens.numel(), none, none.long(), "unfinished", prompt.metadata)
+        for prompt in prompts
+        for index in range(samples_per_prompt)
+    ]
 
 
 @dataclass(frozen=True)

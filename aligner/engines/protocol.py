@@ -67,6 +67,8 @@ class GenerationRequest:
     sample_index: int
     max_new_tokens: int | None = None
     """A limit of this response's own, below the options'."""
+    begun: Sample | None = None
+    """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
 
 
 def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
@@ -87,6 +89,13 @@ class Generation(Protocol):
         """Go on; returns the responses that are complete now, each with its place among the requests.
 
         May return none. Raises AlignerError when the engine has no weights, or sleeps.
+        """
+        ...
+
+    def unfinished(self) -> list[tuple[int, Sample]]:
+        """The responses that are not complete as they are now, each with its place among the requests.
+
+        Raises AlignerError where the engine cannot tell.
         """
         ...
 

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aligner.config.schema import EngineParallel
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
 
+STEPS_A_PART = 8
+"""Engine steps between two moments at which replicas agree on how to go on. What waits for one, such as new weights, waits
+for a fraction of a second at most; and the message or two of a few bytes is lost among so many passes through the model."""
+
 SamplesInParts = Generator[None, None, list[Sample]]
 """Samples in the making, with pauses."""
+
+
+@dataclass(frozen=True)
+class Enough:
+    """When generation ends before every response is complete."""
+
+    prompts: int
+    """So many have all their samples complete, at least,"""
+    due: tuple[int, ...] = ()
+    """and these, by their places."""
+
+    def is_met(self, lacking: Tensor) -> bool:
+        """lacking: int64 [B], above 0 for a prompt of which a sample is not complete. Met at any rate when there is none."""
+        complete = lacking == 0
+        return bool(complete.all()) or (int(complete.sum()) >= self.prompts and bool(complete[list(self.due)].all()))
 
 
 def replica_group(layout: EngineParallel, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -39,46 +60,60 @@ def generate_shared(
 
     Raises AlignerError on every rank when one cannot go on.
     """
-    return run_through(generate_in_parts(engine, layout, rank, prompts, samples_per_prompt, options))
+    samples = unbegun(prompts, samples_per_prompt)
+    return run_through(generate_in_parts(engine, layout, rank, samples, samples_per_prompt, options))
 
 
 def generate_in_parts(
     engine: GenerationEngine,
     layout: EngineParallel,
     rank: int,
-    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
     samples_per_prompt: int,
     options: SamplingOptions,
+    *,
     steps: int | None = None,
+    enough: Enough | None = None,
 ) -> SamplesInParts:
-    """As `generate_shared`, with a pause after every `steps` of the engine, at which its weights may change.
+    """The samples, each prompt's in a row, taken further: those that are unfinished go on, until all are complete or `enough`.
 
-    Every rank pauses equally often.
+    After every `steps` of the engine, None for all that there are, it is seen whether they are `enough`, and there is a
+    pause at which weights may change: equally often on every rank. Collective, and fails as `generate_shared`.
     """
-    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-    share = -(-len(requests) // layout.data)
+    places = [place for place, sample in enumerate(samples) if sample.finish_reason == "unfinished"]
+    lacking = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)
+    lacking[[place // samples_per_prompt for place in places]] = 1
+    enough = enough or Enough(len(lacking))
+    share = -(-len(places) // layout.data)
+    first = rank // layout.tensor * share
     # Every replica takes equally many: the last ones draw the last sample again.
-    shared = [*requests, *[requests[-1]] * (share * layout.data - len(requests))]
-    replica = rank // layout.tensor
+    mine = [*places, *places[-1:] * (share * layout.data - len(places))][first : first + share]
     drawn: dict[int, Sample] = {}
     generation: Generation | None = None
     try:
-        while True:
+        while not enough.is_met(lacking):
+            if generation is not None:
+                yield
             error: AlignerError | None = None
             try:
-                if generation is None:
-                    generation = engine.start(shared[replica * share : (replica + 1) * share], options)
+                generation = generation or engine.start([_request(samples[place]) for place in mine], options)
                 drawn |= advance(generation, steps)
             except AlignerError as raised:
                 error = raised
-            if not _go_on(layout, generation is not None and not generation.done, error):
-                break
-            yield
+            lacking.zero_()
+            lacking[[place // samples_per_prompt for at, place in enumerate(mine) if at not in drawn]] = 1
+            _agree(layout, lacking, error)
+        if generation is None:
+            return list(samples)
+        if len(drawn) < share:
+            drawn |= generation.unfinished()
     finally:
         if generation is not None:
             generation.cancel()
-    speakers = [first * layout.tensor for first in range(layout.data)]
-    return gather_samples([drawn[place] for place in range(share)], speakers)[: len(requests)]
+    speakers = [replica * layout.tensor for replica in range(layout.data)]
+    taken = gather_samples([drawn[at] for at in range(share)], speakers)[: len(places)]
+    further = dict(zip(places, taken, strict=True))
+    return [further.get(place, sample) for place, sample in enumerate(samples)]
 
 
 def run_through(parts: SamplesInParts) -> list[Sample]:
@@ -90,18 +125,22 @@ def run_through(parts: SamplesInParts) -> list[Sample]:
             return end.value
 
 
-def _go_on(layout: EngineParallel, is_under_way: bool, error: AlignerError | None) -> bool:
-    """Whether any replica has responses under way. Raises AlignerError on every rank when one has an error.
+def _request(sample: Sample) -> GenerationRequest:
+    prompt = Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length], sample.metadata)
+    return GenerationRequest(prompt, sample.sample_index, begun=sample if len(sample.response) else None)
+
+
+def _agree(layout: EngineParallel, lacking: Tensor, error: AlignerError | None) -> None:
+    """Sum `lacking` over all replicas, in place. Raises AlignerError on every rank when one has an error.
 
     The ranks of a replica do the same, so that one alone need not ask.
     """
     if layout.data > 1 and is_distributed():
-        counts = torch.tensor([is_under_way, error is not None], dtype=torch.int64)
+        counts = torch.cat([lacking, torch.tensor([int(error is not None)])])
         dist.all_reduce(counts)
-        is_under_way = bool(counts[0])
-        if counts[1]:
+        lacking.copy_(counts[:-1])
+        if counts[-1]:
             told = gather_json(None if error is None else str(error))
             error = error or AlignerError(next(text for text in told if text is not None))
     if error is not None:
         raise error
-    return is_under_way

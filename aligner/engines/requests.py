@@ -27,6 +27,11 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
         problems.append(
             f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"
         )
+    if request.begun is not None and len(request.begun.response) >= limit:
+        problems.append(
+            f"prompt {prompt.id}: sample {request.sample_index} goes on from {len(request.begun.response)} tokens, but"
+            f" max_new_tokens={limit} allows it no more"
+        )
     if len(tokens) + limit > shape.max_positions:
         problems.append(
             f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds the model's"

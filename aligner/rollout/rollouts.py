@@ -12,9 +12,11 @@ from aligner.config.schema import Rollout as Settings
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.engines.protocol import SamplingOptions
+from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
+from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
 from aligner.servers.client import RemoteFuture
 
 
@@ -31,6 +33,8 @@ class Rollout:
     """Of no rows without a critic."""
     all_scores: PendingRows
     """Of everything that was generated for these samples, what dynamic sampling left out included."""
+    deferred: int = 0
+    """Prompts that were left behind, under way, to be trained on in a later step."""
 
     def select(self, rows: Tensor) -> Rollout:
         """Some of the samples (int64 [N]), in that order."""
@@ -60,6 +64,10 @@ class Rollouts:
 
     Generation is cut into micro-batches, and a micro-batch's scores and values are asked for before the next one is
     generated.
+
+    With `spare_prompts` so many more prompts are under way than are wanted, and the first that are complete are taken; the
+    others go on with the next ones, from the tokens that they have. A step leaves a prompt behind `max_deferrals` times at
+    most: then it is waited for. Which are taken follows from the engine's steps, not from time.
     """
 
     def __init__(
@@ -84,6 +92,24 @@ class Rollouts:
         self._rounds, self._truncate_token, self._is_alone = dynamic_sampling_rounds, truncate_token, is_alone
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
+        self._under_way: tuple[Straggler, ...] = ()
+
+    @property
+    def under_way(self) -> tuple[Straggler, ...]:
+        """The prompts that the last step left behind, in the order of their admission: what a resumed run sets.
+
+        Setting raises AlignerError where they have another number of samples than these rollouts take.
+        """
+        return self._under_way
+
+    @under_way.setter
+    def under_way(self, stragglers: Sequence[Straggler]) -> None:
+        each = self._settings.samples_per_prompt
+        if others := {len(straggler.samples) for straggler in stragglers} - {each}:
+            raise AlignerError(
+                f"rollout.samples_per_prompt={each}: the prompts under way have {max(others)} samples; go on with that number"
+            )
+        self._under_way = tuple(stragglers)
 
     def take(self) -> Rollout:
         """The samples of the next training step, equal on every rank. Collective.
@@ -93,6 +119,7 @@ class Rollouts:
         asked = _Asked()
         self._ask(asked, self._settings.prompts_per_step)
         rows = self._informative(asked) if self._rounds else None
+        self._under_way = left_behind(self._under_way)
         self._sampler.rest()  # new weights come before the next step
         kept = range(len(asked.samples)) if rows is None else rows.tolist()
         samples = [asked.samples[row] for row in kept]
@@ -103,6 +130,7 @@ class Rollouts:
             scores=PendingRows(tuple(asked.scores), rows),
             values=PendingRows(tuple(asked.values), rows),
             all_scores=PendingRows(tuple(asked.scores)),
+            deferred=len(self._under_way),
         )
 
     def _ask(self, asked: _Asked, count: int) -> None:
@@ -110,9 +138,7 @@ class Rollouts:
         settings = self._settings
         size = settings.prompts_per_step // settings.micro_batches
         for _ in range(0, count, size):
-            prompts = self._prompts.take(self.position, size)
-            self.position += size
-            samples = self.generate(prompts, settings.samples_per_prompt, self._options)
+            prompts, samples = self._draw(size)
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
@@ -122,6 +148,26 @@ class Rollouts:
             asked.samples += samples
             asked.scores += scores
             asked.values += values
+
+    def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
+        """The next `count` prompts that are complete, and all their samples; others may stay under way."""
+        settings, each = self._settings, self._settings.samples_per_prompt
+        if not settings.spare_prompts and not self._under_way:
+            prompts = self._next_prompts(count)
+            return prompts, self.generate(prompts, each, self._options)
+        fresh = self._next_prompts(max(0, count + settings.spare_prompts - len(self._under_way)))
+        stragglers = [*self._under_way, *admitted(fresh, each)]
+        due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
+        begun = [sample for one in stragglers for sample in one.samples]
+        samples = self._sampler.carry_on(begun, each, self._options, Enough(count, due))
+        complete, rest = divided(taken_further(stragglers, samples), count, settings.max_deferrals)
+        self._under_way = tuple(rest)
+        return [one.prompt for one in complete], self._cut([sample for one in complete for sample in one.samples])
+
+    def _next_prompts(self, count: int) -> list[Prompt]:
+        prompts = self._prompts.take(self.position, count)
+        self.position += count
+        return prompts
 
     def _informative(self, asked: _Asked) -> Tensor:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
@@ -146,7 +192,10 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
-        samples = self._sampler.sample(prompts, samples_per_prompt, options)
+        return self._cut(self._sampler.sample(prompts, samples_per_prompt, options))
+
+    def _cut(self, samples: list[Sample]) -> list[Sample]:
+        """Complete samples, behind the token that is to end them."""
         if self._truncate_token is None:
             return samples
         return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]

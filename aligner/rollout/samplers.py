@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,11 +10,15 @@ from aligner.config.schema import EngineParallel
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
-from aligner.engines.replicas import generate_shared
+from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
 from aligner.rollout.services import together
 from aligner.rollout.weights import Offers
+from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
+
+_Ask = Callable[[GeneratorClient, int], RemoteFuture[list[Sample]]]
+"""Asks for samples that weights of a version, or newer ones, draw."""
 
 
 class Sampler(Protocol):
@@ -22,6 +26,15 @@ class Sampler(Protocol):
 
     def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """Each prompt's samples in a row, equal on every rank. Collective."""
+        ...
+
+    def carry_on(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    ) -> list[Sample]:
+        """The same samples, each prompt's in a row, taken further until they are `enough`. Collective.
+
+        Those that are unfinished go on, by the weights that serve, from the tokens that they have.
+        """
         ...
 
     def rest(self) -> None:
@@ -47,6 +60,23 @@ class ColocatedSampler:
         """As `Sampler`."""
         return generate_shared(self.engine, self.layout, self.rank, prompts, samples_per_prompt, options)
 
+    def carry_on(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    ) -> list[Sample]:
+        """As `Sampler`."""
+        return run_through(
+            generate_in_parts(
+                self.engine,
+                self.layout,
+                self.rank,
+                samples,
+                samples_per_prompt,
+                options,
+                steps=STEPS_A_PART,
+                enough=enough,
+            )
+        )
+
     def rest(self) -> None:
         """As `Sampler`."""
         if self.sleeps:
@@ -69,18 +99,27 @@ class RemoteSampler:
 
     def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
+        return self._everywhere(lambda client, version: client.generate(prompts, samples_per_prompt, options, version))
+
+    def carry_on(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    ) -> list[Sample]:
+        """As `Sampler`; raises the server's error on every rank."""
+        return self._everywhere(lambda client, version: client.carry_on(samples, samples_per_prompt, options, enough, version))
+
+    def _everywhere(self, ask: _Ask) -> list[Sample]:
         if self.is_alone:
-            return self._ask(prompts, samples_per_prompt, options)
+            return self._drawn(ask)
         samples: list[Sample] = []
-        together(lambda: samples.extend(self._ask(prompts, samples_per_prompt, options)))
+        together(lambda: samples.extend(self._drawn(ask)))
         return broadcast_samples(samples)
 
-    def _ask(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+    def _drawn(self, ask: _Ask) -> list[Sample]:
         """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws the same ones."""
         version = self.weights.served
         while self.client is not None:
             try:
-                return self.client.generate(prompts, samples_per_prompt, options, version).result()
+                return ask(self.client, version).result()
             except RemoteError as error:
                 if error.kind != "WeightsError":
                     raise

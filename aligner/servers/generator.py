@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,20 +15,18 @@ from torch import Tensor
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
-from aligner.engines.replicas import SamplesInParts, generate_in_parts, replica_group
+from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
 from aligner.servers.commands import Handler, runs_at_pauses
 from aligner.servers.host import Serve
-from aligner.servers.protocol import GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text
+from aligner.servers.protocol import DRAWN, GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text
+from aligner.servers.samples import response_tensors, with_responses
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 
-_STEPS_A_PART = 8
-"""Engine steps between two looks at what waits: weights wait for a fraction of a second at most, and the ranks' agreement, a
-message or two of a few bytes, is lost among so many passes through the model."""
 _OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
 
 
@@ -61,7 +58,7 @@ class Generator:
 
     def __init__(self, config: Config, engine: GenerationEngine, receiver: WeightReceiver, rank: int) -> None:
         self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
-        self._steps = _STEPS_A_PART if config.engine.in_flight == "interrupt" else None
+        self._interrupts = config.engine.in_flight == "interrupt"
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -79,8 +76,11 @@ class Generator:
         prompt_ids: Tensor,
         samples_per_prompt: int,
         options: Mapping[str, Any],
-        weight_version: int | None,
-    ) -> SamplesInParts:
+        weight_version: int | None = None,
+        enough: int | None = None,
+        due: Sequence[int] = (),
+        **begun: Tensor,
+    ) -> SamplesInParts | list[Sample]:
         served = self._engine.version
         if weight_version is not None and (served is None or served < weight_version):
             serves = "no weights" if served is None else f"weights version {served}"
@@ -89,8 +89,18 @@ class Generator:
             Prompt(id=number, text="", tokens=row[:length])
             for number, row, length in zip(prompt_ids.tolist(), tokens, lengths.tolist(), strict=True)
         ]
-        drawn = _sampling_options(options)
-        return generate_in_parts(self._engine, self._layout, self._rank, prompts, samples_per_prompt, drawn, self._steps)
+        samples = unbegun(prompts, samples_per_prompt)
+        parts = generate_in_parts(
+            self._engine,
+            self._layout,
+            self._rank,
+            with_responses(samples, begun) if begun else samples,
+            samples_per_prompt,
+            _sampling_options(options),
+            steps=None if enough is None and not self._interrupts else STEPS_A_PART,
+            enough=None if enough is None else Enough(enough, tuple(due)),
+        )
+        return parts if self._interrupts else run_through(parts)
 
     @runs_at_pauses
     def _version(self) -> dict[str, Any]:
@@ -109,16 +119,16 @@ class Generator:
 
 def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str, NDArray]:
     options = _parsed_options(array_text(arrays["options"]))
-    count = int(arrays["samples_per_prompt"][0])
-    if count < 1:
-        raise RequestError(f"samples_per_prompt: got {count}, allowed: at least 1")
     request = {
         "tokens": tensor(arrays["tokens"]),
         "lengths": tensor(arrays["sequence_lengths"])[:, 0],
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
-    version = int(arrays["weight_version"][0]) if "weight_version" in arrays else None
-    return _arrays(caller("generate", request, samples_per_prompt=count, options=options, weight_version=version))
+    request |= {spec.name: tensor(arrays[spec.name]) for spec in DRAWN if spec.name in arrays}
+    numbers = {name: int(arrays[name][0]) for name in ("samples_per_prompt", "weight_version", "enough") if name in arrays}
+    due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
+    samples = caller("generate", request, options=options, due=due, **numbers)
+    return {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
 
 
 def _parsed_options(text: str) -> dict[str, Any]:
@@ -139,22 +149,3 @@ def _parsed_options(text: str) -> dict[str, Any]:
 
 def _sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
     return SamplingOptions(**{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))})
-
-
-def _arrays(samples: Sequence[Sample]) -> dict[str, NDArray]:
-    """The samples as the endpoint's outputs."""
-    width = max(sample.engine_logprobs.numel() for sample in samples)
-    responses = torch.zeros(len(samples), width, dtype=torch.int64)
-    versions, logprobs = torch.zeros_like(responses), torch.zeros(len(samples), width)
-    for row, sample in enumerate(samples):
-        length = sample.engine_logprobs.numel()
-        responses[row, :length] = sample.response
-        versions[row, :length] = sample.weight_versions
-        logprobs[row, :length] = sample.engine_logprobs
-    return {
-        "responses": responses.numpy(),
-        "response_lengths": torch.tensor([[sample.engine_logprobs.numel()] for sample in samples]).numpy(),
-        "logprobs": logprobs.numpy(),
-        "weight_versions": versions.numpy(),
-        "stopped": torch.tensor([[int(sample.finish_reason == "stop")] for sample in samples]).numpy(),
-    }

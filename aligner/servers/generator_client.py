@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from aligner.config.access import Access
 from aligner.config.endpoints import Endpoint
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.protocol import SamplingOptions
+from aligner.engines.replicas import Enough
 from aligner.servers.client import RemoteClient, RemoteFuture, control
 from aligner.servers.connection import TransportError
 from aligner.servers.protocol import GENERATE, text_array
+from aligner.servers.samples import response_tensors, with_responses
 
 _REPLACED_S = 10.0
 """By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
@@ -39,7 +41,25 @@ class GeneratorClient(RemoteClient):
         Where older ones or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the same
         request gives the same samples, so that it may be sent again.
         """
-        return self._future(self._parallel, self._generate, prompts, samples_per_prompt, options, weight_version)
+        samples = unbegun(prompts, samples_per_prompt)
+        arrays = request_arrays(prompts, samples_per_prompt, options, weight_version)
+        return self._future(self._parallel, self._drawn, samples, arrays)
+
+    def carry_on(
+        self,
+        samples: Sequence[Sample],
+        samples_per_prompt: int,
+        options: SamplingOptions,
+        enough: Enough,
+        weight_version: int | None = None,
+    ) -> RemoteFuture[list[Sample]]:
+        """The same samples, each prompt's in a row, taken further until they are `enough`; otherwise as `generate`.
+
+        Those that are unfinished go on from the tokens that they have.
+        """
+        return self._future(
+            self._parallel, self._drawn, samples, further_arrays(samples, samples_per_prompt, options, enough, weight_version)
+        )
 
     def instance(self) -> str:
         """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
@@ -77,11 +97,8 @@ class GeneratorClient(RemoteClient):
             self._parallel, lambda: control(self._replicas.connections[0], self._update_timeout_s, op, **arguments)
         )
 
-    def _generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None
-    ) -> list[Sample]:
-        arrays = request_arrays(prompts, samples_per_prompt, options, weight_version)
-        return response_samples(prompts, samples_per_prompt, self._infer(GENERATE, arrays))
+    def _drawn(self, samples: Sequence[Sample], request: Mapping[str, NDArray]) -> list[Sample]:
+        return with_responses(samples, {name: torch.tensor(array) for name, array in self._infer(GENERATE, request).items()})
 
 
 def request_arrays(
@@ -104,22 +121,21 @@ def request_arrays(
     return arrays
 
 
-def response_samples(prompts: Sequence[Prompt], samples_per_prompt: int, answer: Mapping[str, NDArray]) -> list[Sample]:
-    """The samples in an answer to such a request."""
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in answer.items()}
-    requested = [(prompt, index) for prompt in prompts for index in range(samples_per_prompt)]
-    samples = []
-    for row, (prompt, index) in enumerate(requested):
-        length = int(tensors["response_lengths"][row, 0])
-        samples.append(
-            Sample(
-                prompt_id=prompt.id,
-                sample_index=index,
-                tokens=torch.cat([prompt.tokens, tensors["responses"][row, :length]]),
-                prompt_length=prompt.tokens.numel(),
-                engine_logprobs=tensors["logprobs"][row, :length],
-                weight_versions=tensors["weight_versions"][row, :length],
-                finish_reason="stop" if tensors["stopped"][row, 0] else "length",
-            )
-        )
-    return samples
+def further_arrays(
+    samples: Sequence[Sample],
+    samples_per_prompt: int,
+    options: SamplingOptions,
+    enough: Enough,
+    weight_version: int | None = None,
+) -> dict[str, NDArray]:
+    """A request for samples to be taken further."""
+    firsts = samples[::samples_per_prompt]
+    prompts = [Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length]) for sample in firsts]
+    due = np.zeros((len(prompts), 1), dtype=np.int64)
+    due[list(enough.due)] = 1
+    return {
+        **request_arrays(prompts, samples_per_prompt, options, weight_version),
+        **{name: drawn.numpy() for name, drawn in response_tensors(samples).items()},
+        "enough": np.array([enough.prompts], dtype=np.int64),
+        "due": due,
+    }

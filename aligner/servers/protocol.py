@@ -115,6 +115,14 @@ REWARD_MODEL = EndpointSpec(
     (REWARDS,),
     batching=True,
 )
+# Each prompt's samples in a row: what has been drawn of them.
+DRAWN = (
+    TensorSpec("responses", np.int64, ("N", "R")),
+    TensorSpec("response_lengths", np.int64, ("N", 1)),
+    TensorSpec("logprobs", np.float32, ("N", "R")),
+    TensorSpec("weight_versions", np.int64, ("N", "R")),
+    TensorSpec("stopped", np.int64, ("N", 1)),
+)
 GENERATE = EndpointSpec(
     "generate",
     (
@@ -124,16 +132,13 @@ GENERATE = EndpointSpec(
         TensorSpec("samples_per_prompt", np.int64, (1,)),
         TensorSpec("options", np.bytes_, (1,)),
         TensorSpec("weight_version", np.int64, (1,), optional=True),
+        *(replace(spec, optional=True) for spec in DRAWN),
+        TensorSpec("enough", np.int64, (1,), optional=True),
+        TensorSpec("due", np.int64, ("B", 1), optional=True),
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    (
-        TensorSpec("responses", np.int64, ("N", "R")),
-        TensorSpec("response_lengths", np.int64, ("N", 1)),
-        TensorSpec("logprobs", np.float32, ("N", "R")),
-        TensorSpec("weight_versions", np.int64, ("N", "R")),
-        TensorSpec("stopped", np.int64, ("N", 1)),
-    ),
+    DRAWN,
     batching=False,
 )
 CONTROL = EndpointSpec(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.servers.protocol import REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
+from aligner.servers.protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
 
 _BYTES_A_TOKEN = 16
 """Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
@@ -33,6 +33,8 @@ def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
     if "B" in sizes:
         _check_batch(sizes, limits)
     _check_content(arrays, limits)
+    if endpoint is GENERATE:
+        _check_samples(arrays, limits)
 
 
 def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
@@ -115,6 +117,33 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
         number, lowest = int(arrays["sequence_number"].flat[0]), -1 if "sequence_lengths" in arrays else 0
         if number < lowest:
             raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
+
+
+def _check_samples(arrays: Arrays, limits: Limits) -> None:
+    prompts, each = len(arrays["tokens"]), int(arrays["samples_per_prompt"][0])
+    if each < 1:
+        raise RequestError(f"samples_per_prompt: got {each}, allowed: at least 1")
+    if "enough" in arrays:
+        _check_range("enough", arrays["enough"], 1, prompts, "1 to B")
+    if "due" in arrays:
+        _check_range("due", arrays["due"], 0, 1, "whether a prompt is")
+    missing = [spec.name for spec in DRAWN if spec.name not in arrays]
+    if len(missing) == len(DRAWN):
+        return
+    if missing:
+        raise RequestError(
+            f"generate: missing tensor {', '.join(missing)}, which others need: they come together or not at all"
+        )
+    rows, width = arrays["responses"].shape
+    if rows != prompts * each or not width:
+        raise RequestError(
+            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each}, B x samples_per_prompt, and R>0"
+        )
+    _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "the vocabulary's ids")
+    _check_range("stopped", arrays["stopped"], -1, 1, "-1 for a response to go on from")
+    _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
+    if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
+        raise RequestError("response_lengths: got 0 of a complete response, allowed: at least 1")
 
 
 def _check_text(arrays: Arrays, limits: Limits) -> None:

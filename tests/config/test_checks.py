@@ -36,6 +36,11 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["engine.kv_cache_mib=1", "data.max_prompt_tokens=2000", "model.config.max_position_embeddings=4096"],
             "engine.kv_cache_mib=1: keys and values of the longest sequence",
         ),
+        (["rollout.spare_prompts=17"], "rollout.spare_prompts=17: more than a step takes, rollout.prompts_per_step=16"),
+        (
+            ["rollout.spare_prompts=2", "rollout.max_deferrals=2", "rollout.max_staleness=2"],
+            "rollout.spare_prompts=2: what is left behind rollout.max_deferrals=2 times is more versions old than",
+        ),
         (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: nothing is under way when weights come"),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),

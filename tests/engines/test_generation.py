@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,34 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
     with pytest.raises(AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"):
         short.generate([*requests, long], SamplingOptions(4))
     assert len(short.generate(requests, SamplingOptions(4))) == 3
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(64, 1), (64, 5), (3, 7)])
+def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory, rows, steps):
+    """Drawn, not greedy; with three rows some have not been begun, and some are in rows that others had before."""
+    engine, requests = make_engine(directory, batch_size=rows), mixed_requests()
+    expected = make_engine(directory).generate(requests, OPTIONS)
+    generation = engine.start(requests, OPTIONS)
+    samples = dict(pair for _ in range(steps) for pair in generation.step())
+    begun = dict(generation.unfinished())
+    generation.cancel()
+    assert sorted([*samples, *begun]) == list(range(len(requests)))
+    assert {len(sample.response) for sample in begun.values()} >= ({0, 2} if rows == 3 else {steps})
+    rest = list(reversed(begun))
+    wanted = [dataclasses.replace(requests[place], begun=begun[place]) for place in rest]
+    samples |= zip(rest, engine.generate(wanted, OPTIONS), strict=True)
+    assert_same([samples[place] for place in range(len(requests))], expected)
+    assert all(torch.equal(samples[place].weight_versions, one.weight_versions) for place, one in enumerate(expected))
+
+
+def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
+    engine, request = make_engine(directory), make_requests()[0]
+    generation = engine.start([request], OPTIONS)
+    generation.step(), generation.step()
+    ((_, begun),) = generation.unfinished()
+    generation.cancel()
+    with pytest.raises(AlignerError, match="goes on from 2 tokens, but max_new_tokens=2 allows it no more"):
+        engine.start([dataclasses.replace(request, begun=begun)], SamplingOptions(2))
 
 
 def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.data.types import Prompt
+from aligner.data.types import Prompt, unbegun
 from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines import engines
@@ -167,6 +167,25 @@ def _half_way(engine: GenerationEngine) -> Any:
         found |= generation.step()
     assert list(found) == [0]
     return generation, found
+
+
+def test_responses_under_way_are_handed_over_and_taken_or_an_engine_says_that_it_cannot(engine, kind, model):
+    generation, _ = _half_way(engine)
+    options, begun = SamplingOptions(30, greedy=True), unbegun(prompts(), 1)
+    if kind == "tensorrt_llm":
+        with pytest.raises(AlignerError, match="tensorrt_llm: responses under way cannot be handed over; allowed: embedded"):
+            generation.unfinished()
+        generation.cancel()
+        with pytest.raises(AlignerError, match="tensorrt_llm: a response cannot go on from tokens that it is given"):
+            engine.start([dataclasses.replace(requests()[1], begun=begun[1])], options)
+        return
+    for place, sample in generation.unfinished():
+        begun[place] = sample
+    generation.cancel()
+    assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
+    going_on = [dataclasses.replace(one, begun=sample) for one, sample in zip(requests(), begun, strict=True)]
+    for prompt, sample in zip(prompts(), engine.generate(going_on, options), strict=True):
+        assert response(sample) == greedy(model, prompt.tokens, 30)
 
 
 def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, other_directory):

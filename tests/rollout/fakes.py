@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import Future
 
 import torch
@@ -45,6 +46,57 @@ class Digits:
 
     def close(self):
         pass
+
+
+class Writer:
+    """An engine whose responses have lengths of their own; the token at place t is 10 + t."""
+
+    def __init__(self, seed):
+        self.seed, self.version = seed, 0
+
+    def length(self, prompt_id, index):
+        return random.Random(f"{self.seed} {prompt_id} {index}").choice((1, 3, 5, 9, 40))
+
+    def start(self, requests, options):
+        return _Writing(self, requests)
+
+    def shutdown(self):
+        pass
+
+
+class _Writing:
+    def __init__(self, engine, requests):
+        self.engine, self.requests = engine, requests
+        self.versions = {
+            place: [] if request.begun is None else request.begun.weight_versions.tolist()
+            for place, request in enumerate(requests)
+        }
+
+    @property
+    def done(self):
+        return not self.versions
+
+    def step(self):
+        complete = []
+        for place, versions in list(self.versions.items()):
+            versions.append(self.engine.version)
+            request = self.requests[place]
+            if len(versions) == self.engine.length(request.prompt.id, request.sample_index):
+                complete.append((place, self._sample(place, "stop")))
+                del self.versions[place]
+        return complete
+
+    def unfinished(self):
+        return [(place, self._sample(place, "unfinished")) for place in self.versions]
+
+    def cancel(self):
+        self.versions = {}
+
+    def _sample(self, place, reason):
+        prompt, versions = self.requests[place].prompt, self.versions[place]
+        tokens = torch.cat([prompt.tokens, torch.arange(10, 10 + len(versions))])
+        index, drawn = self.requests[place].sample_index, torch.tensor(versions, dtype=torch.int64)
+        return Sample(prompt.id, index, tokens, len(prompt.tokens), torch.zeros(len(versions)), drawn, reason)
 
 
 def _now(answer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -19,18 +19,19 @@ from aligner.config.compose import compose_config
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.receiver import WeightReceiver, plan_between_worlds
-from aligner.engines.replicas import replica_group
+from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator import Generator
-from aligner.servers.generator_client import request_arrays, response_samples
+from aligner.servers.generator_client import further_arrays, request_arrays
 from aligner.servers.protocol import GENERATE
+from aligner.servers.samples import with_responses
 from aligner.servers.serving import Caller
 
 TIMEOUT = timedelta(seconds=30)
@@ -104,7 +105,13 @@ class Generating:
 
     def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, **about: Any) -> list[Sample]:
         """One sample a prompt, by way of the endpoint."""
-        return response_samples(prompts, 1, self._serve(request_arrays(prompts, 1, options, **about)))
+        return self._drawn(unbegun(prompts, 1), request_arrays(prompts, 1, options, **about))
+
+    def carry_on(self, samples: Sequence[Sample], each: int, options: SamplingOptions, enough: Enough) -> list[Sample]:
+        return self._drawn(samples, further_arrays(samples, each, options, enough))
+
+    def _drawn(self, samples: Sequence[Sample], request: Mapping[str, Any]) -> list[Sample]:
+        return with_responses(samples, {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()})
 
 
 def weights_in_the_middle(talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions) -> tuple[list[Sample], int]:
@@ -116,6 +123,17 @@ def weights_in_the_middle(talk: Generating, prompts: Sequence[Prompt], options: 
         time.sleep(0.1)
         talk.update(2)
         return samples.result(10), talk.executor.submit("version").result(10)["version"]
+
+
+def weights_between_parts(
+    talk: Generating, prompts: Sequence[Prompt], each: int, options: SamplingOptions, enough: Enough
+) -> list[list[Sample]]:
+    """Samples by weights 1 up to `enough`, twice; all of them in the end, by weights 1 and by weights 2."""
+    talk.update(1)
+    first, again = (talk.carry_on(unbegun(prompts, each), each, options, enough) for _ in range(2))
+    last = talk.carry_on(first, each, options, Enough(len(prompts)))
+    talk.update(2)
+    return [first, again, last, talk.carry_on(first, each, options, Enough(len(prompts)))]
 
 
 def one_replica_refuses(talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions) -> tuple[str, list[Sample]]:

@@ -13,19 +13,27 @@ import torch
 from aligner.config.compose import compose_config
 from aligner.config.paths import model_directory
 from aligner.data.model_directory import prepare_model, read_shape
-from aligner.data.types import Prompt
+from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
-from aligner.engines.replicas import run_through
+from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator import Generator
-from aligner.servers.generator_client import GeneratorClient, request_arrays, response_samples
+from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
 from aligner.servers.protocol import GENERATE, RequestError, WeightsError
+from aligner.servers.samples import with_responses
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
-from tests.servers.generator_jobs import Trainer, one_replica_refuses, run_generator, weights_in_the_middle, weights_of
+from tests.servers.generator_jobs import (
+    Trainer,
+    one_replica_refuses,
+    run_generator,
+    weights_between_parts,
+    weights_in_the_middle,
+    weights_of,
+)
 from tests.servers.roles import RunningRole
 
 PROMPTS = [Prompt(7, "", torch.tensor([5, 6, 9])), Prompt(2**40, "", torch.tensor([8]))]
@@ -49,8 +57,7 @@ def serving(engine):
     generator = Generator(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
-        result = generator.handlers[op](**(tensors or {}), **arguments)
-        return run_through(result) if op == "generate" else result
+        return generator.handlers[op](**(tensors or {}), **arguments)
 
     return call, generator.endpoints(call)[GENERATE]
 
@@ -69,7 +76,7 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
     call, serve = serving(engine)
     arrays = request_arrays(PROMPTS, 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
-    got = response_samples(PROMPTS, 2, serve(arrays))
+    got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
     expected = engine.generate([GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
     assert call("version")["version"] == 3
     for one, other in zip(got, expected, strict=True):
@@ -92,14 +99,23 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
         ({"options": '{"max_new_tokens": 2, "temperature": 0}'}, "temperature=0: must be above 0"),
         ({"options": '{"max_new_tokens": "2"}'}, "options: "),
         ({"samples_per_prompt": 0}, "samples_per_prompt: got 0, allowed: at least 1"),
+        ({"enough": 3}, r"enough: got 3, allowed: 1 to 2 \(1 to B\)"),
+        ({"stopped": None}, "missing tensor stopped, which others need: they come together or not at all"),
+        ({"samples_per_prompt": 1}, r"responses: got shape \[4, 1\], allowed: \[N, R\] with N=2, B x samples_per_prompt"),
+        ({"stopped": [[2]] * 4}, "stopped: got 2, allowed: -1 to 1"),
+        ({"stopped": [[0]] * 4}, "response_lengths: got 0 of a complete response"),
+        ({"responses": [[64]] * 4}, "responses: got 64, allowed: 0 to 63"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
     _, serve = serving(engine)
-    arrays = request_arrays(PROMPTS, 2, OPTIONS)
+    arrays = further_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
-        arrays[name] = np.array([value.encode() if isinstance(value, str) else value])
+        arrays[name] = np.array(value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value])
+        if value is None:
+            del arrays[name]
     with pytest.raises(AlignerError, match=message):
+        validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
         serve(arrays)
 
 
@@ -145,7 +161,7 @@ def drawn_by(overrides):
 LAYOUTS = {"TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"), "DP2": ("engine.parallel.data=2",)}
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place"), ("DP2", "atomic")])
+@pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place")])
 def test_responses_that_new_weights_interrupt_go_on_under_them(pool, overrides, drawn_by, layout, kind):
     stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]  # the first replica is done when the weights come
     options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
@@ -177,6 +193,29 @@ def test_weights_that_let_responses_finish_come_after_them(pool, overrides, draw
         assert set(sample.weight_versions.tolist()) == {1}
 
 
+def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overrides):
+    """Prompts of three samples over two replicas, cut in the middle of a prompt; the second one is long, and not due."""
+    prompts = [Prompt(number, "", torch.tensor([5 + number])) for number in range(5)]
+    options, enough = SamplingOptions(60, stop_token_ids=tuple(range(8, 16))), Enough(2, due=(4,))
+    chosen = (*overrides, *LAYOUTS["DP2"])
+    first, again, last, changed = pool.run(run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough)[0]
+    config = compose_config(overrides)
+    engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
+    engine.load_directory(model_directory(config), version=1)
+    whole = engine.generate([GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
+    longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
+    steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)
+    assert steps < max(longest)
+    for drawn, repeated, end, other, expected in zip(first, again, last, changed, whole, strict=True):
+        length = len(drawn.response)
+        assert drawn.response.tolist() == repeated.response.tolist() == expected.response[:steps].tolist()
+        assert (drawn.finish_reason == "unfinished") == (len(expected.response) > steps)
+        assert end.response.tolist() == expected.response.tolist() and end.finish_reason == expected.finish_reason
+        assert other.response[:length].tolist() == drawn.response.tolist()
+        assert other.weight_versions.tolist() == [1] * length + [2] * (len(other.response) - length)
+        torch.testing.assert_close(end.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)
+
+
 def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, overrides, drawn_by):
     prompts = [PROMPTS[1], PROMPTS[0]]
     told, samples = pool.run(run_generator, 2, (*overrides, *LAYOUTS["DP2"]), one_replica_refuses, prompts, GREEDY)[0]
@@ -186,27 +225,14 @@ def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, override
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory):
-    """A server of two replicas, the configuration of its run, and a client."""
+    """The client of a server of two replicas, and what gives it weights."""
     directory = tmp_path_factory.mktemp("server")
     chosen = (*SERVER, *LAYOUTS["DP2"], "engine.in_flight=interrupt")
     config = compose_config([*chosen, f"run.dir={directory}"])
     prepare_model(config)
     server = RunningRole("generator", directory, ranks=2, OVERRIDES=" ".join(chosen)).wait_ready()
     client = GeneratorClient(server.endpoint, server.access, timeout_s=30.0, update_timeout_s=30.0)
-    yield config, client
-    client.close()
-    server.stop()
-
-
-def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
-    config, client = generator
-    prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)
-    started = client.instance()
-    assert client.control("version")["version"] == -1
     trainer = Trainer(config, client.connect)
-    with pytest.raises(RemoteError) as refused:
-        client.generate(prompts, 1, options, weight_version=1).result()
-    assert refused.value.kind == "WeightsError"
 
     def update(version):
         received = client.receive(version)
@@ -214,6 +240,32 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
         received.result()
 
     update(1)
+    yield client, update
+    client.close()
+    server.stop()
+
+
+def test_a_server_leaves_what_is_long_for_the_next_request(generator):
+    client, _ = generator
+    prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
+    options = SamplingOptions(200, stop_token_ids=(8, 9, 10))
+    whole = client.generate(prompts, 2, options).result()
+    samples, rounds = unbegun(prompts, 2), []
+    for complete in (2, 4, 6):
+        samples = client.carry_on(samples, 2, options, Enough(complete)).result()
+        rounds.append([len(sample.response) for sample in samples])
+    assert rounds[0] < rounds[1] < rounds[2]
+    assert [sample.response.tolist() for sample in samples] == [sample.response.tolist() for sample in whole]
+
+
+def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
+    client, update = generator
+    prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)
+    started = client.instance()
+    assert client.control("version")["version"] == 1
+    with pytest.raises(RemoteError) as refused:
+        client.generate(prompts, 1, options, weight_version=99).result()
+    assert refused.value.kind == "WeightsError"
     for version in range(2, 12):  # on a busy machine weights may come before the request
         drawn = client.generate(prompts, 1, options, weight_version=version - 1)
         time.sleep(0.1)

@@ -60,16 +60,16 @@ class _Response:
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
     def sample(self) -> Sample:
-        """The finished response with its prompt."""
+        """The response as it is, with its prompt."""
         prompt = self.request.prompt
         return Sample(
             prompt_id=prompt.id,
             sample_index=self.request.sample_index,
-            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens))),
+            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens, dtype=torch.int64))),
             prompt_length=len(self.prompt),
             engine_logprobs=torch.tensor(self.logprobs),
-            weight_versions=torch.tensor(self.versions),
-            finish_reason=self.finish_reason or "length",
+            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+            finish_reason=self.finish_reason or "unfinished",
             metadata=prompt.metadata,
         )
 
@@ -105,6 +105,10 @@ class EmbeddedGeneration:
                 self._advance(admit=True)
         complete, self._complete = self._complete, []
         return complete
+
+    def unfinished(self) -> list[tuple[int, Sample]]:
+        """The responses that are not complete as they are now, each with its place among the requests."""
+        return [(response.index, response.sample()) for response in (*self._rows, *self._waiting)]
 
     def finish_rows(self) -> None:
         """Complete every response that has a row; none joins."""
@@ -236,4 +240,9 @@ class EmbeddedGeneration:
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
     limit = response_limit(request, options)
     numbers = None if options.greedy else uniforms(seed, request.prompt.id, request.sample_index, limit)
-    return _Response(index, request, tuple(request.prompt.tokens.tolist()), limit, numbers)
+    response = _Response(index, request, tuple(request.prompt.tokens.tolist()), limit, numbers)
+    if request.begun is not None:
+        response.tokens = request.begun.response.tolist()
+        response.logprobs = request.begun.engine_logprobs.tolist()
+        response.versions = request.begun.weight_versions.tolist()
+    return response

@@ -125,6 +125,10 @@ class TensorRTLLMEngine:
         self._check_weights()
         if self._under_way:
             raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+        if any(request.begun is not None for request in requests):
+            raise AlignerError(
+                "engine.kind=tensorrt_llm: a response cannot go on from tokens that it is given; allowed: embedded"
+            )
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
         self._generation = ReplicaGeneration(self._replica, self._client, self._check_weights, requests, options)

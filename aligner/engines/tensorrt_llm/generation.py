@@ -10,6 +10,7 @@ from aligner.engines.protocol import GenerationRequest, SamplingOptions, respons
 from aligner.engines.tensorrt_llm.client import Client
 from aligner.engines.tensorrt_llm.replica import Replica
 from aligner.engines.tensorrt_llm.responses import Response
+from aligner.errors import AlignerError
 
 
 class ReplicaGeneration:
@@ -50,6 +51,10 @@ class ReplicaGeneration:
             response.tokens, response.logprobs, response.versions, response.finish_reason = drawn
             samples.append((place, response.sample()))
         return samples
+
+    def unfinished(self) -> list[tuple[int, Sample]]:
+        """Not told: nothing could go on from them."""
+        raise AlignerError("engine.kind=tensorrt_llm: responses under way cannot be handed over; allowed: embedded")
 
     def cancel(self) -> None:
         """Drop what is not complete."""

@@ -1,0 +1,87 @@
+"""Prompts whose samples are under way from one batch to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.types import Prompt, Sample, unbegun
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A prompt that is under way."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    """All of them, some perhaps complete, some perhaps not begun."""
+    deferrals: int = 0
+    """Batches that have gone without it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its samples are."""
+        return all(sample.finish_reason != "unfinished" for sample in self.samples)
+
+
+def admitted(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Straggler]:
+    """Prompts of which nothing has been drawn."""
+    return [Straggler(prompt, tuple(unbegun([prompt], samples_per_prompt))) for prompt in prompts]
+
+
+def taken_further(stragglers: Sequence[Straggler], samples: Sequence[Sample]) -> list[Straggler]:
+    """The same prompts with what their samples, given in a row, have become."""
+    each = len(samples) // len(stragglers)
+    return [
+        replace(straggler, samples=tuple(samples[place * each : (place + 1) * each]))
+        for place, straggler in enumerate(stragglers)
+    ]
+
+
+def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> tuple[list[Straggler], list[Straggler]]:
+    """`count` complete ones, and the others; those that may not be left behind again come first, then the longest admitted.
+
+    stragglers: in the order of their admission, which both parts keep.
+    """
+    complete = [place for place, straggler in enumerate(stragglers) if straggler.is_complete]
+    complete.sort(key=lambda place: stragglers[place].deferrals < max_deferrals)
+    chosen = set(complete[:count])
+    parts: tuple[list[Straggler], list[Straggler]] = [], []
+    for place, straggler in enumerate(stragglers):
+        parts[place not in chosen].append(straggler)
+    return parts
+
+
+def left_behind(stragglers: Sequence[Straggler]) -> tuple[Straggler, ...]:
+    """What a batch that is complete goes without."""
+    return tuple(replace(straggler, deferrals=straggler.deferrals + 1) for straggler in stragglers)
+
+
+def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Tensors and JSON that `from_saved` makes the same stragglers of."""
+    samples = [sample for straggler in stragglers for sample in straggler.samples]
+    width = max((sample.tokens.numel() for sample in samples), default=0)
+    integers, logprobs = samples_to_tensors(samples, width)
+    described = []
+    for straggler in stragglers:
+        prompt = straggler.prompt
+        fields = {"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)}
+        described.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
+    return {"integers": integers, "logprobs": logprobs}, described
+
+
+def from_saved(tensors: Mapping[str, Tensor], described: Sequence[Mapping[str, Any]]) -> tuple[Straggler, ...]:
+    """The stragglers as they were."""
+    samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+    stragglers, first = [], 0
+    for fields in described:
+        own = samples[first : first + fields["samples"]]
+        first += len(own)
+        prompt = Prompt(**fields["prompt"], tokens=own[0].tokens[: own[0].prompt_length])
+        own = [replace(sample, metadata=prompt.metadata) for sample in own]
+        stragglers.append(Straggler(prompt, tuple(own), fields["deferrals"]))
+    return tuple(stragglers)
