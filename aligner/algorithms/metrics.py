@@ -9,7 +9,9 @@ from torch import Tensor
 
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
+from aligner.config.schema import Rollout as Settings
 from aligner.data.types import Experience, SampleBatch
+from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollout
 
 
@@ -19,13 +21,26 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, settings: Settings) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them.
 
     `rollout/kept_fraction` is the share of the generated samples that dynamic sampling has kept; scores are those of all.
+    `rollout/skipped` counts the prompts that could not be drawn or scored, `rollout/deferred` those that were left to
+    later steps, where they may be. Raises AlignerError when more were skipped than `max_skipped_prompts` allows.
     """
     scores, samples = rollout.all_scores.result(), rollout.samples
-    return {
+    unscored = scores.isnan()
+    skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
+    if skipped > settings.max_skipped_prompts:
+        raise AlignerError(
+            f"rollout.max_skipped_prompts={settings.max_skipped_prompts}: {skipped} prompts of this step could not be drawn or"
+            " scored; why is told above"
+        )
+    scores = scores[~unscored]
+    counts = {"rollout/skipped": float(skipped)}
+    if settings.spare_prompts:
+        counts["rollout/deferred"] = float(rollout.deferred)
+    return counts | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
         "response/length": sum(sample.tokens.numel() - sample.prompt_length for sample in samples) / len(samples),

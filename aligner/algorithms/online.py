@@ -131,9 +131,11 @@ class OnlineTrainer:
         chosen = rollout
         if self.algorithm.select is not None:
             with timer.phase("server_wait"):
+                rollout = rollout.scored()
                 chosen = rollout.select(self.algorithm.select(self._scores(rollout), self.algorithm.samples_per_prompt))
         stats = self._learn(step, chosen, timer) if chosen.samples else {}
-        return Outcome(stats | rollout_metrics(rollout), rollout, rollout.scores.result())
+        scored = rollout.scored()
+        return Outcome(stats | rollout_metrics(scored, self.config.rollout), scored, scored.scores.result())
 
     def _learn(self, step: int, rollout: Rollout, timer: PhaseTimer) -> dict[str, float]:
         """Make experience of the samples, and learn from it."""
@@ -142,6 +144,10 @@ class OnlineTrainer:
             old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
             reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
         with timer.phase("server_wait"):
+            rows = rollout.scored_rows()
+            if len(rows) < len(rollout.samples):
+                rollout, old_logprobs, reference_logprobs = rollout.select(rows), old_logprobs[rows], reference_logprobs[rows]
+                batch = rollout.batch
             scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
         experience = algorithm.experience(batch, scores, values, old_logprobs, reference_logprobs, coefficient)

@@ -113,7 +113,8 @@ class PreferenceSampler:
             with timer.phase("generate"):
                 rollout = self.rollouts.take()
             with timer.phase("server_wait"):
-                outcome = Outcome(rollout_metrics(rollout), rollout, rollout.scores.result())
+                rollout = rollout.scored()
+                outcome = Outcome(rollout_metrics(rollout, self.config.rollout), rollout, rollout.scores.result())
             self.services.assert_settled()
             if self.recorder is not None and self.writer is not None:
                 self._record(step + 1, outcome, timer.take(), self.recorder, self.writer)

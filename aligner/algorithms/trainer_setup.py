@@ -99,7 +99,7 @@ def build_trainer(
         ahead,
         publisher,
         services,
-        config.rollout.max_staleness,
+        config.rollout,
         config.run.steps,
         shape.pad_token_id,
         interrupts=config.engine.in_flight == "interrupt",

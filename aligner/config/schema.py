@@ -213,6 +213,11 @@ class Rollout:
         "samples are drawn by weights so many versions older, while the steps before theirs train; 0: by the newest, in turn",
         minimum=0,
     )
+    max_skipped_prompts: int = option(
+        8,
+        "a step leaves out so many prompts at most that can not be drawn or scored, also not alone; more end the run",
+        minimum=0,
+    )
     spare_prompts: int = option(
         0,
         "so many prompts more than a step takes are under way; those that are not complete by then go on with the next step's",

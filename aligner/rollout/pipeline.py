@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from aligner.config.schema import Rollout as Settings
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
-from aligner.data.types import Prompt, collate
+from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import PendingRows, Services, together
+from aligner.rollout.stragglers import Straggler, from_saved, to_saved
 from aligner.rollout.weights import Offers, Publishes
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
@@ -38,6 +40,8 @@ class _Drawn:
     rollout: Rollout
     position: int
     """Prompts taken from the stream by then."""
+    under_way: tuple[Straggler, ...]
+    """Prompts that it left behind."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Pipeline:
     """Each step's rollout, drawn up to `max_staleness` steps ahead of it.
 
     Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it, holds no sample admitted at a
-    version below v - `max_staleness`. It is kept by admission: batch b is begun when version b - `max_staleness` serves, and
-    no earlier; nothing is discarded.
+    version below v - `max_staleness`. It is kept by admission: batch b is begun when version b - `steps_ahead` serves, and
+    no earlier, where `steps_ahead` is `max_staleness` less the times that a prompt may be left behind; nothing is discarded.
 
     The trainer never waits for a publish: it keeps a copy of its weights, and one thread of rank 0 has them served and the
     batches drawn, one after another: version v, then the batch that it admits, then version v + 1. So a batch is drawn
@@ -62,7 +66,7 @@ class Pipeline:
     long. With `interrupts` versions are served by a thread of their own, as soon as they are there, also in the middle of a
     batch.
 
-    Neither side runs away: the generator has work for `max_staleness` steps at most, and the trainer waits when it takes a
+    Neither side runs away: the generator has work for `steps_ahead` steps at most, and the trainer waits when it takes a
     batch that is not drawn. With `max_staleness` 0 a batch is drawn when it is taken.
     """
 
@@ -72,7 +76,7 @@ class Pipeline:
         ahead: Rollouts | None,
         weights: Publishes | Offers,
         services: Services,
-        max_staleness: int,
+        settings: Settings,
         steps: int,
         pad_token_id: int,
         *,
@@ -85,8 +89,8 @@ class Pipeline:
         No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
         """
         self._rollouts, self._ahead, self._weights, self._services = rollouts, ahead, weights, services
-        self._max_staleness, self._steps, self._pad_token_id = max_staleness, steps, pad_token_id
-        self._drawing = workers("rollouts") if max_staleness and ahead else None
+        self._settings, self._steps, self._pad_token_id = settings, steps, pad_token_id
+        self._drawing = workers("rollouts") if settings.steps_ahead and ahead else None
         self._serving = workers("weights") if self._drawing and interrupts else self._drawing
         self._served: Future[None] | None = None
         """The newest version's, on rank 0; None where that was the last one."""
@@ -105,15 +109,15 @@ class Pipeline:
     @property
     def is_ahead(self) -> bool:
         """Whether samples are drawn before their step."""
-        return self._max_staleness > 0
+        return self._settings.steps_ahead > 0
 
     def publish(self, version: int, last: bool = False) -> None:
         """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.
 
-        Every rank calls it. The `last` version begins none, and is served only if it is awaited. Where batches are drawn ahead,
-        the weights are copied by the time this returns, and served later.
+        Every rank calls it. The `last` version begins none, and is served only if it is awaited. Where batches are drawn
+        ahead, the weights are copied by the time this returns, and served later.
         """
-        if not self._max_staleness:
+        if not self.is_ahead:
             self._weights.publish(version)
             return
         weights = cast(Offers, self._weights)
@@ -125,7 +129,7 @@ class Pipeline:
         if last:
             return
         served = self._served = self._serving.submit(weights.serve, version)
-        while self._next <= min(version + self._max_staleness, self._steps - 1):
+        while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
             self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served)))
             self._next += 1
 
@@ -137,12 +141,12 @@ class Pipeline:
                 serving = self._served or self._serving.submit(cast(Offers, self._weights).serve, self._newest)
                 serving.result()
 
-        if self._max_staleness:
+        if self.is_ahead:
             together(wait)
 
     def take(self) -> Rollout:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
-        if not self._max_staleness:
+        if not self.is_ahead:
             rollout = self._rollouts.take()
             self._position = self._rollouts.position
             return rollout
@@ -168,7 +172,7 @@ class Pipeline:
 
         What the newest weights draw can be drawn again.
         """
-        self._held = [batch for batch in self._batches if batch.step < step + self._max_staleness]
+        self._held = [batch for batch in self._batches if batch.step < step + self._settings.steps_ahead]
         self._held_from = self._position
 
     def finish_save(self, directory: Path) -> int:
@@ -181,7 +185,7 @@ class Pipeline:
     def resume(self, directory: Path, step: int, position: int) -> None:
         """Go on with what was saved for `step`, if anything, and the prompts from `position` on. Collective.
 
-        Raises AlignerError when that was drawn further ahead than `max_staleness` allows.
+        Raises AlignerError when that was drawn further ahead than `rollout.max_staleness` allows.
         """
         self._rollouts.position = self._position = position
         self._next = step
@@ -193,7 +197,7 @@ class Pipeline:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
-        return _Drawn(self._ahead.take(), self._ahead.position)
+        return _Drawn(self._ahead.take(), self._ahead.position, self._ahead.under_way)
 
     def _write(self, directory: Path) -> int:
         held, self._held = [batch.drawn.result() for batch in self._held], []
@@ -203,48 +207,66 @@ class Pipeline:
         tensors: dict[str, Tensor] = {}
         for place, drawn in enumerate(held):
             tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn.rollout).items()}
+        left, under_way = to_saved(held[-1].under_way)
+        tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
         write_file(directory / _TENSORS, to_bytes(tensors))
-        write_file(directory / _PROMPTS, json.dumps([_to_json(drawn.rollout) for drawn in held]))
+        batches = [_to_json(drawn.rollout) for drawn in held]
+        write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
         return held[-1].position
 
     def _read(self, directory: Path, step: int) -> None:
-        is_another_ranks = self._max_staleness and self._ahead is None
+        is_another_ranks = self.is_ahead and self._ahead is None
         if is_another_ranks or not (directory / _PROMPTS).exists():
             return
         try:
             described = json.loads((directory / _PROMPTS).read_text())
             tensors = load_file(directory / _TENSORS)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise AlignerError(f"{directory}: the batches that were drawn ahead cannot be read: {error}") from error
-        if len(described) > self._max_staleness:
+            batches = described["batches"]
+            under_way = from_saved(_part(tensors, "under_way"), described["under_way"])
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise AlignerError(f"{directory}: the batches that were drawn ahead cannot be read: {error!r}") from error
+        excess = len(batches) - self._settings.steps_ahead
+        if excess > 0:
+            key, allowed = "rollout.max_staleness", self._settings.max_staleness
             raise AlignerError(
-                f"rollout.max_staleness={self._max_staleness}: the checkpoint holds {len(described)} batches that were drawn"
-                f" ahead; go on with rollout.max_staleness={len(described)} or more"
+                f"{key}={allowed}: the checkpoint holds {len(batches)} batches that were drawn ahead, {excess} more than this"
+                f" draws; go on with {key}={allowed + excess} or more"
             )
-        for place, prompts in enumerate(described):
+        if self._ahead is not None:
+            self._ahead.under_way = under_way
+        for place, batch in enumerate(batches):
+            rollout = _from_tensors(_part(tensors, f"{place}"), batch, self._pad_token_id)
             done: Future[_Drawn] = Future()
-            parts = {name: tensors[f"{place}.{name}"] for name in ("integers", "logprobs", "scores", "rows")}
-            rollout = _from_tensors(parts, [Prompt(**fields, tokens=_NONE) for fields in prompts], self._pad_token_id)
-            done.set_result(_Drawn(rollout, self._position))  # what a checkpoint holds were drawn before any of it is taken
+            done.set_result(_Drawn(rollout, self._position, under_way))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
-        self._next = step + len(described)
+        self._next = step + len(batches)
 
     def _shared(self, rollout: Rollout | None) -> Rollout:
         """Rank 0's rollout on every rank, with the critic's values of it asked for."""
-        described = broadcast_json(None if rollout is None else [_to_json(rollout), _rows(rollout).tolist()])
+        described, chosen = broadcast_json((None, None) if rollout is None else (_to_json(rollout), _rows(rollout).tolist()))
         samples = broadcast_samples(None if rollout is None else rollout.samples)
         batch = collate(samples, self._pad_token_id)
         values = self._services.ask_values(batch.tokens, batch.lengths)
-        rows = torch.tensor(described[1])
         scores = PendingRows(()) if rollout is None else rollout.all_scores
-        prompts = [
-            Prompt(**fields, tokens=sample.tokens[: sample.prompt_length])
-            for fields, sample in zip(described[0], samples, strict=True)
-        ]
-        return Rollout(prompts, samples, batch, scores.select(rows), PendingRows(values), scores)
+        return _rollout(described, samples, batch, scores.select(torch.tensor(chosen)), PendingRows(values), scores)
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
+def _rollout(
+    described: Mapping[str, Any],
+    samples: list[Sample],
+    batch: SampleBatch,
+    scores: PendingRows,
+    values: PendingRows,
+    all_scores: PendingRows,
+) -> Rollout:
+    """What `_to_json` has described, of these samples."""
+    prompts = [
+        Prompt(**fields, tokens=sample.tokens[: sample.prompt_length])
+        for fields, sample in zip(described["prompts"], samples, strict=True)
+    ]
+    return Rollout(
+        prompts, samples, batch, scores, values, all_scores, deferred=described["deferred"], skipped=described["skipped"]
+    )
 
 
 def _rows(rollout: Rollout) -> Tensor:
@@ -252,8 +274,14 @@ def _rows(rollout: Rollout) -> Tensor:
     return torch.arange(len(rollout.samples)) if rollout.scores.chosen is None else rollout.scores.chosen
 
 
-def _to_json(rollout: Rollout) -> list[dict[str, Any]]:
-    return [{"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)} for prompt in rollout.prompts]
+def _to_json(rollout: Rollout) -> dict[str, Any]:
+    prompts = [{"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)} for prompt in rollout.prompts]
+    return {"prompts": prompts, "deferred": rollout.deferred, "skipped": rollout.skipped}
+
+
+def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by what follows."""
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
 
 
 def _to_tensors(rollout: Rollout) -> dict[str, Tensor]:
@@ -262,10 +290,10 @@ def _to_tensors(rollout: Rollout) -> dict[str, Tensor]:
     return {"integers": integers, "logprobs": logprobs, "scores": scores, "rows": _rows(rollout).contiguous()}
 
 
-def _from_tensors(parts: Mapping[str, Tensor], prompts: list[Prompt], pad_token_id: int) -> Rollout:
+def _from_tensors(parts: Mapping[str, Tensor], described: Mapping[str, Any], pad_token_id: int) -> Rollout:
     samples = samples_from_tensors(parts["integers"], parts["logprobs"])
     scored: Future[Tensor] = Future()
     scored.set_result(parts["scores"])
     scores = PendingRows((scored,))
     batch = collate(samples, pad_token_id)
-    return Rollout(prompts, samples, batch, scores.select(parts["rows"]), PendingRows(()), scores)
+    return _rollout(described, samples, batch, scores.select(parts["rows"]), PendingRows(()), scores)

@@ -18,6 +18,7 @@ from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
 from aligner.servers.client import RemoteFuture
+from aligner.servers.connection import RefusedError
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,17 @@ class Rollout:
     """Of everything that was generated for these samples, what dynamic sampling left out included."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
+    skipped: int = 0
+    """Prompts that could not be drawn."""
+
+    def scored_rows(self) -> Tensor:
+        """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
+        return self.scores.result().isfinite().nonzero()[:, 0]
+
+    def scored(self) -> Rollout:
+        """Without the samples that have no score. Collective."""
+        rows = self.scored_rows()
+        return self if len(rows) == len(self.samples) else self.select(rows)
 
     def select(self, rows: Tensor) -> Rollout:
         """Some of the samples (int64 [N]), in that order."""
@@ -93,6 +105,8 @@ class Rollouts:
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
         self._under_way: tuple[Straggler, ...] = ()
+        self._skipped = 0
+        """Prompts of this step that could not be drawn."""
 
     @property
     def under_way(self) -> tuple[Straggler, ...]:
@@ -116,7 +130,7 @@ class Rollouts:
 
         Raises AlignerError when dynamic sampling does not find enough prompts.
         """
-        asked = _Asked()
+        asked, self._skipped = _Asked(), 0
         self._ask(asked, self._settings.prompts_per_step)
         rows = self._informative(asked) if self._rounds else None
         self._under_way = left_behind(self._under_way)
@@ -131,6 +145,7 @@ class Rollouts:
             values=PendingRows(tuple(asked.values), rows),
             all_scores=PendingRows(tuple(asked.scores)),
             deferred=len(self._under_way),
+            skipped=self._skipped,
         )
 
     def _ask(self, asked: _Asked, count: int) -> None:
@@ -142,7 +157,7 @@ class Rollouts:
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
-            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata
+            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata, settings.samples_per_prompt
             scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
             asked.prompts += of_samples
             asked.samples += samples
@@ -150,24 +165,54 @@ class Rollouts:
             asked.values += values
 
     def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
-        """The next `count` prompts that are complete, and all their samples; others may stay under way."""
-        settings, each = self._settings, self._settings.samples_per_prompt
-        if not settings.spare_prompts and not self._under_way:
-            prompts = self._next_prompts(count)
-            return prompts, self.generate(prompts, each, self._options)
-        fresh = self._next_prompts(max(0, count + settings.spare_prompts - len(self._under_way)))
-        stragglers = [*self._under_way, *admitted(fresh, each)]
-        due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
-        begun = [sample for one in stragglers for sample in one.samples]
-        samples = self._sampler.carry_on(begun, each, self._options, Enough(count, due))
-        complete, rest = divided(taken_further(stragglers, samples), count, settings.max_deferrals)
+        """The next `count` prompts that are complete, and all their samples; others may stay under way.
+
+        What the generator refuses is asked for again prompt by prompt; those that are refused again are left out.
+        """
+        was_refused = False
+        while True:
+            self._admit(count + self._settings.spare_prompts)
+            try:
+                further = self._taken_further(self._under_way, count)
+                break
+            except RefusedError:
+                left = len(self._under_way)
+                if not self._is_alone or not self._leave_out() or (was_refused and len(self._under_way) == left):
+                    raise
+                was_refused = True
+        complete, rest = divided(further, count, self._settings.max_deferrals)
         self._under_way = tuple(rest)
         return [one.prompt for one in complete], self._cut([sample for one in complete for sample in one.samples])
 
-    def _next_prompts(self, count: int) -> list[Prompt]:
-        prompts = self._prompts.take(self.position, count)
-        self.position += count
-        return prompts
+    def _admit(self, count: int) -> None:
+        """Have at least `count` prompts under way."""
+        fresh = self._prompts.take(self.position, max(0, count - len(self._under_way)))
+        self.position += len(fresh)
+        self._under_way += tuple(admitted(fresh, self._settings.samples_per_prompt))
+
+    def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
+        """The prompts, at least `count` of them complete, and all that may not be left behind again."""
+        settings, each = self._settings, self._settings.samples_per_prompt
+        if count == len(stragglers) and not any(len(sample.response) for one in stragglers for sample in one.samples):
+            samples = self._sampler.sample([one.prompt for one in stragglers], each, self._options)
+        else:
+            due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
+            begun = [sample for one in stragglers for sample in one.samples]
+            samples = self._sampler.carry_on(begun, each, self._options, Enough(count, due))
+        return taken_further(stragglers, samples)
+
+    def _leave_out(self) -> bool:
+        """Drop the prompts that are refused alone too; whether any is left."""
+        kept = []
+        for straggler in self._under_way:
+            try:
+                self._taken_further([straggler], 1)
+                kept.append(straggler)
+            except RefusedError as error:
+                print(f"prompt {straggler.prompt.id} is left out, it cannot be drawn: {error}", flush=True)
+        self._skipped += len(self._under_way) - len(kept)
+        self._under_way = tuple(kept)
+        return bool(kept)
 
     def _informative(self, asked: _Asked) -> Tensor:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""

@@ -123,20 +123,31 @@ class Services:
         lengths: Tensor,
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]],
+        rows_apart: int | None = None,
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
-        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32."""
+        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32.
+
+        `rows_apart` as `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
+        """
         if self._reward is not None:
-            return self.ask_scores(tokens, lengths, prompt_lengths, metadata), self.ask_values(tokens, lengths)
+            return self.ask_scores(tokens, lengths, prompt_lengths, metadata, rows_apart), self.ask_values(tokens, lengths)
         if self._critic is not None:
             values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
             return (scores,), (values,)
         return (), ()
 
     def ask_scores(
-        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]]
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        metadata: Sequence[Mapping[str, Any]],
+        rows_apart: int | None = None,
     ) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask the reward server for the scores [B] of some rows; float32."""
-        return () if self._reward is None else (self._reward.score(tokens, lengths, prompt_lengths, metadata),)
+        """Ask the reward server for the scores [B] of some rows; float32. `rows_apart` as `RewardClient.score` has it."""
+        if self._reward is None:
+            return ()
+        return (self._reward.score(tokens, lengths, prompt_lengths, metadata, rows_apart),)
 
     def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the values [B, S] of some rows where there is a critic; float32."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import threading
 import time
 import warnings
@@ -19,7 +21,7 @@ from torch import Tensor
 from aligner.config.access import Access
 from aligner.config.endpoints import Endpoint
 from aligner.errors import AlignerError
-from aligner.servers.connection import Connection, RemoteError, TransportError
+from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
 from aligner.servers.protocol import CONTROL, REWARD_MODEL, EndpointSpec, array_text, text_array
 
 T = TypeVar("T")
@@ -167,12 +169,33 @@ class RewardClient(RemoteClient):
         lengths: Tensor,
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        rows_apart: int | None = None,
     ) -> RemoteFuture[Tensor]:
         """Scores float32 [B] of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
 
-        `metadata` is what the data says about each row's prompt; JSON.
+        `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
+        for once more, so many rows at a time: those that are refused again are NaN, if there are others.
         """
-        return self._future(self._parallel, self._score, tokens, lengths, prompt_lengths, metadata)
+        score = self._score if rows_apart is None else functools.partial(self._score_apart, rows_apart)
+        return self._future(self._parallel, score, tokens, lengths, prompt_lengths, metadata)
+
+    def _score_apart(
+        self, count: int, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None
+    ) -> Tensor:
+        try:
+            return self._score(tokens, lengths, prompt_lengths, metadata)
+        except RefusedError as refused:
+            scores = torch.full(lengths.shape, math.nan)
+            for first in range(0, len(scores), count):
+                rows = slice(first, first + count)
+                try:
+                    known = None if metadata is None else metadata[rows]
+                    scores[rows] = self._score(tokens[rows], lengths[rows], prompt_lengths[rows], known)
+                except RefusedError as error:
+                    print(f"samples are left out: {error}", flush=True)
+            if scores.isnan().all():
+                raise refused
+            return scores
 
     def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:
         scores = []

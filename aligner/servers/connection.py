@@ -62,6 +62,10 @@ class TransportError(RemoteError):
         return RemoteError(self.role, self.address, self.kind, f"{self.message}; given up {reason}")
 
 
+class RefusedError(RemoteError):
+    """The server's own word: it will not do what was asked, or could not. Asked again, it would say the same."""
+
+
 class Connection:
     """Requests to one server over gRPC, from any thread."""
 
@@ -127,7 +131,7 @@ class Connection:
         if kind in _SERVER_ENDS:
             return TransportError(self.role, self.address, kind, told)
         if kind != "Triton":
-            return self.error(kind, told)
+            return RefusedError(self.role, self.address, kind, told)
         if "DEADLINE_EXCEEDED" in status:
             return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
         if "is restricted" in message:

@@ -112,7 +112,7 @@ class Scorers:
         """`answer` gives the future of an answer; without it they are there at once."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata):
+    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
         ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
         scores = [float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)]
         return (self.answer(torch.tensor(scores)),)
@@ -120,5 +120,5 @@ class Scorers:
     def ask_values(self, tokens, lengths):
         return ()
 
-    def ask(self, tokens, lengths, prompt_lengths, metadata):
+    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
         return self.ask_scores(tokens, lengths, prompt_lengths, metadata), ()

@@ -45,6 +45,9 @@ class World:
         self.served = 0
         self.most_copies = 0
         self.reward = self.clock.worker("reward")
+        self.settings = Rollout(
+            prompts_per_step=PROMPTS, samples_per_prompt=EACH, micro_batches=2, max_staleness=self.max_staleness
+        )
 
     def spend(self, longest=3.0):
         self.clock.sleep(self.random.choice((0.0, self.random.uniform(0, longest))))
@@ -82,7 +85,7 @@ class World:
                 Stream(),
                 self.engine,
                 Scorers(is_mixed, lambda scores: self.reward.submit(lambda: (self.spend(1.0), scores)[1])),
-                Rollout(prompts_per_step=PROMPTS, samples_per_prompt=EACH, micro_batches=2),
+                self.settings,
                 SamplingOptions(max_new_tokens=2),
                 pad_token_id=0,
                 dynamic_sampling_rounds=self.rounds,
@@ -94,7 +97,7 @@ class World:
             rollouts(is_alone=True) if self.max_staleness else None,
             self,
             Scorers(is_mixed),
-            self.max_staleness,
+            self.settings,
             self.steps,
             pad_token_id=0,
             interrupts=self.interrupts,

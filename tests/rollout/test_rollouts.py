@@ -11,21 +11,23 @@ from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows
+from aligner.servers.connection import RefusedError, RemoteError, TransportError
 from tests.rollout.fakes import Digits, Scorers, Stream
 
 EACH = 2
 
 
-def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2):
+def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, **more):
     settings = Rollout(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
     return Rollouts(
         Stream(),
-        Digits(),
+        engine or Digits(),
         Scorers(mixed.__contains__),
         settings,
         SamplingOptions(max_new_tokens=2),
         pad_token_id=0,
         dynamic_sampling_rounds=rounds,
+        **more,
     )
 
 
@@ -54,6 +56,46 @@ def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
     message = str(caught.value)
     assert "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different scores" in message
     assert "rollout.samples_per_prompt=2" in message
+
+
+class Picky(Digits):
+    """Refuses some prompts always, and as many requests as it is told at first."""
+
+    def __init__(self, refused, at_first=0, error=RefusedError):
+        super().__init__()
+        self.refused, self.at_first, self.error = refused, at_first, error
+
+    def sample(self, prompts, samples_per_prompt, options):
+        self.at_first -= 1
+        if self.at_first >= 0 or self.refused & {prompt.id for prompt in prompts}:
+            raise self.error("generator", "host:1", "AlignerError", f"{len(prompts)} prompts")
+        return super().sample(prompts, samples_per_prompt, options)
+
+
+def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(capfd):
+    source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_alone=True)
+    taken = [source.take() for _ in range(2)]
+    assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [[0, 3, 4, 5], [7, 8, 9, 10]]
+    assert [rollout.skipped for rollout in taken] == [2, 1]
+    assert (
+        capfd.readouterr().out.count("is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts")
+        == 3
+    )
+
+
+def test_what_is_refused_once_is_asked_for_again():
+    source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_alone=True)
+    assert source.take().skipped == 0
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [Picky(set(range(9))), Picky({1}, error=TransportError), Picky(set(), at_first=9)],
+    ids=["all", "lost", "at large"],
+)
+def test_what_is_not_about_single_prompts_is_raised(engine):
+    with pytest.raises(RemoteError):
+        rollouts(mixed=(), rounds=0, engine=engine, is_alone=True).take()
 
 
 def test_prompts_whose_scores_are_all_equal_are_not_informative():

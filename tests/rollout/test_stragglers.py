@@ -37,7 +37,7 @@ class Scores:
     def __init__(self):
         self.asked = set()
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata):
+    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
         self.asked |= (ids := {fields["id"] for fields in metadata})
         each = len(tokens) // len(ids)
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
