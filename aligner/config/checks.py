@@ -211,6 +211,12 @@ def _generator(config: Config) -> Iterator[str]:
         yield f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere; allowed: atomic, in_place"
     if engine.sleep:
         yield f"{key}: engine.sleep=true gives memory to the trainer, which is elsewhere; give engine.sleep=false"
+    if engine.kind == "tensorrt_llm":
+        why = "engine.kind=tensorrt_llm gives out complete responses alone; allowed with it"
+        if engine.in_flight == "interrupt":
+            yield f"engine.in_flight=interrupt: {why}: finish"
+        if config.rollout.spare_prompts:
+            yield f"rollout.spare_prompts={config.rollout.spare_prompts}: {why}: 0"
 
 
 def _batches(config: Config) -> Iterator[str]:

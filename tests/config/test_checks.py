@@ -41,6 +41,10 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["rollout.spare_prompts=2", "rollout.max_deferrals=2", "rollout.max_staleness=2"],
             "rollout.spare_prompts=2: what is left behind rollout.max_deferrals=2 times is more versions old than",
         ),
+        (
+            ["engine=tensorrt_llm", "engine.placement=server", "rollout.spare_prompts=2"],
+            "rollout.spare_prompts=2: engine.kind=tensorrt_llm gives out complete responses alone; allowed with it: 0",
+        ),
         (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: nothing is under way when weights come"),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),

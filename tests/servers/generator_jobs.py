@@ -21,6 +21,7 @@ from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
+from aligner.engines.formats import weight_format
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.receiver import WeightReceiver, plan_between_worlds
 from aligner.engines.replicas import Enough, replica_group
@@ -52,7 +53,7 @@ class Trainer:
         """`connect` asks the generator to join, and returns a future."""
         self._config = config
         self._tensors: dict[str, Tensor] = {}
-        plan = plan_between_worlds(config, read_shape(model_directory(config)), itemsize=4)
+        plan = plan_between_worlds(config, read_shape(model_directory(config)), weight_format(config.engine, "cpu"))
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         joined = connect(host="127.0.0.1", port=self._store.port, generation=0)
         link = Link(self._store, 0, plan.labels, timeout=TIMEOUT)
