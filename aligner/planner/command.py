@@ -25,7 +25,7 @@ def add_plan(commands: Any) -> None:
     what = "predict step time and utilization of the pipeline, and the best split of devices between roles"
     command = commands.add_parser("plan", help=what, description=what, allow_abbrev=False)
     add = command.add_argument
-    add("--measured", type=Path, metavar="RUN", help="directory of a run with engine.placement=colocated: its phases")
+    add("--measured", type=Path, metavar="RUN", help="directory of a run of an online algorithm: its phases")
     add(
         "--phases",
         metavar="NAME[@ROLE]=SECONDS,…",
@@ -132,8 +132,10 @@ def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: 
             )
     bound = _whole("--max-staleness", parsed.max_staleness, 0) if parsed.max_staleness is not None else None
     colocated = phases["generate"].role == "trainer"
-    if bound is None:
-        bound = 0 if colocated and measured is None else 1
+    if bound is None and measured is not None:
+        bound = max(1, measured.pipeline.max_staleness)
+    elif bound is None:
+        bound = 0 if colocated else 1
     if bound and measured is not None and "generate" not in given:
         phases["generate"] = replace(phases["generate"], role="generator")
     elif bound and colocated:
@@ -154,6 +156,7 @@ def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: 
         interrupt=parsed.transfer == "interrupt",
         lengths=lengths,
         seed=_whole("--seed", parsed.seed, 0) if parsed.seed is not None else seed,
+        stepwise=measured is not None,
     )
 
 

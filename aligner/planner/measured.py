@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,9 @@ from aligner.config.reward_sources import has_reward_model
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
-from aligner.observability.trace import WAIT, Span, read_spans
+from aligner.observability.trace import WAIT, Span, innermost, read_spans
 from aligner.planner.model import BATCHES, HOST, Phase, Pipeline
 
-_TRAINER = {"logprobs": "logprobs", "train": "train", "reshard": "publish"}
-"""The trainer's timed phases, and what the planner calls them."""
 _SERVERS = ("score", "values", "critic_train")
 _NEWEST = 3 * BATCHES
 """Steps that are counted, at most"""
@@ -28,10 +27,10 @@ _NO_PART = ("evaluate", "checkpoint")
 
 @dataclass(frozen=True)
 class Measured:
-    """A synchronous run, as the planner sees it."""
+    """A run, as the planner sees it."""
 
     pipeline: Pipeline
-    """Synchronous, with the engine on the trainer's devices"""
+    """The run's own: with its engine where it was, and as far ahead"""
     placement: dict[str, int]
     units: dict[str, int]
     """Of the generator too, should it get devices of its own"""
@@ -48,8 +47,8 @@ class Measured:
 def read_run(directory: Path) -> Measured:
     """Read `config.yaml`, `metrics.jsonl` and, where there is one, the timeline.
 
-    The newest steps count, but not the run's first, which warms up. Raises ConfigError for a directory
-    without them, and for runs that have no such pipeline.
+    The newest steps count, but not the run's first, which warms up, and with samples drawn ahead none in which these are not
+    both drawn and trained on. Raises ConfigError for a directory without them, and for runs that have no such pipeline.
     """
     paths = RunPaths(directory)
     config = load_config(paths.config)
@@ -57,36 +56,55 @@ def read_run(directory: Path) -> Measured:
         raise ConfigError(
             f"--measured {directory}: algorithm.trainer={config.algorithm.trainer} is no pipeline; allowed: online"
         )
-    if config.engine.placement != "colocated":
-        raise ConfigError(
-            f"--measured {directory}: engine.placement={config.engine.placement}, where phases overlap and hide each other;"
-            " measure with engine.placement=colocated, or give --phases"
-        )
-    steps = [record for record in read_metrics(paths.metrics) if record["step"] > 0 and "time/step" in record]
-    steps = (steps[1:] or steps)[-_NEWEST:]
+    ahead, records = config.rollout.max_staleness, read_metrics(paths.metrics)
+    steps = _counted([record for record in records if record["step"] > 0 and "time/step" in record], ahead, config.run.steps)
     if not steps:
-        raise ConfigError(f"--measured {directory}: no training step in metrics.jsonl yet; let the run do two or more")
-    return _measured(config, steps, read_spans(paths))
+        raise ConfigError(
+            f"--measured {directory}: no training step in metrics.jsonl yet that counts; let the run do {2 * ahead + 2}"
+        )
+    spans = read_spans(paths)
+    if ahead and not any(span.role == "generator" for span in spans):
+        raise ConfigError(
+            f"--measured {directory}: without a timeline it is not known what the generator did beside training; measure with"
+            " logging.timeline=true, or rollout.max_staleness=0"
+        )
+    return _measured(config, steps, spans)
+
+
+def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Sequence[Mapping[str, float]]:
+    """The newest steps, but for the first; where samples are drawn `ahead`, those in which a batch is drawn and another one
+    trained on, without evaluations if possible, for the generator draws on meanwhile.
+    """
+    if not ahead:
+        return (steps[1:] or steps)[-_NEWEST:]
+    both = [record for record in steps if ahead < record["step"] <= last - ahead]
+    return ([record for record in both if "time/evaluate" not in record] or both)[-_NEWEST:]
 
 
 def _measured(config: Config, steps: Sequence[Mapping[str, float]], spans: Sequence[Span]) -> Measured:
     def seconds(phase: str) -> list[float]:
         return [record.get(f"time/{phase}", 0.0) for record in steps]
 
-    ranks = config.actor.parallel.ranks
-    phases = [_phase("generate", "trainer", seconds("generate"), config.engine.parallel.ranks)]
-    phases += [_phase(ours, "trainer", seconds(name), ranks) for name, ours in _TRAINER.items()]
-    numbers = [int(record["step"]) for record in steps]
-    served = _served(spans, set(numbers))
-    # Without a timeline it is not known what the trainer waited for: as good as work of its own.
-    beside = [*_NO_PART, *_TRAINER, "generate", *(["server_wait"] if served else [])]
-    other = [max(0.0, step - sum(parts)) for step, *parts in zip(seconds("step"), *map(seconds, beside), strict=True)]
-    phases.append(_phase("other", "trainer", other, ranks))
-    phases += _server_phases(config, served, numbers, _answered(spans))
+    ranks, ahead = config.actor.parallel.ranks, config.rollout.max_staleness
+    numbers, work = [int(record["step"]) for record in steps], _work(spans)
+    served = [span for span in work if span.name in _SERVERS and span.step in set(numbers)]
+    engine = _ahead(seconds, spans, work, numbers, config) if ahead else _in_turn(seconds, work, numbers)
+    trainer = {"logprobs": seconds("logprobs"), "train": seconds("train"), "publish": engine.publish}
+    beside = [*map(seconds, _NO_PART), *trainer.values(), *engine.awaited]
+    if served:  # without a timeline it is not known what the trainer waited for: as good as work of its own
+        beside.append(seconds("server_wait"))
+    trainer["other"] = [max(0.0, step - sum(parts)) for step, *parts in zip(seconds("step"), *beside, strict=True)]
+    role = "trainer" if config.engine.placement == "colocated" else "generator"
+    phases = [
+        *(_phase(name, role, each, config.engine.parallel.ranks) for name, each in engine.phases.items()),
+        *(_phase(name, "trainer", each, ranks) for name, each in trainer.items()),
+        *_server_phases(config, served, numbers, _answered(spans)),
+    ]
     whole = [step - sum(parts) for step, *parts in zip(seconds("step"), *map(seconds, _NO_PART), strict=True)]
+    parts, seed = config.rollout.micro_batches, config.seed
     return Measured(
-        pipeline=Pipeline(tuple(phases), micro_batches=config.rollout.micro_batches, max_staleness=0, seed=config.seed),
-        placement={phase.role: phase.devices for phase in phases if phase.role != HOST} | {"trainer": ranks},
+        pipeline=Pipeline(tuple(phases), micro_batches=parts, max_staleness=ahead, seed=seed, stepwise=True),
+        placement={"trainer": ranks} | {phase.role: phase.devices for phase in phases if phase.role != HOST},
         units=_units(config),
         steps=config.run.steps,
         step_s=sum(whole) / len(whole),
@@ -95,11 +113,78 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], spans: Seque
     )
 
 
-def _served(spans: Sequence[Span], numbers: Set[int]) -> list[Span]:
-    """What the servers' first ranks computed for training in the steps of these numbers."""
+@dataclass(frozen=True)
+class _Engine:
+    """Seconds of the engine's work for each batch, and of the trainer's towards it in each step."""
+
+    phases: Mapping[str, Sequence[float]]
+    """The engine's own, the way of the trainer's requests included"""
+    publish: Sequence[float]
+    """The trainer's, without the time that the engine takes the weights for"""
+    awaited: Sequence[Sequence[float]]
+    """What of the trainer's steps is no work of its own"""
+
+
+def _in_turn(seconds: Callable[[str], list[float]], work: Sequence[Span], numbers: Sequence[int]) -> _Engine:
+    """Of the steps of these numbers, of which the trainer has timed `seconds`: it waits for all that the engine does."""
+    generate, load = seconds("generate"), _by_step([span for span in work if span.name == "receive"], numbers)
+    publish = [max(0.0, whole - taken) for whole, taken in zip(seconds("reshard"), load, strict=True)]
+    return _Engine({"generate": generate} | ({"load": load} if any(load) else {}), publish, [generate, load])
+
+
+def _ahead(
+    seconds: Callable[[str], list[float]],
+    spans: Sequence[Span],
+    work: Sequence[Span],
+    numbers: Sequence[int],
+    config: Config,
+) -> _Engine:
+    """The same of samples that are drawn ahead of the steps."""
+    own = {name: [span for span in work if span.name == name] for name in ("receive", "generate")}
+    load, generate = _by_step(own["receive"], numbers), _by_step(own["generate"], numbers)
+    if config.engine.in_flight == "finish" and (turns := _turns(spans, own["generate"], set(numbers))):
+        load, generate = (list(each) for each in zip(*turns, strict=True))
+    ahead = config.rollout.max_staleness
+    phases = {"load": _later(load, ahead), "generate": _later(generate, ahead)}
+    return _Engine(phases, publish=seconds("snapshot"), awaited=[seconds("generate")])
+
+
+def _turns(spans: Sequence[Span], drawn: Sequence[Span], numbers: Set[int]) -> list[tuple[float, float]]:
+    """Seconds in which a thread of the trainer's rank 0 had a version served, and then the batch drawn that it admits.
+
+    The thread goes on with the next version as soon as that is there. Where it waited for it, the batch counts until the
+    generator had drawn the last of it, for when the thread had it is not known.
+    """
+    own = [span for span in spans if span.role == "trainer" and span.rank == 0]
+    offers = [span.end for span in own if span.name == "snapshot"]
+    turns = []
+    for served, following in itertools.pairwise(span for span in own if span.name == "publish" and span.thread):
+        ends = [span.end for span in drawn if served.end <= span.start < following.start]
+        if not ends or served.step not in numbers:
+            continue
+        awaited = any(ends[-1] < offered <= following.start for offered in offers)
+        there = ends[-1] if awaited else following.start
+        turns.append(((served.end - served.start) * 1e-6, (there - served.end) * 1e-6))
+    return turns
+
+
+def _work(spans: Sequence[Span]) -> list[Span]:
+    """What the servers' first ranks did for training; a generator's that takes weights while it draws does not draw then."""
     evaluations = [span for span in spans if span.name == "evaluate" and span.role == "trainer" and span.rank == 0]
-    own = (span for span in spans if span.name in _SERVERS and span.rank == 0 and span.step in numbers)
+    own = [span for span in spans if span.name in _SERVERS and span.rank == 0]
+    own += innermost(span for span in spans if span.role == "generator" and span.rank == 0)
     return [span for span in own if not any(during.start <= span.start < during.end for during in evaluations)]
+
+
+def _by_step(spans: Sequence[Span], numbers: Sequence[int]) -> list[float]:
+    """Seconds in each of the steps of these numbers."""
+    return [sum(span.end - span.start for span in spans if span.step == number) * 1e-6 for number in numbers]
+
+
+def _later(seconds: Sequence[float], ahead: int) -> list[float]:
+    """What each step's work was for the batch that so many steps later trained on; of the last steps, for the first ones."""
+    place = len(seconds) - ahead % len(seconds)
+    return [*seconds[place:], *seconds[:place]]
 
 
 def _answered(spans: Sequence[Span]) -> dict[int, float]:
@@ -136,8 +221,7 @@ def _server_phases(
         ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas
         if role == "reward" and not has_reward_model(config.reward):
             role, ranks = HOST, 1  # a function needs none of the devices
-        spent = {number: sum(span.end - span.start for span in own if span.step == number) for number in numbers}
-        seconds = [microseconds * 1e-6 / replicas for microseconds in spent.values()]
+        seconds = [each / replicas for each in _by_step(own, numbers)]
         if name == "critic_train":
             seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, numbers, strict=True)]
         phases.append(_phase(name, role, seconds, ranks))

@@ -145,6 +145,9 @@ class Pipeline:
     lengths: Lengths | None = None
     """Without them a part's samples all end at once, and more devices shorten generation like any phase."""
     seed: int = 1
+    stepwise: bool = False
+    """As runs do: the trainer takes a batch as a whole, asks for its values then, and ends its step with the critic's update
+    too. Otherwise each phase begins as soon as its own inputs are there."""
 
     @property
     def window(self) -> int:

@@ -91,17 +91,25 @@ class Simulation:
         version = max(0, batch - self.pipeline.max_staleness)  # none older may generate this batch
         samples = self._generate(batch, after=self._load(batch, after=self.published[version]))
         inputs = [
-            self._run(name, batch, part, after=samples[part], share=len(parts))
+            self._run(name, batch, part, after=after, share=len(parts))
             for part in parts
-            for name in ("score", "values", "logprobs", "reference")
+            for name, after in self._inputs(samples, part).items()
         ]
         experience = max(inputs)
         policy = self._run("train", batch, after=experience)
         critic = self._run("critic_train", batch, after=experience)
-        # A synchronous step ends with both; otherwise nobody but the critic waits for its update.
-        updated = policy if self.pipeline.max_staleness else max(policy, critic)
+        # A synchronous step ends with both; otherwise nobody but the critic need wait for its update.
+        updated = policy if self.pipeline.max_staleness and not self.pipeline.stepwise else max(policy, critic)
         weights = self._run("other", batch, after=updated)
         self.published.append(self._run("publish", batch, after=weights))
+
+    def _inputs(self, samples: Sequence[float], part: int) -> dict[str, float]:
+        """By phase that reads samples, when it may begin with a part; the parts' samples are there at these times."""
+        there = values = whole = samples[part]
+        if self.pipeline.stepwise:
+            whole = max(samples)
+            values = max(whole, self._free["trainer"]) if self.pipeline.max_staleness else there
+        return {"score": there, "values": values, "logprobs": whole, "reference": whole}
 
     def _run(self, name: str, batch: int, part: int = 0, *, after: float, share: int = 1) -> float:
         """When a phase, or one of `share` equal parts of it, ends; what the pipeline does not have takes no time."""

@@ -66,7 +66,8 @@ def _steps_table(compared: Comparison) -> Table:
         table.add_row(what, describe(placement), seconds(step_s), duration(run_s), share)
 
     if measured is not None and compared.as_measured is not None:
-        add("measured: synchronous", measured.placement, measured.step_s, measured.step_s * plan.steps)
+        how = f"staleness {measured.pipeline.max_staleness}" if "generator" in measured.placement else "synchronous"
+        add(f"measured: {how}", measured.placement, measured.step_s, measured.step_s * plan.steps)
         add("  predicted for it", measured.placement, compared.as_measured.step_s, compared.as_measured.run_s)
     if colocated is not None:
         add("synchronous, engine colocated", colocated.placement, colocated.forecast.step_s, colocated.forecast.run_s)
@@ -111,6 +112,11 @@ def _conclusions(compared: Comparison) -> list[str]:
     if measured is not None and compared.as_measured is not None:
         error = compared.as_measured.step_s / measured.step_s - 1
         lines.append(f"the prediction for the measured run is {error:+.1%} off its mean over {measured.counted} steps")
+        if "generator" in measured.placement:
+            how, others = (
+                ("beside each other", "in turn") if measured.pipeline.max_staleness else ("in turn", "beside each other")
+            )
+            lines.append(f"its phases are as they took {how}; where roles share cores they take another time {others}")
         if not measured.has_servers:
             lines.append("no timeline: the time that the trainer waited for servers counts as its own work")
     return lines

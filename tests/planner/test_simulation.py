@@ -76,6 +76,25 @@ def test_parts_are_scored_while_the_next_is_generated() -> None:
     assert forecast(parts, each_one(parts)).step_s == pytest.approx(8 + 2 + 1)
 
 
+def test_in_a_run_the_trainer_takes_a_batch_whole_and_awaits_the_critic() -> None:
+    parts = replace(pipeline(0, 2, generate=8, values=6, logprobs=6, train=1), stepwise=True)
+    assert forecast(parts, each_one(parts)).step_s == pytest.approx(8 + 6 + 1)  # values of the first part by then
+    ahead = replace(parts, max_staleness=1)
+    assert forecast(ahead, each_one(ahead)).step_s == pytest.approx(8)
+    slow = replace(pipeline(1, 2, generate=2, values=6, logprobs=5, train=1, critic_train=4, publish=1), stepwise=True)
+    assert forecast(slow, each_one(slow)).step_s == pytest.approx(6 + 4 + 1)
+    assert forecast(replace(slow, stepwise=False), each_one(slow)).step_s == pytest.approx(6 + 4)  # the critic's work
+
+
+@TRIES
+@given(pipelines())
+def test_a_run_step_by_step_is_never_faster(placed: Placed) -> None:
+    made, placement = placed
+    stepwise = forecast(replace(made, stepwise=True), placement).step_s
+    assert stepwise * slack(made) >= forecast(made, placement).step_s
+    assert stepwise * slack(made) >= max(made.work(placement).values())
+
+
 @TRIES
 @given(pipelines())
 def test_a_step_is_never_faster_than_its_busiest_role_nor_slower_than_a_synchronous_one(placed: Placed) -> None:
