@@ -26,7 +26,7 @@ COMMON = (
     *("model.config.hidden_size=256", "model.config.intermediate_size=768", "model.config.num_hidden_layers=6"),
     *("model.config.max_position_embeddings=1024", "rollout.micro_batches=1", "algorithm.minibatches=1"),
 )
-BOUND = {"training": (8, 8, 32), "balanced": (4, 4, 96), "generation": (2, 2, 384)}
+BOUND = {"training": (8, 8, 32), "balanced": (3, 4, 192), "generation": (2, 2, 384)}
 """Prompts a step, samples a prompt and tokens a response, by what takes longer."""
 _WARM_UP, _COOL_DOWN = 3, 1
 

@@ -226,11 +226,18 @@ class Pipeline:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AlignerError(f"{directory}: the batches that were drawn ahead cannot be read: {error!r}") from error
         excess = len(batches) - self._settings.steps_ahead
+        key, allowed = "rollout.max_staleness", self._settings.max_staleness
         if excess > 0:
-            key, allowed = "rollout.max_staleness", self._settings.max_staleness
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint holds {len(batches)} batches that were drawn ahead, {excess} more than this"
                 f" draws; go on with {key}={allowed + excess} or more"
+            )
+        self._next = step + len(batches)
+        oldest = min((int(v) for one in under_way for sample in one.samples for v in sample.weight_versions[:1]), default=step)
+        if self._next - oldest > allowed:
+            raise AlignerError(
+                f"{key}={allowed}: of the checkpoint's prompts some that are under way are of version {oldest}, and step"
+                f" {self._next} is to train on them; go on with {key}={self._next - oldest} or more"
             )
         if self._ahead is not None:
             self._ahead.under_way = under_way
@@ -239,7 +246,6 @@ class Pipeline:
             done: Future[_Drawn] = Future()
             done.set_result(_Drawn(rollout, self._position, under_way))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
-        self._next = step + len(batches)
 
     def _shared(self, rollout: Rollout | None) -> Rollout:
         """Rank 0's rollout on every rank, with the critic's values of it asked for."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import tempfile
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from aligner.config.schema import EngineParallel, Rollout
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
+from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler
-from aligner.rollout.stragglers import from_saved, to_saved
+from tests.rollout.clock import Clock
 from tests.rollout.fakes import Stream, Writer, _now
 
 
@@ -132,17 +135,59 @@ def test_every_prompt_is_trained_on_once_whole_and_within_its_deferrals(case, st
     assert left_out <= run.scorers.asked if case.rounds else not left_out  # dynamic sampling did, once they had scores
 
 
-@settings(max_examples=25, deadline=None)
+class Trainer:
+    """Trains on what a pipeline draws, by weights that serve at once."""
+
+    def __init__(self, case, steps):
+        self.run = case.start()
+        own = self.run.rollouts
+        self.pipeline = Pipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
+
+    def offer(self, version):
+        pass
+
+    def serve(self, version):
+        self.run.engine.version = version
+
+    def ask_values(self, tokens, lengths):
+        return ()
+
+    def train(self, first, last, save_at=None, place=None):
+        self.pipeline.publish(first)
+        trained = []
+        for step in range(first, last):
+            rollout = self.pipeline.take()
+            trained.append([*described(rollout), rollout.deferred])
+            assert min(int(sample.weight_versions[0]) for sample in rollout.samples) >= step - self.run.shape.max_staleness
+            self.pipeline.publish(step + 1)
+            if step + 1 == save_at:
+                self.pipeline.begin_save(save_at)
+                self.position = self.pipeline.finish_save(place)
+        return trained
+
+
+@settings(max_examples=15, deadline=None)
 @given(cases, st.integers(1, 4))
-def test_a_run_goes_on_with_what_was_under_way(case, stopped):
-    whole = case.start()
-    expected = [described(whole.take(step)) for step in range(stopped + 3)]
-    first = case.start()
-    trained = [described(first.take(step)) for step in range(stopped)]
-    tensors, fields = to_saved(first.rollouts.under_way)
-    under_way = from_saved({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(fields)))
-    second = case.start(first.rollouts.position, under_way)
-    assert trained + [described(second.take(step)) for step in range(stopped, stopped + 3)] == expected
+def test_a_checkpoint_holds_what_is_under_way_and_no_token_is_older_than_allowed(case, stopped):
+    with closing((whole := Trainer(case, 7)).pipeline):
+        expected = whole.train(0, 7)
+    with tempfile.TemporaryDirectory() as directory:
+        with closing((first := Trainer(case, 7)).pipeline):
+            trained = first.train(0, stopped, stopped, Path(directory))
+        with closing((second := Trainer(case, 7)).pipeline):
+            second.pipeline.resume(Path(directory), stopped, first.position)
+            trained += second.train(stopped, 7)
+    assert trained == expected
+
+
+def test_what_is_under_way_and_has_become_too_old_for_a_resumed_run_is_refused(tmp_path):
+    case = Case(seed=2, parts=1, part=4, each=2, spare=2, max_deferrals=2, rounds=0)
+    with closing((first := Trainer(case, 9)).pipeline):
+        first.train(0, 4, 4, tmp_path)
+    other = Trainer(replace(case, max_deferrals=1), 9)
+    told = pytest.raises(AlignerError, match=r"rollout\.max_staleness=2: .* under way are of version 2, .*=3 or more")
+    with closing(other.pipeline), told:
+        other.pipeline.resume(tmp_path, 4, first.position)
 
 
 def test_a_long_response_is_left_behind_and_goes_on_from_its_tokens():
