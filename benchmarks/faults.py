@@ -4,9 +4,9 @@ An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL
 moment between the first and the last step. Trainer and critic have two ranks; a generator draws the samples while older ones
 are learned from (`rollout.max_staleness=1`). `--role reward` runs two replicas and kills both, at moments of their own;
 `servers` kills the critic as well, `all` one of each role. A server is started again by the launcher; a trainer that is killed
-ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came in time
-to have an effect, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for bit.
-Exits 1 unless all are.
+ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came before the last step
+was done, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for bit. Exits 1
+unless all are.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ GROUPS = {
 """What is killed for each --role."""
 RANKS = {"trainer": 2, "critic": 2}
 """Of the groups that have more than one."""
+CHECKPOINT_EVERY = 2
+_RESUMABLE = CHECKPOINT_EVERY + 2
+"""After so many steps there is a checkpoint that a new launch can resume from: it is complete while the next step trains."""
 BESIDE = ("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1")
 """Samples are drawn beside training."""
 _COMPARED = ("metrics", "policy", "critic", "checkpoint")
@@ -63,7 +66,9 @@ class Fault:
 def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int]) -> list[Fault]:
     """One fault a group, in the order in which they come, in a run of `steps` steps of about `step_s` seconds."""
     draw = random.Random(seed)
-    moments = [(group, draw.randrange(1, steps), draw.uniform(0, step_s)) for group in groups]
+    moments = [
+        (group, draw.randrange(_RESUMABLE if group == "trainer" else 1, steps), draw.uniform(0, step_s)) for group in groups
+    ]
     faults = [Fault(group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
 
@@ -82,8 +87,9 @@ class Disturbed:
 
     @property
     def in_time(self) -> bool:
-        """Whether every fault had an effect: a server that ends when training is over is not started again."""
-        return self.restarts >= len(self.faults)
+        """Whether every fault came while there were steps to train: a server that ends later is not missed."""
+        steps = len(self.run.metrics)
+        return len(self.killed) == len(self.faults) and all(at_step < steps for _, _, at_step, _ in self.killed)
 
 
 def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
@@ -114,7 +120,7 @@ def training_s(run: Finished) -> float:
 
 def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
     """Whether every run was identical to the undisturbed one; `show` is given each seed's figures."""
-    common = (f"run.stop_after={steps}", f"checkpoint.every={max(1, steps // 2)}", "logging.tensorboard=false", "run.name=run")
+    common = (f"run.stop_after={steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false", "run.name=run")
     groups = GROUPS[role]
     beside = BESIDE if {"trainer", "generator"} & {*groups} else ()
     ranks = RANKS if beside else {"critic": RANKS["critic"]}

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import BESIDE, GROUPS, random_faults, run_disturbed
+from benchmarks.faults import BESIDE, CHECKPOINT_EVERY, GROUPS, random_faults, run_disturbed
 from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
-STEPS, SEED = 6, 0
-OVERRIDES = (*BESIDE, "actor.parallel.data=2", f"run.stop_after={STEPS}", "checkpoint.every=2", "logging.tensorboard=false")
+STEPS, SEED = 6, 3
+OVERRIDES = (
+    *BESIDE,
+    "actor.parallel.data=2",
+    f"run.stop_after={STEPS}",
+    f"checkpoint.every={CHECKPOINT_EVERY}",
+    "logging.tensorboard=false",
+)
 
 
 @pytest.fixture(scope="module")
