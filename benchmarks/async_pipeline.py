@@ -4,7 +4,8 @@ Runs of one configuration, the engine on devices of its own: in turn (`rollout.m
 what else `--max-staleness` says). On two CPU cores the trainer has one and the generator the other. `ideal_s` is the longer of
 the two phases as measured in turn, each alone: generation, and the rest of the step but for the publish. Three workloads
 differ in how long the responses are and how many: long ones take generation long, many take training long. Means over the
-steps, the first three and the last left out.
+steps, the first three and the last left out. With `--repeats` the runs take turns, and the medians of their figures are told:
+machines are not equally fast at all times.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.runs import run_to_end
@@ -50,25 +51,30 @@ def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
     return {name: mean(step.get(f"time/{name}", 0.0) for step in measured) for name in ("step", "generate", "reshard")}
 
 
-def measure(bound: str, staleness: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
-    """The figures of one workload, beside training by one staleness after another."""
-    apart = phases(bound, 0, steps)
+def compared(apart: Mapping[str, float], together: Mapping[str, float]) -> dict[str, float]:
+    """A run beside training against one in turn."""
     training = apart["step"] - apart["generate"] - apart["reshard"]
     ideal = max(apart["generate"], training)
+    return {
+        "sync_s": apart["step"],
+        "generate_s": apart["generate"],
+        "train_s": training,
+        "publish_s": apart["reshard"],
+        "ideal_s": ideal,
+        "async_s": together["step"],
+        "waited_s": together["generate"],
+        "over_ideal": together["step"] / ideal,
+        "speedup": apart["step"] / together["step"],
+    }
+
+
+def measure(bound: str, staleness: Sequence[int], steps: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """The figures of one workload, by staleness; `waited_s` is what a step of the trainer waits for samples."""
+    runs = [{each: phases(bound, each, steps) for each in (0, *staleness)} for _ in range(repeats)]
     for max_staleness in staleness:
-        together = phases(bound, max_staleness, steps)
-        yield {
-            "bound": bound,
-            "max_staleness": max_staleness,
-            "sync_s": apart["step"],
-            "generate_s": apart["generate"],
-            "train_s": training,
-            "publish_s": apart["reshard"],
-            "ideal_s": ideal,
-            "async_s": together["step"],
-            "over_ideal": together["step"] / ideal,
-            "speedup": apart["step"] / together["step"],
-        }
+        found = [compared(run[0], run[max_staleness]) for run in runs]
+        figures = {name: median(each[name] for each in found) for name in found[0]}
+        yield {"bound": bound, "max_staleness": max_staleness, **figures, "repeats": repeats}
 
 
 def main() -> int:
@@ -78,10 +84,11 @@ def main() -> int:
         "--max-staleness", type=int, nargs="+", default=[1], metavar="K", help="a run each beside training (1)"
     )
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (16)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a comparison")
     parsed = parser.parse_args()
     for bound in parsed.bound:
-        for found in measure(bound, parsed.max_staleness, parsed.steps):
+        for found in measure(bound, parsed.max_staleness, parsed.steps, parsed.repeats):
             shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
             text = json.dumps(shown) if parsed.json else "  ".join(f"{name} {value}" for name, value in shown.items())
             print(text, flush=True)
