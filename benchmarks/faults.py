@@ -4,9 +4,9 @@ An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL
 moment between the first and the last step. Trainer and critic have two ranks; a generator draws the samples while older ones
 are learned from (`rollout.max_staleness=1`). `--role reward` runs two replicas and kills both, at moments of their own;
 `servers` kills the critic as well, `all` one of each role. A server is started again by the launcher; a trainer that is
-killed ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came before the
-last step was done, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for bit.
-Exits 1 unless all are.
+killed ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came before
+the last step was done, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for
+bit. Exits 1 unless all are.
 """
 
 from __future__ import annotations
