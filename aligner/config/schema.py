@@ -215,7 +215,7 @@ class Rollout:
     )
     max_skipped_prompts: int = option(
         8,
-        "a step leaves out so many prompts at most that can not be drawn or scored, also not alone; more end the run",
+        "a step leaves out so many prompts at most that can not be drawn or scored, also not alone; 0: the first ends the run",
         minimum=0,
     )
     spare_prompts: int = option(

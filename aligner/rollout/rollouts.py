@@ -157,7 +157,8 @@ class Rollouts:
             batch = collate(samples, self._pad_token_id)
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
-            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata, settings.samples_per_prompt
+            apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
+            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata, apart
             scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
             asked.prompts += of_samples
             asked.samples += samples
@@ -176,8 +177,8 @@ class Rollouts:
                 further = self._taken_further(self._under_way, count)
                 break
             except RefusedError:
-                left = len(self._under_way)
-                if not self._is_alone or not self._leave_out() or (was_refused and len(self._under_way) == left):
+                left, may_skip = len(self._under_way), self._is_alone and self._settings.max_skipped_prompts
+                if not may_skip or not self._leave_out() or (was_refused and len(self._under_way) == left):
                     raise
                 was_refused = True
         complete, rest = divided(further, count, self._settings.max_deferrals)

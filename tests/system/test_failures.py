@@ -19,7 +19,9 @@ LONG = ("run.steps=5000", "logging.tensorboard=false")
 
 
 def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(tmp_path: Path) -> None:
-    with Launch(tmp_path / "run", "reward.function=tests.system.scorers:raising", *LONG) as launch:
+    with Launch(
+        tmp_path / "run", "reward.function=tests.system.scorers:raising", "rollout.max_skipped_prompts=0", *LONG
+    ) as launch:
         run = launch.finish(150)
     assert run.code == 1, run.report()
     complaint = "the scorer function raised LookupError: no rule for this prompt"
