@@ -64,10 +64,11 @@ class Fault:
 
 
 def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int]) -> list[Fault]:
-    """One fault a group, in the order in which they come, in a run of `steps` steps of about `step_s` seconds."""
+    """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds."""
     draw = random.Random(seed)
     moments = [
-        (group, draw.randrange(_RESUMABLE if group == "trainer" else 1, steps), draw.uniform(0, step_s)) for group in groups
+        (group, draw.randrange(_RESUMABLE if group == "trainer" else 1, steps - 1), draw.uniform(0, step_s))
+        for group in groups
     ]
     faults = [Fault(group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
@@ -94,19 +95,20 @@ class Disturbed:
 
 def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
     """A run with these faults, to its end. Only processes of this run are killed."""
-    started, killed, waiting, restarts = time.monotonic(), [], deque(faults), 0
+    started, killed, waiting, restarts, done = time.monotonic(), [], deque(faults), 0, 0
     while True:
         ends = False
         with Launch(directory, *overrides) as launch:
             while waiting and not ends:
                 fault = waiting.popleft()
-                launch.wait_for_step_or_end(fault.step)
+                launch.wait_for_step_or_end(max(fault.step, done))
                 time.sleep(fault.delay_s)
                 with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
                     launch.rank(fault.group, fault.rank).kill()
                     killed.append((fault.group, fault.rank, launch.steps, time.monotonic() - started))
                     ends = fault.group == "trainer"
             run = launch.finish(_TIMEOUT_S)
+        done = launch.steps + 1  # a resumed run has begun to train when it is past what was done before
         restarts += run.out.count("; starting ") + (ends and run.code == 1)
         if not ends or run.code != 1:
             return Disturbed(run, restarts, tuple(killed), faults)

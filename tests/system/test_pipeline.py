@@ -11,7 +11,7 @@ from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
-STEPS, SEED = 6, 3
+STEPS, SEED = 6, 2
 OVERRIDES = (
     *BESIDE,
     "actor.parallel.data=2",
