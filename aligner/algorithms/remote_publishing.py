@@ -78,8 +78,9 @@ class RemotePublisher:
 
     @property
     def served(self) -> int:
-        """As `Offers`."""
-        return self._serving
+        """As `Offers`; a generator that is being brought back is waited for."""
+        with self._lock:
+            return self._serving
 
     def offer(self, version: int) -> None:
         """As `Offers`: a copy in memory."""
