@@ -41,6 +41,9 @@ _BROKEN_CONNECTION = (
     "parsing",
 )
 _STUB_LOST = "Stub process"
+_NOT_HANDED_OVER = "Model execute error"
+"""PyTriton's words when a request did not get to our functions, whose own errors are told otherwise: as when their process was
+killed, and its shared memory is gone before Triton is."""
 _SERVER_ENDS = ("ServerStopping", "ServerFailed")
 """What a server says that is about to be gone, and perhaps to come again."""
 
@@ -138,6 +141,8 @@ class Connection:
             return self.error("AccessError", "it wants the run's key, and got none or another one")
         if _STUB_LOST in message:
             return TransportError(self.role, self.address, "StubLost", message)
+        if _NOT_HANDED_OVER in message:
+            return TransportError(self.role, self.address, "NotHandedOver", message)
         if "unknown model" in message or "is not ready" in message:  # Triton is up before the endpoints are
             return TransportError(self.role, self.address, "NotReady", message)
         lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))

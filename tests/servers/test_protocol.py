@@ -4,7 +4,10 @@ import re
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
+from aligner.config.endpoints import Endpoint
+from aligner.servers.connection import Connection, RefusedError, TransportError
 from aligner.servers.protocol import (
     CONTROL,
     CRITIC_INFER,
@@ -83,3 +86,25 @@ def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
         validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)
     with pytest.raises(RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"):
         validate(REWARD_MODEL, {"sentences": np.array([[b"a" * 200], [b"b" * 185]], dtype=object)}, limits)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Failed to process the request(s) for model 'critic_infer_0_3', message: TritonModelException: Model execute error:"
+        " Traceback (most recent call last):\n  shm_open\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'",
+        "Stub process 'critic_infer_0_0' is not healthy.",
+    ],
+    ids=["its process is gone", "its helper is gone"],
+)
+def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(message):
+    connection = Connection("critic", Endpoint("host", 1, 2, 3))
+    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
+    assert isinstance(error, TransportError)
+
+
+def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
+    connection = Connection("critic", Endpoint("host", 1, 2, 3))
+    message = f"Model execute error: Traceback ...\n{EndpointError(RequestError('tokens: got 3'))}"
+    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
+    assert isinstance(error, RefusedError) and error.kind == "RequestError" and error.message == "tokens: got 3"
