@@ -92,7 +92,7 @@ def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
     "message",
     [
         "Failed to process the request(s) for model 'critic_infer_0_3', message: TritonModelException: Model execute error:"
-        " Traceback (most recent call last):\n  shm_open\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'",
+        " Traceback (most recent call last):\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'",
         "Stub process 'critic_infer_0_0' is not healthy.",
     ],
     ids=["its process is gone", "its helper is gone"],
@@ -105,6 +105,7 @@ def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(mess
 
 def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
-    message = f"Model execute error: Traceback ...\n{EndpointError(RequestError('tokens: got 3'))}"
+    told = EndpointError(RequestError("tokens: got 3"))
+    message = f"Model execute error: Traceback ...\naligner.servers.protocol.EndpointError: {told}"
     error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
     assert isinstance(error, RefusedError) and error.kind == "RequestError" and error.message == "tokens: got 3"
