@@ -23,7 +23,7 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import PendingRows, Services, together
-from aligner.rollout.stragglers import Straggler, from_saved, to_saved
+from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.rollout.weights import Offers, Publishes
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
@@ -281,7 +281,7 @@ def _rows(rollout: Rollout) -> Tensor:
 
 
 def _to_json(rollout: Rollout) -> dict[str, Any]:
-    prompts = [{"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)} for prompt in rollout.prompts]
+    prompts = [prompt_fields(prompt) for prompt in rollout.prompts]
     return {"prompts": prompts, "deferred": rollout.deferred, "skipped": rollout.skipped}
 
 

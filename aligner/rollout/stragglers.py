@@ -61,6 +61,11 @@ def left_behind(stragglers: Sequence[Straggler]) -> tuple[Straggler, ...]:
     return tuple(replace(straggler, deferrals=straggler.deferrals + 1) for straggler in stragglers)
 
 
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """What a prompt is made of beside its tokens, which its samples begin with; JSON."""
+    return {"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)}
+
+
 def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Tensors and JSON that `from_saved` makes the same stragglers of."""
     samples = [sample for straggler in stragglers for sample in straggler.samples]
@@ -68,8 +73,7 @@ def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[d
     integers, logprobs = samples_to_tensors(samples, width)
     described = []
     for straggler in stragglers:
-        prompt = straggler.prompt
-        fields = {"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)}
+        fields = prompt_fields(straggler.prompt)
         described.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
     return {"integers": integers, "logprobs": logprobs}, described
 
