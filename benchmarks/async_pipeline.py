@@ -32,19 +32,24 @@ BOUND = {"training": (8, 8, 32), "balanced": (3, 4, 192), "generation": (2, 2, 3
 _WARM_UP, _COOL_DOWN = 3, 1
 
 
-def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
-    """Mean seconds of a step, its generation and its publish."""
+def workload(bound: str, max_staleness: int, steps: int) -> tuple[str, ...]:
+    """Overrides of a run that such work takes longest in."""
     prompts, samples, tokens = BOUND[bound]
-    size = (
+    return (
+        *COMMON,
         f"rollout.prompts_per_step={prompts}",
         f"rollout.samples_per_prompt={samples}",
         f"rollout.max_response_tokens={tokens}",
+        f"rollout.max_staleness={max_staleness}",
+        f"run.steps={steps}",
     )
+
+
+def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
+    """Mean seconds of a step, its generation and its publish."""
     place = Path(tempfile.mkdtemp(prefix="aligner-async-"))
     try:
-        run = run_to_end(
-            place / "run", *COMMON, *size, f"rollout.max_staleness={max_staleness}", f"run.steps={steps}", timeout_s=600
-        )
+        run = run_to_end(place / "run", *workload(bound, max_staleness, steps), timeout_s=600)
         measured = run.metrics[_WARM_UP : len(run.metrics) - _COOL_DOWN]
     finally:
         shutil.rmtree(place)

@@ -1,0 +1,55 @@
+"""One run: what it is called, where it runs, what it keeps and shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.config.schema.options import option
+
+
+@dataclass
+class Run:
+    """What the run is called, where it writes, how long it goes on."""
+
+    experiment: str = option("", "set from the command line's experiment=NAME")
+    name: str | None = option(None, "run name; the experiment's name and the time when null")
+    dir: str | None = option(None, "run directory; runs/<run.name> when null")
+    steps: int = option(1, "training steps", minimum=1)
+    stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
+    resume: bool = option(False, "continue from the last checkpoint in an existing run directory")
+    inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
+
+
+@dataclass
+class Cluster:
+    """Where the roles run."""
+
+    kind: str = option("local", "launcher", choices=("local",))
+    threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
+    stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
+    collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
+
+
+@dataclass
+class Checkpoint:
+    """When the run can be resumed."""
+
+    every: int = option(0, "save every N steps; 0: at the end only", minimum=0)
+    keep: int = option(2, "newest checkpoints kept; older ones are deleted", minimum=1)
+    best_metric: str | None = option(
+        None,
+        "also keep the best checkpoint by this metric, the highest value or the lowest of a loss: such as reward/mean, or"
+        " eval/score among the steps that are evaluated",
+    )
+    asynchronous: bool = option(True, "write a checkpoint while training goes on, from a copy in host memory")
+
+
+@dataclass
+class Logging:
+    """What is written and shown."""
+
+    tensorboard: bool = option(True, "write TensorBoard event files")
+    timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
+    samples_every: int = option(5, "show and store samples every N steps", minimum=1)
+    samples_count: int = option(4, "samples shown", minimum=1)
