@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.schema.algorithm import Algorithm, Preference
+from aligner.config.schema.cluster import Cluster, Slurm, SlurmRole, SlurmRoles
 from aligner.config.schema.data import Data, Evaluation, Model
 from aligner.config.schema.generation import Engine, EngineParallel, Rollout, TensorRTLLM
 from aligner.config.schema.models import Actor, Lora, MegatronModel, Optimizer, Parallel, TrainedModel
 from aligner.config.schema.options import option, section
-from aligner.config.schema.run import Checkpoint, Cluster, Logging, Run
+from aligner.config.schema.run import Checkpoint, Logging, Run
 from aligner.config.schema.servers import TLS, Critic, Ports, Reward, Server
 
 __all__ = [
@@ -40,6 +41,9 @@ __all__ = [
     "Rollout",
     "Run",
     "Server",
+    "Slurm",
+    "SlurmRole",
+    "SlurmRoles",
     "TensorRTLLM",
     "TrainedModel",
 ]

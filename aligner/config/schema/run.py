@@ -1,4 +1,4 @@
-"""One run: what it is called, where it runs, what it keeps and shows."""
+"""One run: what it is called, what it keeps and shows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ class Run:
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
     resume: bool = option(False, "continue from the last checkpoint in an existing run directory")
     inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
-
-
-@dataclass
-class Cluster:
-    """Where the roles run."""
-
-    kind: str = option("local", "launcher", choices=("local",))
-    threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
-    stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
-    collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
 
 
 @dataclass
