@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 from aligner.planner.command import add_plan
 
@@ -220,12 +220,12 @@ def _validate(parsed: argparse.Namespace) -> None:
     print(describe_model(plan.config, shape))
 
 
-def _train(parsed: argparse.Namespace) -> None:
+def _train(parsed: argparse.Namespace) -> int:
     end_with_launcher()
     config = _config(parsed)
     from aligner.algorithms.trainer_setup import train
 
-    train(config)
+    return 0 if train(config) else RESUMABLE
 
 
 def _serve(parsed: argparse.Namespace) -> None:
