@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.config.compose import compose_config
+from aligner.config.placement import role_ranks
+from aligner.config.slurm import Place, slurm_layout, slurm_problems
+from aligner.errors import ConfigError
+
+NODES = "cluster.slurm.roles"
+
+
+def layout(*overrides: str):
+    return slurm_layout(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]))
+
+
+def problems(*overrides: str) -> str:
+    return "\n".join(slurm_problems(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides])))
+
+
+def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first() -> None:
+    found = layout("actor.parallel.data=16", "critic.parallel.data=4", "reward.replicas=2")
+    assert [(part.role, part.nodes, part.ranks_per_node) for part in found.components] == [
+        ("trainer", 2, 8),
+        ("critic", 1, 4),
+        ("reward", 1, 2),
+    ]
+    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
+    assert found.places["reward.1"] == Place(2, 0, 1, 1, (1,))
+
+
+def test_a_function_needs_no_device_and_a_role_without_devices_asks_for_none() -> None:
+    assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [1, 4, 0]
+    assert [part.devices_per_node for part in layout("cluster.slurm.gpus=none").components] == [0, 0, 0]
+
+
+def test_roles_share_nodes_by_ranges_of_devices() -> None:
+    found = layout(
+        *("actor.parallel.data=6", f"{NODES}.trainer.devices=0-5", "critic.parallel.data=2"),
+        *(f"{NODES}.critic.on=trainer", f"{NODES}.critic.devices=6-7"),
+    )
+    assert [(part.role, part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [
+        ("trainer", 1, 8, 8),
+        ("reward", 1, 1, 0),
+    ]
+    assert found.places["trainer"].devices == (0, 1, 2, 3, 4, 5)
+    assert found.places["critic"] == Place(0, 0, 1, 2, (6, 7))
+
+
+def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> None:
+    found = layout("cluster.slurm.heterogeneous=false", "actor.parallel.data=16")
+    assert [(part.nodes, part.ranks_per_node) for part in found.components] == [(4, 8)]
+    assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [range(2), range(2, 3), range(3, 4)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    trainer=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    critic=st.sampled_from([1, 2, 8, 16]),
+    replicas=st.integers(1, 5),
+    slots=st.sampled_from([1, 2, 4, 8]),
+    heterogeneous=st.booleans(),
+)
+def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
+    trainer: int, critic: int, replicas: int, slots: int, heterogeneous: bool
+) -> None:
+    config = compose_config(
+        [
+            *("experiment=tiny_ppo", "cluster=slurm", f"cluster.devices_per_node={slots}", f"reward.replicas={replicas}"),
+            *(f"actor.parallel.data={trainer}", f"critic.parallel.data={critic}"),
+            f"cluster.slurm.heterogeneous={str(heterogeneous).lower()}",
+        ]
+    )
+    found = slurm_layout(config)
+    loads: dict[tuple[int, int], int] = {}
+    for group, ranks in role_ranks(config).items():
+        place = found.places[group]
+        assert place.nodes * place.ranks_per_node == ranks
+        for node in place.node_range:
+            assert node < found.components[place.component].nodes
+            loads[place.component, node] = loads.get((place.component, node), 0) + place.ranks_per_node
+    assert max(loads.values()) <= slots
+    assert len(loads) == sum(part.nodes for part in found.components)  # none is asked for in vain
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["actor.parallel.data=12"],
+            "cluster.slurm.roles.trainer.nodes=null: 12 ranks do not go evenly on nodes of 8 devices",
+        ),
+        (["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"], "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go"),
+        (["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"], "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go"),
+        ([f"{NODES}.critic.on=critic"], "cluster.slurm.roles.critic.on=critic: name a role with nodes of its own"),
+        (
+            [f"{NODES}.critic.on=generator"],
+            "roles.critic.on=generator: the run has no such role; it has trainer, critic, reward",
+        ),
+        ([f"{NODES}.critic.on=trainer", f"{NODES}.critic.nodes=1"], "it runs on the nodes of trainer; leave one of both out"),
+        ([f"{NODES}.critic.on=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
+        ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
+        ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
+        (
+            [f"{NODES}.critic.on=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
+            "cluster.slurm.roles.critic.devices: device 0 is trainer's",
+        ),
+        (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),
+        (["cluster.slurm.image=/nowhere.sqsh"], "cluster.slurm.image=/nowhere.sqsh: no such file"),
+        (["cluster.slurm.image='a b'"], "cluster.slurm.image=a b: neither a file nor an image's name"),
+        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"], "/nowhere:/data: /nowhere does not exist"),
+        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"], "cluster.slurm.mounts: /tmp is not SOURCE:TARGET"),
+        (["server.tls.certificate=a.pem"], "server.tls.certificate: with TLS a server's health"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], problem: str) -> None:
+    run = ["run.dir=/tmp/never-made"]
+    assert problem in problems(*run, *overrides)
+
+
+def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    given = (f"run.dir={tmp_path}/run", "cluster.slurm.image=REGISTRY#NAME:1", f"data.path={prompts}")
+    assert f"data.path={prompts}: the container does not see it" in problems(*given)
+    assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
+
+
+def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="12 ranks do not go evenly"):
+        layout("actor.parallel.data=12")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.config.paths import run_paths
+from aligner.config.slurm import slurm_layout
+from aligner.errors import AlignerError
+from aligner.launch.slurm.allocation import Nodes, read_allocation
+from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
+
+GENEROUS = (
+    *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),
+    *("cluster.slurm.reservation=r", "cluster.slurm.constraint=h100", "cluster.slurm.roles.critic.partition=other"),
+    *("cluster.slurm.setup=['module load cuda']", "cluster.slurm.sbatch=['--comment=two words']", "cluster.slurm.grace_s=90"),
+    *("cluster.slurm.roles.reward.sbatch=[--exclusive]", "cluster.slurm.requeue=false", "actor.parallel.data=16"),
+)
+
+
+def config(tmp_path: Path, *overrides: str):
+    return compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", *overrides])
+
+
+def test_the_script_asks_for_what_the_configuration_says(tmp_path: Path) -> None:
+    script = render_script(config(tmp_path, *GENEROUS))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    parts = [
+        [line.removeprefix("#SBATCH ") for line in part.splitlines() if line.startswith("#SBATCH ")]
+        for part in script.split("#SBATCH hetjob")
+    ]
+    of_all = {"--account=a", "--qos=high", "--reservation=r", "--constraint=h100", "--time=4:00:00", "--comment='two words'"}
+    assert all(of_all <= {*part} for part in parts)
+    trainer, critic, reward = parts
+    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=main"} <= {*trainer}
+    assert {"--signal=B:USR1@90", "--no-requeue", "--open-mode=append", f"--chdir={Path.cwd()}"} <= {*trainer}
+    assert {"--nodes=1", "--gpus-per-node=1", "--partition=other"} <= {*critic}
+    assert {"--nodes=1", "--exclusive"} <= {*reward}
+    assert not [flag for flag in reward if "gpu" in flag]  # a function scores
+    assert script.splitlines()[-2:] == ["module load cuda", script.splitlines()[-1]]
+    assert script.splitlines()[-1].endswith(f"-m aligner supervise {tmp_path}/run")
+
+
+def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
+    script = render_script(config(tmp_path / "two words", "run.name=name"))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert f"supervise '{tmp_path}/two words/run'" in script
+
+
+def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) -> None:
+    script = render_script(config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres"))
+    assert "hetjob" not in script
+    assert "#SBATCH --nodes=3\n" in script and "#SBATCH --gres=gpu:1\n" in script
+
+
+def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
+    made = config(tmp_path, *overrides)
+    nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
+    return srun_command(made, run_paths(made), role, slurm_layout(made).places[role], nodes, ranks, "name-1", ["a", "b c"])
+
+
+def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
+    command = step_of(tmp_path, "critic", 2, "critic.parallel.data=2", "cluster.slurm.roles.critic.nodes=2")
+    wanted = {"--het-group=1", "--nodes=2", "--nodelist=n3,n4", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"}
+    assert wanted <= {*command}
+    assert command[-2:] == ["a", "b c"]
+    assert not [flag for flag in command if flag.startswith("--container")]
+
+
+def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", "/cache")
+    given = (
+        *("cluster.slurm.image=REGISTRY#NAME:1", "cluster.slurm.mounts=[/data:/data:ro]", "cluster.slurm.workdir=/work"),
+        *("cluster.slurm.roles.critic.image=REGISTRY#OTHER:2", "cluster.slurm.srun=[--mpi=none]"),
+    )
+    critic, reward = (step_of(tmp_path, role, 1, *given) for role in ("critic", "reward"))
+    assert "--container-image=REGISTRY#OTHER:2" in critic and "--container-image=REGISTRY#NAME:1" in reward
+    mounts = f"--container-mounts={tmp_path}/run:{tmp_path}/run,/cache:/cache,/data:/data:ro"
+    assert {mounts, "--container-workdir=/work", "--no-container-mount-home", "--mpi=none"} <= {*reward}
+
+
+def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
+    made = config(
+        tmp_path,
+        *("+cluster.slurm.environment.A=1", "+cluster.slurm.environment.B=2", "+cluster.slurm.roles.critic.environment.B=3"),
+        *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.on=trainer"),
+        *("cluster.slurm.roles.trainer.devices=0-3",),
+    )
+    places = slurm_layout(made).places
+    assert configured_environment(made, "critic", places["critic"]) == {"A": "1", "B": "3", "CUDA_VISIBLE_DEVICES": "6"}
+    assert configured_environment(made, "trainer", places["trainer"])["B"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        ("", 0, [0, 0, 0]),
+        ("srun: error: n2: task 1: Exited with exit code 3\n", 3, [0, 3, 0]),
+        ("srun: error: n1: tasks 0,2: Killed\nsrun: error: n2: task 1: Exited with exit code 1\n", 137, [-9, 1, -9]),
+        ("srun: error: n[1-2]: tasks 0-2: Terminated\n", 143, [-15, -15, -15]),
+        ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", 139, [-11, 0, 0]),
+        ("srun: error: Unable to create step for job 7: Invalid partition\n", 1, [1, 1, 1]),
+    ],
+)
+def test_what_srun_says_is_what_became_of_the_ranks(tmp_path: Path, said: str, code: int, expected: list[int]) -> None:
+    messages = tmp_path / "srun.log"
+    messages.write_text(said)
+    process = subprocess.Popen(["bash", "-c", f"exit {code}"])
+    process.wait()
+    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0) for rank in range(3)]
+    Step("trainer-1", process, messages, ranks).poll()
+    assert [rank.exit_code for rank in ranks] == expected
+    assert all(rank.ended_at is not None for rank in ranks)
+
+
+def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
+    messages = tmp_path / "srun.log"
+    messages.write_text("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n")
+    process = subprocess.Popen(["sleep", "30"])
+    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0) for rank in range(3)]
+    Step("trainer-1", process, messages, ranks).poll()
+    process.kill()
+    process.wait()
+    assert ranks[1].ended_at is not None and ranks[0].ended_at is not None and ranks[1].ended_at < ranks[0].ended_at
+    assert ranks[2].exit_code is None
+
+
+def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AlignerError, match="SLURM_JOB_ID is not set"):
+        read_allocation(slurm_layout(config(tmp_path)), {})
