@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +30,11 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter
+from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.observability.timer import PhaseTimer
+
+_log = logging.getLogger(__name__)
 
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
@@ -162,7 +167,7 @@ class OfflineTrainer:
             self.task.model.load(self.paths.checkpoint(first, self.task.part))
         if self.metrics is not None:
             self.metrics.truncate_after(first)
-            print(self._announcement(first), flush=True)
+            _log.info("%s", self._announcement(first))
         self.timeline.begin_run(first)
         return first
 
@@ -217,7 +222,9 @@ def train_offline(config: Config) -> None:
     """One trainer rank, from its start to the run's last step."""
     data = open_run_data(config, Tokenizer(model_directory(config)))
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
-    build_trainer(config, world, data).run()
+    trainer = build_trainer(config, world, data)
+    with trainer.metrics or nullcontext():
+        trainer.run()
     worlds.shutdown()
 
 
@@ -232,7 +239,7 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         held_out=data.held_out,
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
-        metrics=MetricsWriter(paths, config.logging.tensorboard) if world.rank == 0 else None,
+        metrics=MetricsWriter(paths, open_sinks(config, paths)) if world.rank == 0 else None,
         timeline=open_timeline(config, "trainer", world.rank),
     )
 
