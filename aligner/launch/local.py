@@ -14,7 +14,7 @@ from aligner.config.checks import check
 from aligner.config.compose import save_config
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory, run_paths
-from aligner.config.placement import server_ranks, threads_per_rank
+from aligner.config.placement import role_ranks, server_ranks, threads_per_rank
 from aligner.config.prerequisites import RunPlan
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
@@ -25,7 +25,9 @@ from aligner.launch.prerequisites import complete
 from aligner.launch.processes import Processes, RankProcess
 from aligner.launch.roles import Command, rank_environment, role_command
 from aligner.launch.servers import GRACE_S, ServerGroup
+from aligner.launch.state import StateRecorder
 from aligner.launch.view import RunView
+from aligner.observability.logs import launcher_line
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
@@ -66,8 +68,11 @@ def _run(config: Config, command: Command, interrupts: Interrupts, console: Cons
     save_config(config, paths.config)
     create_access_key(config)
     try:
-        with Processes(config.cluster.stop_timeout_s) as processes:
-            run = _LocalRun(config, paths, processes, interrupts, command, console)
+        with (
+            StateRecorder(paths.status, role_ranks(config)) as state,
+            Processes(config.cluster.stop_timeout_s) as processes,
+        ):
+            run = _LocalRun(config, paths, processes, interrupts, command, console, state)
             run.prepare()
             run.train()
     except ConfigError:
@@ -98,6 +103,7 @@ class _LocalRun:
         interrupts: Interrupts,
         command: Command,
         console: Console,
+        state: StateRecorder,
     ) -> None:
         self._config = config
         self._paths = paths
@@ -105,6 +111,7 @@ class _LocalRun:
         self._interrupts = interrupts
         self._command = command
         self._console = console
+        self._state = state
         self._ports = free_ports(config)
         self._threads = threads_per_rank(config)
         self._groups: list[ServerGroup] = []
@@ -142,6 +149,7 @@ class _LocalRun:
                 stragglers.check(self._trainers)
                 for group in self._groups:
                     group.poll()
+                    self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
             view.finish()
@@ -161,12 +169,14 @@ class _LocalRun:
             log = self._paths.log(role, rank)
             if restarts:
                 with log.open("a") as lines:
-                    lines.write(f"--- {role} is started again ({restarts} of {self._config.server.max_restarts}) ---\n")
+                    told = f"{role} is started again ({restarts} of {self._config.server.max_restarts})"
+                    lines.write(launcher_line(self._config.logging.format, role, rank, told))
             started.append(self._processes.start(role, rank, command, environment, log, restarts))
         return started
 
     def _tick(self) -> None:
         self._interrupts.check()
+        self._state.beat()
         time.sleep(_POLL_S)
         self._processes.poll()
 
