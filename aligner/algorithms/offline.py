@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter
+from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.observability.timer import PhaseTimer
@@ -223,7 +222,7 @@ def train_offline(config: Config) -> None:
     data = open_run_data(config, Tokenizer(model_directory(config)))
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
     trainer = build_trainer(config, world, data)
-    with trainer.metrics or nullcontext():
+    with recording(trainer.metrics, config.logging):
         trainer.run()
     worlds.shutdown()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 
 from aligner.algorithms.checkpoints import RunCheckpoints
@@ -31,7 +30,7 @@ from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.metrics import MetricsWriter, SampleWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import open_timeline
 from aligner.rollout.pipeline import Pipeline
@@ -62,7 +61,7 @@ def train(config: Config) -> None:
             trainer = build_sampler(config, shape, tokenizer, prompts, world, services)
         else:
             trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
-        with trainer.recorder.metrics if trainer.recorder is not None else nullcontext():
+        with recording(trainer.recorder.metrics if trainer.recorder is not None else None, config.logging):
             trainer.run()
             trainer.rollouts.close()
     finally:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aligner.config.paths import RunPaths
+from aligner.config.schema import Logging
 from aligner.errors import AlignerError
 
 if TYPE_CHECKING:
     from aligner.observability.sinks import MetricsSink
+
+
+_END_TIMEOUT_S = 8.0
+"""Below cluster.stop_timeout_s by default: after that the launcher kills."""
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
@@ -104,6 +112,27 @@ class MetricsWriter:
         """Have the sinks write out what they still hold."""
         for sink in self._sinks:
             sink.close(failed)
+
+
+@contextmanager
+def recording(writer: MetricsWriter | None, settings: Logging) -> Iterator[None]:
+    """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at SIGTERM."""
+    if writer is None:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # In a thread: this one may have been interrupted in the middle of a write.
+        closing = threading.Thread(target=writer.close, kwargs={"failed": True}, daemon=True)
+        closing.start()
+        closing.join(_END_TIMEOUT_S)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if settings.wandb.enabled or settings.mlflow.enabled:
+        signal.signal(signal.SIGTERM, end)
+    with writer:
+        yield
 
 
 class RecordWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -101,6 +102,39 @@ def test_a_tracked_run_has_its_name_tags_and_whole_configuration(tmp_path: Path)
     stored = mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text())
     assert (stored.info.status, stored.info.run_name, stored.data.tags["team"]) == ("FAILED", "run", "x")
     assert (stored.data.params["seed"], stored.data.params["model.config.hidden_size"]) == ("1", "64")
+
+
+TOLD_TO_END = """
+import sys, time
+from aligner.config.compose import compose_config
+from aligner.config.paths import run_paths
+from aligner.observability.metrics import MetricsWriter, recording
+from aligner.observability.sinks import open_sinks
+from tests.observability.test_sinks import metrics
+config = compose_config(sys.argv[1:])
+writer = MetricsWriter(run_paths(config), open_sinks(config, run_paths(config)))
+with recording(writer, config.logging):
+    for step in (1, 2, 3):
+        writer.write(step, metrics(step))
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_path: Path) -> None:
+    paths = run_paths(configured(tmp_path / "run"))
+    overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
+    command = [sys.executable, "-c", TOLD_TO_END, *overrides]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stdout.readline() == "ready\n"
+        while not paths.tracker_run("wandb").exists() or not paths.tracker_run("mlflow").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(60) == -signal.SIGTERM
+    assert wandb_steps(paths) == read_metrics(paths.metrics)
+    assert mlflow_steps(paths) == named(read_metrics(paths.metrics))
+    assert mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text()).info.status == "FAILED"
 
 
 def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest(tmp_path: Path) -> None:
