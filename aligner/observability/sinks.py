@@ -77,6 +77,7 @@ class BackgroundSink:
         self._name, self._open, self._recorded = name, open_sink, recorded
         self._close_timeout_s, self._retry_s = close_timeout_s, retry_s
         self._sink: MetricsSink | None = None
+        self._to_resume: Sequence[Record] | None = None
         self.failures = 0
         self._is_behind, self._retry_at = False, 0.0
         self._waiting: queue.Queue[tuple[_Action, bool]] = queue.Queue(_WAITING)
@@ -89,7 +90,13 @@ class BackgroundSink:
 
     def resume(self, kept: Sequence[Record]) -> None:
         """Hand the records on."""
-        self._put(lambda sink: sink.resume(kept))
+        self._to_resume = kept
+
+        def resume(sink: MetricsSink) -> None:
+            sink.resume(kept)
+            self._to_resume = None
+
+        self._put(resume)
 
     def close(self, failed: bool) -> None:
         """Wait until all is written, but not forever."""
@@ -118,6 +125,9 @@ class BackgroundSink:
             self._sink = self._sink or self._open()
             if self._is_behind:
                 self._is_behind = False
+                if self._to_resume is not None:  # what was done after that point before would stay otherwise
+                    self._sink.resume(self._to_resume)
+                    self._to_resume = None
                 self._sink.resume(self._recorded())
             action(self._sink)
         except Exception as error:  # whatever a tracker's library raises

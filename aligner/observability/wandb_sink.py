@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, cast
 
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
@@ -34,7 +34,7 @@ class WandbSink:
             dir=str(paths.root),
             id=id_file.read_text(),
             name=config.run.name,
-            mode=settings.mode,
+            mode=cast(Literal["offline", "online"], settings.mode),
             project=settings.project,
             entity=settings.entity,
             group=settings.group,

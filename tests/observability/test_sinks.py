@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,32 @@ def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
     assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
     (told,) = [record.getMessage() for record in caplog.records if record.name == "aligner.observability.sinks"]
     assert told.startswith("mlflow does not record the metrics, but the run goes on: ")
+
+
+def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_before(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", ON[1])
+    paths = run_paths(config)
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        for step in range(1, 6):
+            writer.write(step, metrics(step))
+    is_back = threading.Event()
+
+    def open_sink() -> MetricsSink:
+        if not is_back.is_set():
+            raise OSError("away")
+        return MlflowSink(config, paths)
+
+    sink = BackgroundSink("mlflow", open_sink, lambda: read_metrics(paths.metrics), retry_s=0.0)
+    with MetricsWriter(paths, [sink]) as writer:
+        writer.truncate_after(2)
+        for step in (3, 4):
+            writer.write(step, metrics(step, more=0.5))
+        deadline = time.monotonic() + 60
+        while sink.failures < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        is_back.set()
+    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
 
 
 class Silent:
