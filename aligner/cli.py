@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.kernel import end_with_launcher
 from aligner.launch.roles import adopt_task
+from aligner.launch.status import add_status
+from aligner.observability.logs import REPORTED, configure_logs, log_failure
 from aligner.planner.command import add_plan
 
 if TYPE_CHECKING:
@@ -44,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = parsed.run(parsed) or 0
     except AlignerError as error:
-        _print_error(str(error))
+        if not log_failure(error, str(error)):
+            _print_error(str(error))
         code = error.exit_code
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if not log_failure(error, None):
+            traceback.print_exc()
         code = 1
     if code and "RANK" in os.environ:
         # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
@@ -92,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_generate(commands)
     _add_evaluate(commands)
+    add_status(commands)
     _add_report(commands)
     add_plan(commands)
     return parser
@@ -257,6 +262,7 @@ def _validate(parsed: argparse.Namespace) -> None:
 def _train(parsed: argparse.Namespace) -> int:
     end_with_launcher()
     config = _config(parsed)
+    configure_logs(config.logging.format, "trainer")
     from aligner.algorithms.trainer_setup import train
 
     return 0 if train(config) else RESUMABLE
@@ -271,6 +277,7 @@ def _serve(parsed: argparse.Namespace) -> None:
 
     if len(roles) != 1 or roles[0] not in server_ranks(config):
         raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(server_ranks(config))}")
+    configure_logs(config.logging.format, roles[0])
     if roles[0] == "generator":
         from aligner.servers.generator import serve_generator
 
@@ -288,6 +295,7 @@ def _serve(parsed: argparse.Namespace) -> None:
 def _prepare(parsed: argparse.Namespace) -> None:
     end_with_launcher()
     config = _config(parsed)
+    configure_logs(config.logging.format, "prepare")
     from aligner.config.reward_sources import FunctionSource, reward_sources
     from aligner.data.model_directory import prepare_model
     from aligner.data.tokenizer import Tokenizer
@@ -442,4 +450,4 @@ def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
 def _print_error(message: str) -> None:
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     before, after = ("\033[31m", "\033[0m") if colored else ("", "")
-    print(f"{before}aligner: error: {message}{after}", file=sys.stderr, flush=True)
+    print(f"{before}{REPORTED} {message}{after}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,9 +29,12 @@ from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter
+from aligner.observability.metrics import MetricsWriter, recording
+from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.observability.timer import PhaseTimer
+
+_log = logging.getLogger(__name__)
 
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
@@ -166,7 +170,7 @@ class OfflineTrainer:
             self.task.model.load(self.paths.checkpoint(first, self.task.part))
         if self.metrics is not None:
             self.metrics.truncate_after(first)
-            print(self._announcement(first), flush=True)
+            _log.info("%s", self._announcement(first))
         self.timeline.begin_run(first)
         return first
 
@@ -222,7 +226,8 @@ def train_offline(config: Config) -> bool:
     data = open_run_data(config, Tokenizer(model_directory(config)))
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
     trainer = build_trainer(config, world, data)
-    trainer.run()
+    with recording(trainer.metrics, config.logging):
+        trainer.run()
     worlds.shutdown()
     return not trainer.ending.is_early
 
@@ -238,7 +243,7 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         held_out=data.held_out,
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resume else [],
-        metrics=MetricsWriter(paths, config.logging.tensorboard) if world.rank == 0 else None,
+        metrics=MetricsWriter(paths, open_sinks(config, paths)) if world.rank == 0 else None,
         timeline=open_timeline(config, "trainer", world.rank),
         ending=Ending(config.run, world),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.snapshots import Snapshots
 from aligner.rollout.services import together
 from aligner.servers.generator_client import GeneratorClient
+
+_log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=1000)
 """Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
@@ -124,7 +127,7 @@ class RemotePublisher:
                 self._publisher = None
                 if not client.is_another(known or self._instance, self._start_timeout_s):
                     raise
-                print(f"the generator was lost while weights moved, and gets them again: {error}", flush=True)
+                _log.warning("the generator was lost while weights moved, and gets them again: %s", error)
 
     def _move_to(self, client: GeneratorClient, version: int) -> None:
         """Have the generator take a version, over a new link where the one there was is of another start of it."""
@@ -179,7 +182,7 @@ class RemotePublisher:
                 self._act(**move)
             except AlignerError as error:  # rank 0 knows: the link has told it
                 self._publisher = None
-                print(f"weights did not move: {error}", flush=True)
+                _log.warning("weights did not move: %s", error)
 
     def _act(self, link: int | None = None, version: int | None = None) -> None:
         """This rank's part of what was announced. Collective, with the generator's ranks."""

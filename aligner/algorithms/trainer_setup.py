@@ -31,7 +31,8 @@ from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.metrics import MetricsWriter, SampleWriter, recording
+from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import open_timeline
 from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
@@ -60,8 +61,9 @@ def train(config: Config) -> bool:
             trainer = build_sampler(config, shape, tokenizer, prompts, world, services)
         else:
             trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
-        trainer.run()
-        trainer.rollouts.close()
+        with recording(trainer.recorder.metrics if trainer.recorder is not None else None, config.logging):
+            trainer.run()
+            trainer.rollouts.close()
     finally:
         services.close()
     worlds.shutdown()
@@ -172,7 +174,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
     if world.rank != 0:
         return None
     paths = run_paths(config)
-    return Recorder(MetricsWriter(paths, config.logging.tensorboard), SampleWriter(paths), tokenizer)
+    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), SampleWriter(paths), tokenizer)
 
 
 def connect(config: Config, world: World) -> Services:

@@ -87,6 +87,21 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def wandb(self) -> Path:
+        """What Weights & Biases writes, a directory a start of the run."""
+        return self.root / "wandb"
+
+    @property
+    def mlflow(self) -> Path:
+        """MLflow's store, where it is not elsewhere."""
+        return self.root / "mlruns"
+
+    @property
+    def status(self) -> Path:
+        """The launcher's word on its processes: `aligner.launch.state`."""
+        return self.root / "status.json"
+
+    @property
     def checkpoints(self) -> Path:
         """One directory step_<N> a checkpoint."""
         return self.root / "checkpoints"
@@ -99,6 +114,10 @@ class RunPaths:
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of one process."""
         return self.root / "logs" / f"{role}-{rank}.log"
+
+    def tracker_run(self, tracker: str) -> Path:
+        """What a tracker, wandb or mlflow, calls the run: its id there."""
+        return self.root / f"{tracker}_run_id"
 
     def triton_log(self, group: str) -> Path:
         """What the Triton server of a server group printed."""

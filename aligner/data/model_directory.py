@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import uuid
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.weight_files import assemble, weight_problems
 from aligner.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 
 def prepare_model(config: Config) -> Path:
     """The model's directory, complete: made first where the source is not a directory and it does not exist yet.
@@ -38,7 +41,7 @@ def prepare_model(config: Config) -> Path:
             write = lambda path: _write_random(config.model, config.seed, path)  # noqa: E731
         else:
             file = gguf_file(str(config.model.package))
-            print(f"converting {file.name} to safetensors, about half a minute, once: {directory}", flush=True)
+            _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
             write = lambda path: _write_converted(file, path)  # noqa: E731
         _create(directory, write)
     check_model_directory(directory)

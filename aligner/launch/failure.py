@@ -9,10 +9,10 @@ from pathlib import Path
 
 from aligner.errors import AlignerError
 from aligner.launch.ranks import Rank
+from aligner.observability.logs import REPORTED, text_lines
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
-_REPORTED = "aligner: error:"
 _CONSEQUENCES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -26,10 +26,11 @@ _CONSEQUENCES = (
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
-    """The last lines of a log, from its byte `start` on."""
+    """The last lines of a log, from its byte `start` on, as text whatever `logging.format` is."""
     with log.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return file.read().decode(errors="replace").rstrip().splitlines()[-lines:]
+        end = file.read().decode(errors="replace").rstrip().splitlines()
+    return text_lines(end[-lines:])[-lines:]
 
 
 def with_log(message: str, rank: Rank) -> str:
@@ -41,8 +42,8 @@ def with_log(message: str, rank: Rank) -> str:
 def reported_error(rank: Rank) -> str:
     """The last error that the command line reported in a log, without its prefix; the log's end where there is none."""
     lines = log_tail(rank.log, start=rank.log_start)
-    starts = [number for number, line in enumerate(lines) if line.startswith(_REPORTED)]
-    return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(_REPORTED).strip()
+    starts = [number for number, line in enumerate(lines) if line.startswith(REPORTED)]
+    return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(REPORTED).strip()
 
 
 def describe_end(rank: Rank) -> str:
@@ -57,7 +58,7 @@ def root_failure(failed: Sequence[Rank]) -> Rank:
 
     def order(rank: Rank) -> tuple[bool, float, bool]:
         end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
-        reported = _REPORTED in end
+        reported = REPORTED in end
         consequence = not reported and any(text in end for text in _CONSEQUENCES)
         return consequence, rank.ended_at or 0.0, not reported
 

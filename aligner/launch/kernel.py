@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 from aligner.errors import AlignerError
 
@@ -24,6 +25,16 @@ def _prctl(option: int, argument: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def process_start(pid: int) -> int | None:
+    """When a living process was started, in clock ticks since boot: with its id, what tells it from any other. None where
+    there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
 
 
 def end_with_launcher() -> None:

@@ -19,6 +19,7 @@ from aligner.launch.processes import Processes
 from aligner.launch.ranks import Rank, append_restart
 from aligner.launch.roles import Command, rank_environment, role_command
 from aligner.launch.run import interruptible, run_directory
+from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
 
 
@@ -45,8 +46,12 @@ def launch(plan: RunPlan, command: Command = role_command) -> int:
 def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> bool:
     """One run, from its check to its summary; whether it is at its end."""
     check(config)
-    with run_directory(config, console) as paths, LocalRanks(config, paths, command) as ranks:
-        supervisor = Supervisor(config, paths, ranks, interrupts, console)
+    with (
+        run_directory(config, console) as paths,
+        StateRecorder(paths.status, role_ranks(config)) as state,
+        LocalRanks(config, paths, command) as ranks,
+    ):
+        supervisor = Supervisor(config, paths, ranks, state, interrupts, console)
         supervisor.prepare()
         return supervisor.train(pick_endpoints(config, local_hosts(config), ranks.ports))
 
@@ -70,7 +75,7 @@ class LocalRanks(Processes):
         for rank in range(ranks):
             log = self._paths.log(role, rank)
             if restarts:
-                append_restart(log, role, restarts, self._config.server.max_restarts)
+                append_restart(log, role, rank, restarts, self._config)
             environment = rank_environment(rank, ranks, port, self._threads)
             started.append(self.spawn(role, rank, command, environment, log, restarts))
         return started

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from aligner.config.schema import Config
+from aligner.observability.logs import launcher_line
+
 
 class Rank(Protocol):
     """One started rank."""
@@ -54,7 +57,8 @@ class Ranks(Protocol):
         ...
 
 
-def append_restart(log: Path, role: str, restarts: int, most: int) -> None:
-    """Note in a log that what follows is another start of the role."""
+def append_restart(log: Path, role: str, rank: int, restarts: int, config: Config) -> None:
+    """Note in a rank's log that what follows is another start of the role."""
+    told = f"{role} is started again ({restarts} of {config.server.max_restarts})"
     with log.open("a") as lines:
-        lines.write(f"--- {role} is started again ({restarts} of {most}) ---\n")
+        lines.write(launcher_line(config.logging.format, role, rank, told))

@@ -47,6 +47,16 @@ class ServerGroup:
         return self._was_healthy
 
     @property
+    def is_healthy(self) -> bool:
+        """Whether it is, or was when it was last asked."""
+        return self._healthy and not self._told
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return self._restarts
+
+    @property
     def ended(self) -> list[Rank]:
         """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
         return [rank for rank in self.ranks if rank.ended_at is not None and not self._told]

@@ -17,6 +17,7 @@ from aligner.launch.failure import failure_error, reported_error, with_log
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.servers import GRACE_S, ServerGroup
+from aligner.launch.state import StateRecorder
 from aligner.launch.view import RunView
 
 _POLL_S = 0.1
@@ -27,10 +28,19 @@ _TELL_AGAIN_S = 5.0
 class Supervisor:
     """The run of one configuration, from its model's preparation to its trainer's end."""
 
-    def __init__(self, config: Config, paths: RunPaths, ranks: Ranks, interrupts: Interrupts, console: Console) -> None:
+    def __init__(
+        self,
+        config: Config,
+        paths: RunPaths,
+        ranks: Ranks,
+        state: StateRecorder,
+        interrupts: Interrupts,
+        console: Console,
+    ) -> None:
         self._config = config
         self._paths = paths
         self._ranks = ranks
+        self._state = state
         self._interrupts = interrupts
         self._console = console
         self._groups: list[ServerGroup] = []
@@ -71,17 +81,22 @@ class Supervisor:
                 stop.pass_on(self._trainers)
                 for group in self._groups:
                     group.poll()
+                    self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
             view.finish()
         self._drain()
-        return all(rank.exit_code == 0 for rank in self._trainers)
+        is_finished = all(rank.exit_code == 0 for rank in self._trainers)
+        if not is_finished:
+            self._state.stopped_early()
+        return is_finished
 
     def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
         return ServerGroup(group, health_address(self._config, endpoint), self._config, self._ranks, tell)
 
     def _tick(self) -> None:
         self._interrupts.check()
+        self._state.beat()
         time.sleep(_POLL_S)
         self._ranks.poll()
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aligner.config.paths import RunPaths
+from aligner.config.schema import Logging
 from aligner.errors import AlignerError
 
 if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from aligner.observability.sinks import MetricsSink
+
+
+_END_TIMEOUT_S = 8.0
+"""Below cluster.stop_timeout_s by default: after that the launcher kills."""
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
@@ -70,12 +78,18 @@ class FileFollower:
 
 
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl`, and to TensorBoard where wanted."""
+    """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with` block closes those."""
 
-    def __init__(self, paths: RunPaths, tensorboard: bool) -> None:
+    def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
         self._path = paths.metrics
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._events = _event_writer(paths.tensorboard) if tensorboard else None
+        self._sinks = sinks
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(failed=kind is not None)
 
     def write(self, step: int, stats: Mapping[str, float]) -> None:
         """Record one step. Raises AlignerError, before anything is written, for a value that is not finite."""
@@ -84,19 +98,41 @@ class MetricsWriter:
             if not math.isfinite(value):
                 raise AlignerError(f"step {step}: metric {key} is {value}; the run stops, for training on is meaningless")
         _append(self._path, {"step": step, **record})
-        if self._events is not None:
-            _add_scalars(self._events, step, record)
+        for sink in self._sinks:
+            sink.write(step, record)
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was recorded after `step`: a resumed run writes it again."""
+        """Drop what was recorded after `step`, in the sinks too: a resumed run writes it again."""
         _cut_after(self._path, step)
-        if self._events is not None:
-            _purge_after(self._events, step)
+        kept = read_metrics(self._path)
+        for sink in self._sinks:
+            sink.resume(kept)
 
-    def close(self) -> None:
-        """Write out what TensorBoard's writer still holds."""
-        if self._events is not None:
-            self._events.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Have the sinks write out what they still hold."""
+        for sink in self._sinks:
+            sink.close(failed)
+
+
+@contextmanager
+def recording(writer: MetricsWriter | None, settings: Logging) -> Iterator[None]:
+    """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at SIGTERM."""
+    if writer is None:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # In a thread: this one may have been interrupted in the middle of a write.
+        closing = threading.Thread(target=writer.close, kwargs={"failed": True}, daemon=True)
+        closing.start()
+        closing.join(_END_TIMEOUT_S)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if settings.wandb.enabled or settings.mlflow.enabled:
+        signal.signal(signal.SIGTERM, end)
+    with writer:
+        yield
 
 
 class RecordWriter:
@@ -130,28 +166,3 @@ class SampleWriter:
     def truncate_after(self, step: int) -> None:
         """Drop the samples of steps after `step`."""
         _cut_after(self._path, step)
-
-
-# TensorBoard's own event writer, which imports in 0.4 s and without torch.
-
-
-def _event_writer(directory: Path) -> EventFileWriter:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    return EventFileWriter(str(directory), flush_secs=5)
-
-
-def _add_scalars(events: EventFileWriter, step: int, record: Mapping[str, float]) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items()]
-    events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-    events.flush()
-
-
-def _purge_after(events: EventFileWriter, step: int) -> None:
-    """Tell TensorBoard that the run restarts after `step`, so it hides what an earlier attempt wrote beyond it."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    events.add_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))

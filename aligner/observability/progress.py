@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-_WINDOW = 5
+WINDOW = 5
 """Steps over which the seconds per step, and with them the time left, are averaged."""
 
 _SHOWN = {
@@ -50,20 +50,42 @@ class ProgressView(Protocol):
         ...
 
 
-class _Pace:
+class Pace:
+    """How fast a run of so many steps goes: the mean of its newest ones."""
+
     def __init__(self, steps: int) -> None:
-        self._steps = steps
+        self._steps, self._done = steps, 0
         self._recent: list[float] = []
 
-    def describe(self, metrics: Mapping[str, float]) -> str:
-        """What is learned, pace and time left; what the step did not measure is left out."""
-        parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take another step's metrics."""
+        self._done = int(metrics["step"])
         if "time/step" in metrics:
-            self._recent = [*self._recent, metrics["time/step"]][-_WINDOW:]
-            pace = sum(self._recent) / len(self._recent)
-            left = timedelta(seconds=round(pace * (self._steps - int(metrics["step"]))))
-            parts += [f"{pace:.2f} s/step", f"ETA {left}"]
+            self._recent = [*self._recent, metrics["time/step"]][-WINDOW:]
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """None before a step was timed."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """To the run's last step."""
+        pace = self.seconds_per_step
+        return None if pace is None else pace * (self._steps - self._done)
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        """What the step has learned, and pace and time left; what it did not measure is left out."""
+        parts = describe_learning(metrics)
+        if "time/step" in metrics and self.seconds_per_step is not None and self.seconds_left is not None:
+            left = timedelta(seconds=round(self.seconds_left))
+            parts += [f"{self.seconds_per_step:.2f} s/step", f"ETA {left}"]
         return "  ".join(parts)
+
+
+def describe_learning(metrics: Mapping[str, float]) -> list[str]:
+    """A step's reward, KL, loss and evaluation, as far as they were measured."""
+    return [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
 
 
 def _printable(text: str) -> Text:
@@ -87,7 +109,7 @@ class PlainProgress:
     def __init__(self, steps: int, console: Console) -> None:
         self._steps = steps
         self._console = console
-        self._pace = _Pace(steps)
+        self._pace = Pace(steps)
 
     def status(self, text: str) -> None:
         """Print it."""
@@ -97,6 +119,7 @@ class PlainProgress:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Print the step's line."""
+        self._pace.add(metrics)
         self._line(f"step {int(metrics['step'])}/{self._steps}  {self._pace.describe(metrics)}")
 
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -114,7 +137,7 @@ class LiveProgress:
     """A bar at the bottom of a terminal, samples scrolling above it."""
 
     def __init__(self, steps: int, console: Console) -> None:
-        self._pace = _Pace(steps)
+        self._pace = Pace(steps)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}", markup=False))
         # No redirection: the launcher's own prints go through the console or come after close().
         self._bar = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
@@ -131,6 +154,7 @@ class LiveProgress:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Advance the bar."""
+        self._pace.add(metrics)
         self._bar.update(self._task, completed=int(metrics["step"]), description=self._pace.describe(metrics))
 
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:

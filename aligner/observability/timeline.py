@@ -20,6 +20,7 @@ from typing import Any
 
 from aligner.config.paths import run_paths
 from aligner.config.schema import Config
+from aligner.observability.logs import at_step
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
@@ -83,9 +84,10 @@ class Timeline:
             self.flush()
 
     def begin_step(self, step: int) -> None:
-        """What is added from now on belongs to `step`; what was added before is written."""
+        """What is added, and logged, from now on belongs to `step`; what was added before is written."""
         self.flush()
         self._step = step
+        at_step(step)
 
     def flush(self) -> None:
         """Write what was added."""

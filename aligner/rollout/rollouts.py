@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,8 @@ from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
 from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RefusedError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class Rollouts:
                 self._taken_further([straggler], 1)
                 kept.append(straggler)
             except RefusedError as error:
-                print(f"prompt {straggler.prompt.id} is left out, it cannot be drawn: {error}", flush=True)
+                _log.warning("prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error)
         self._skipped += len(self._under_way) - len(kept)
         self._under_way = tuple(kept)
         return bool(kept)

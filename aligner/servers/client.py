@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
 import threading
 import time
@@ -25,6 +26,8 @@ from aligner.servers.connection import Connection, RefusedError, RemoteError, Tr
 from aligner.servers.protocol import CONTROL, REWARD_MODEL, EndpointSpec, array_text, text_array
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _PARALLEL_REQUESTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -192,7 +195,7 @@ class RewardClient(RemoteClient):
                     known = None if metadata is None else metadata[rows]
                     scores[rows] = self._score(tokens[rows], lengths[rows], prompt_lengths[rows], known)
                 except RefusedError as error:
-                    print(f"samples are left out: {error}", flush=True)
+                    _log.warning("samples are left out: %s", error)
             if scores.isnan().all():
                 raise refused
             return scores

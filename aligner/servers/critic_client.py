@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,6 +32,8 @@ from aligner.servers.protocol import (
 )
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,7 @@ class CriticClient(RemoteClient):
         """Send the journal's updates from `first` on, and make the checkpoint that was being written on the way."""
         named = text_array(instance)
         if first < applied:
-            print(f"critic: replaying updates {first} to {applied - 1}", flush=True)
+            _log.info("critic: replaying updates %d to %d", first, applied - 1)
         for number in range(first, applied + 1):
             if self._saving is not None and self._saving.updates == number:
                 self._save(connection, self._timeout_s, "checkpoint", self._saving, instance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import logging
 import secrets
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -38,6 +39,8 @@ from aligner.servers.protocol import (
     text_array,
 )
 from aligner.servers.validation import Limits, validate
+
+_log = logging.getLogger(__name__)
 
 _ARGUMENTS = {
     **dict.fromkeys(("checkpoint", "begin_checkpoint", "restore"), ("step",)),
@@ -123,7 +126,7 @@ def serve_role(
         with contextlib.suppress(_StoppedEarly):
             host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
             starting = False
-            print(f"{role}: ready at {host.endpoint}", flush=True)
+            _log.info("%s: ready at %s", role, host.endpoint)
         executor.run()  # returns at once, on every rank, after an early stop
     finally:
         host.stop()
@@ -184,7 +187,7 @@ def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instan
             return serve(arrays)
         except AlignerError as error:
             trace = f" (trace {_shown(arrays['trace_id'])})" if "trace_id" in arrays else ""
-            print(f"{role}: {spec.name}{trace}: {type(error).__name__}: {str(error)[:_LOGGED]!r}", flush=True)
+            _log.warning("%s: %s%s: %s: %r", role, spec.name, trace, type(error).__name__, str(error)[:_LOGGED])
             raise
 
     return checked

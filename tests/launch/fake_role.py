@@ -79,7 +79,7 @@ def train(run: Path, steps: int, pause_s: float) -> None:
     paths = run_paths(config)
     if RANK != 0:
         return
-    metrics, samples = MetricsWriter(paths, tensorboard=False), SampleWriter(paths)
+    metrics, samples = MetricsWriter(paths), SampleWriter(paths)
     for step in range(1, steps + 1):
         time.sleep(pause_s)
         samples.write(step, "prompt [red]text[/red]", f"answer {step}\n\x1b[2J", step / 10)

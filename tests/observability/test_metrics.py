@@ -11,10 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError
 from aligner.observability.metrics import FileFollower, MetricsWriter, SampleWriter, read_metrics, read_records
+from aligner.observability.sinks import TensorBoardSink
 
 
 def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(RunPaths(tmp_path / "run"), tensorboard=False)
+    writer = MetricsWriter(RunPaths(tmp_path / "run"))
     writer.write(1, {"reward/mean": 1, "policy/loss": -0.5})
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 1.0, "policy/loss": -0.5}\n'
     assert not (tmp_path / "run" / "tensorboard").exists()
@@ -22,7 +23,7 @@ def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(tmp_path: Path, value: float) -> None:
-    writer = MetricsWriter(RunPaths(tmp_path), tensorboard=False)
+    writer = MetricsWriter(RunPaths(tmp_path))
     with pytest.raises(AlignerError, match=f"step 3: metric policy/loss is {value}"):
         writer.write(3, {"reward/mean": 1.0, "policy/loss": value})
     assert read_metrics(tmp_path / "metrics.jsonl") == []
@@ -30,7 +31,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(tm
 
 def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    writer = MetricsWriter(paths, tensorboard=False)
+    writer = MetricsWriter(paths)
     for step in range(1, 5):
         writer.write(step, {"reward/mean": step})
     with paths.metrics.open("a") as file:
@@ -53,7 +54,7 @@ def test_resuming_drops_later_samples(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_the_scalars_and_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    writer = MetricsWriter(paths, tensorboard=True)
+    writer = MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)])
     for step in range(1, 4):
         writer.write(step, {"reward/mean": step})
     writer.truncate_after(1)
@@ -91,7 +92,8 @@ def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_pat
     program = (
         "import sys; from pathlib import Path; from aligner.config.paths import RunPaths\n"
         "from aligner.observability.metrics import MetricsWriter\n"
-        "writer = MetricsWriter(RunPaths(Path(sys.argv[1])), tensorboard=True); writer.write(1, {'a': 1}); writer.close()\n"
+        "from aligner.observability.sinks import TensorBoardSink; paths = RunPaths(Path(sys.argv[1]))\n"
+        "with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer: writer.write(1, {'a': 1})\n"
         "print([name for name in ('torch', 'tensorflow') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program, str(tmp_path)], text=True).strip() == "[]"

@@ -37,7 +37,7 @@ def begin(root: Path, *overrides: str) -> RunPaths:
 
 
 def write_metrics(paths: RunPaths, keys: list[str], steps: int = STEPS) -> None:
-    writer = MetricsWriter(paths, tensorboard=False)
+    writer = MetricsWriter(paths)
     for step in range(1, steps + 1):
         stats = {key: 0.5 + 0.4 * math.sin(step / 5 + place) for place, key in enumerate(keys)}
         stats |= {f"time/{phase}": seconds for phase, seconds in PHASES.items()} | {"time/step": 1.5}

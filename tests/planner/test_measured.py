@@ -76,7 +76,7 @@ def recorded(directory: Path, *overrides: str, timeline: bool = True, evaluation
     """A run directory with these steps."""
     directory.mkdir(exist_ok=True)
     save_config(composed(*overrides), RunPaths(directory).config)
-    writer = MetricsWriter(RunPaths(directory), tensorboard=False)
+    writer = MetricsWriter(RunPaths(directory))
     now, lines = 100.0, {}
     if timeline:
         files = {role: RunPaths(directory).timeline / f"{role}-0.jsonl" for role in ("trainer", "critic", "reward")}
@@ -106,7 +106,7 @@ def recorded_apart(directory: Path, steps: ApartSteps, *overrides: str, timeline
     """A run directory with these steps, of a run whose engine is the generator's."""
     directory.mkdir(exist_ok=True)
     save_config(composed(*APART, *overrides), RunPaths(directory).config)
-    writer, now = MetricsWriter(RunPaths(directory), tensorboard=False), 100.0
+    writer, now = MetricsWriter(RunPaths(directory)), 100.0
     files = [RunPaths(directory).timeline / f"{role}-0.jsonl" if timeline else None for role in ("trainer", "generator")]
     trainer, generator = (Timeline(file, clock=lambda: 0.0, wall_clock=lambda: 1e9) for file in files)
     with ThreadPoolExecutor(1, thread_name_prefix="rollouts") as thread:

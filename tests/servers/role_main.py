@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aligner.config.reward_sources import FunctionSource
 from aligner.config.schema import TLS, Config, Ports
+from aligner.observability.logs import configure_logs
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, TextSource, WeightedSum
 from aligner.servers.critic import run_critic
@@ -84,6 +85,7 @@ def main(role: str, run_directory: str, *ports: str) -> None:
         config.server.tls = TLS(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
     config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "90"))
     config.critic.ports = config.reward.ports = Ports(*map(int, ports))
+    configure_logs(config.logging.format, role)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))
     if role == "critic":

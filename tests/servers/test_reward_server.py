@@ -82,12 +82,12 @@ def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(c
         assert [future.result(20).item() for future in good] == [200.0 + n for n in range(1, 13)]
 
 
-def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is_anything_else(client, capfd):
+def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is_anything_else(client, caplog):
     rows = encoded(("a", "1"), ("a", "22"), ("b", "1"), ("b", "67"), ("cd", "1"), ("cd", "22"))
     scores = client.score(*rows, rows_apart=2).result()
     assert scores[[0, 1, 4, 5]].tolist() == [101.0, 102.0, 201.0, 202.0]
     assert scores[2:4].isnan().all()
-    assert "samples are left out" in (said := capfd.readouterr().out) and "for prompt 'b' and response '67'" in said
+    assert "samples are left out" in (said := caplog.text) and "for prompt 'b' and response '67'" in said
     with pytest.raises(RemoteError, match="for prompt 'b' and response '67'"):
         client.score(*encoded(("b", "67")), rows_apart=1).result()
 

@@ -14,7 +14,7 @@ from aligner.config.schema.data import Data, Evaluation, Model
 from aligner.config.schema.generation import Engine, EngineParallel, Rollout, TensorRTLLM
 from aligner.config.schema.models import Actor, Lora, MegatronModel, Optimizer, Parallel, TrainedModel
 from aligner.config.schema.options import option, section
-from aligner.config.schema.run import Checkpoint, Logging, Run
+from aligner.config.schema.run import Checkpoint, Logging, Mlflow, Run, Wandb
 from aligner.config.schema.servers import TLS, Critic, Ports, Reward, Server
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Logging",
     "Lora",
     "MegatronModel",
+    "Mlflow",
     "Model",
     "Optimizer",
     "Parallel",
@@ -46,6 +47,7 @@ __all__ = [
     "SlurmRoles",
     "TensorRTLLM",
     "TrainedModel",
+    "Wandb",
 ]
 
 

@@ -19,7 +19,8 @@ class SlurmRole:
         None, "role on whose nodes it runs instead, beside that one", choices=("trainer", "generator", "critic", "reward")
     )
     devices: str | None = option(
-        None, "which of a node's devices its ranks use, such as 0-3, or 0-1,6 in quotes: for roles that share nodes; all when null"
+        None,
+        "devices of a node that its ranks use, such as 0-3, or 0-1,6 in quotes: for roles that share nodes; all if null",
     )
     partition: str | None = option(None, "partition of its nodes")
     constraint: str | None = option(None, "features that its nodes must have, as sbatch --constraint")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from aligner.config.compose import load_config
 from aligner.config.paths import RunPaths, can_resume
+from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
 from aligner.config.slurm import slurm_layout
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
@@ -19,6 +20,7 @@ from aligner.launch.run import interruptible, run_directory
 from aligner.launch.slurm.allocation import Allocation, read_allocation
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.steps import SlurmSteps
+from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
 
 
@@ -39,8 +41,12 @@ def supervise(directory: Path) -> int:
     print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
 
     def work(interrupts: Interrupts) -> bool:
-        with run_directory(config, console) as paths, SlurmSteps(config, paths, layout, allocation) as steps:
-            supervisor = Supervisor(config, paths, steps, interrupts, console)
+        with (
+            run_directory(config, console) as paths,
+            StateRecorder(paths.status, role_ranks(config), allocation.job) as state,
+            SlurmSteps(config, paths, layout, allocation) as steps,
+        ):
+            supervisor = Supervisor(config, paths, steps, state, interrupts, console)
             supervisor.prepare()
             hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
             return supervisor.train(pick_endpoints(config, hosts, steps.ports))

@@ -53,8 +53,8 @@ class SlurmSteps:
         logs = [self._paths.log(role, rank) for rank in range(ranks)]
         logs[0].parent.mkdir(parents=True, exist_ok=True)
         if restarts:
-            for log in logs:
-                append_restart(log, role, restarts, self._config.server.max_restarts)
+            for rank, log in enumerate(logs):
+                append_restart(log, role, rank, restarts, self._config)
         command = srun_command(self._config, self._paths, role, place, nodes, ranks, name, self._command(role))
         environment = {
             **task_environment(ranks, place.ranks_per_node, nodes.address, next(self.ports), self._threads()),

@@ -1,0 +1,148 @@
+"""What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+from datetime import datetime, timezone
+from typing import Any, TextIO
+
+REPORTED = "aligner: error:"
+"""What the line begins with by which a rank tells why it ends."""
+
+_log = logging.getLogger("aligner")
+
+
+def configure_logs(format: str, role: str, rank: int | None = None) -> None:
+    """Set up Python's logging in a rank's process; `rank` is the environment's RANK if not given.
+
+    As text our own records are lines of standard output, and everything else stays as it is. As JSON all records, warnings
+    and printed lines of this process are objects; what other processes or libraries write to the file directly is not.
+    """
+    handler = _Handler(sys.stdout)
+    _log.setLevel(logging.INFO)
+    if format == "text":
+        _log.handlers, _log.propagate = [handler], False
+        return
+    handler.addFilter(_is_ours_or_a_warning)  # some libraries tell everything, and leave it to others to listen
+    handler.setFormatter(_JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank))
+    logging.getLogger().handlers = [handler]
+    logging.captureWarnings(True)
+    sys.stdout = _Lines(sys.stdout, "stdout", logging.INFO)
+    sys.stderr = _Lines(sys.stderr, "stderr", logging.WARNING)
+
+
+def at_step(step: int) -> None:
+    """What this process logs from now on belongs to a training step."""
+    for formatter in _json_formatters():
+        formatter.step = step
+
+
+def log_failure(error: BaseException, message: str | None) -> bool:
+    """Log why this process ends, as a message or with its traceback; False, and nothing is logged, where logs are text."""
+    if not _json_formatters():
+        return False
+    if message is None:
+        _log.critical("%s: %s", type(error).__name__, error, exc_info=error)
+    else:
+        _log.error("%s %s", REPORTED, message)
+    return True
+
+
+def launcher_line(format: str, role: str, rank: int, message: str) -> str:
+    """What the launcher adds to a rank's log, as the rank would have written it."""
+    if format == "text":
+        return f"--- {message} ---\n"
+    record = logging.LogRecord("aligner.launch", logging.INFO, "", 0, message, None, None)
+    return _JsonFormatter(role, rank).format(record) + "\n"
+
+
+def text_lines(lines: list[str]) -> list[str]:
+    """A log's lines as text, whatever its format: of a JSON object the message, with a traceback's lines where it has one."""
+    found = []
+    for line in lines:
+        found += _decoded(line)
+    return found
+
+
+def _decoded(line: str) -> list[str]:
+    try:
+        record = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("message"), str):
+        return [line]
+    return f"{record.get('traceback', '')}\n{record['message']}".strip("\n").splitlines() or [""]
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str, rank: int) -> None:
+        super().__init__()
+        self.step: int | None = None
+        self._role, self._rank = role, rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        entry: dict[str, Any] = {"time": time, "level": record.levelname.lower(), "role": self._role, "rank": self._rank}
+        if self.step is not None:
+            entry["step"] = self.step
+        entry |= {"logger": record.name, "message": record.getMessage().rstrip()}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in ("aligner", "stdout")
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: what is told on standard error comes back here."""
+
+
+class _Lines(io.TextIOBase):
+    """A standard stream whose lines become records; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, name: str, level: int) -> None:
+        self._stream, self._level = stream, level
+        self._logger = logging.getLogger(name)
+        self._logger.setLevel(level)
+        self._begun = threading.local()  # a thread's unfinished line
+
+    def write(self, text: str) -> int:
+        *whole, rest = (getattr(self._begun, "line", "") + text).split("\n")
+        self._begun.line = rest
+        for line in whole:
+            if line.strip():
+                self._logger.log(self._level, "%s", line)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def buffer(self) -> Any:
+        return self._stream.buffer
+
+
+def _json_formatters() -> list[_JsonFormatter]:
+    handlers = logging.getLogger().handlers
+    return [handler.formatter for handler in handlers if isinstance(handler.formatter, _JsonFormatter)]

@@ -1,0 +1,167 @@
+"""`aligner status`, of runs that go on, have ended, or lost their launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aligner.config.compose import compose_config, save_config
+from aligner.config.paths import RunPaths
+from aligner.errors import AlignerError, ConfigError
+from aligner.launch.state import RoleState, RunState, read_state, write_state
+from aligner.launch.status import RoleStatus, describe_status, read_status
+from tests.launch.test_launch import finish, processes_of, start, wait_for
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "run"
+    yield directory
+    for process in processes_of(directory):
+        process.kill()
+
+
+def state_of(run: Path) -> str:
+    return read_status(run).state if (run / "status.json").exists() else "none"
+
+
+def healths(run: Path) -> dict[str, str]:
+    return {name: role.health for name, role in read_status(run).roles.items()}
+
+
+def rank_of(run: Path, role: str) -> psutil.Process:
+    (process,) = [process for process in processes_of(run) if role in process.cmdline()]
+    return process
+
+
+def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    seen = set[str]()
+    wait_for(lambda: seen.add(state_of(run)) or "running" in seen, "running status")
+    assert seen <= {"none", "starting", "running"} and "starting" in seen
+    wait_for(lambda: set(healths(run).values()) == {"healthy"}, "healthy roles")
+    status = read_status(run)
+    assert (status.step, status.steps, status.metrics["reward/mean"]) == (1, 7, 0.1)
+    assert (status.seconds_per_step, status.seconds_left, status.resumable) == (0.5, 3.0, False)
+    assert status.last_step_age_s is not None and status.last_step_age_s < 30
+    told = describe_status(status)
+    assert told.startswith("run: running  step 1/7  reward 0.100  KL 0.0100  0.50 s/step  ETA 0:00:03  last step 0:00:")
+    assert told.endswith(" ago  [critic healthy, reward healthy, trainer healthy]")
+    rank_of(run, "critic").suspend()
+    assert healths(run) == {"critic": "not answering", "reward": "healthy", "trainer": "healthy"}
+    rank_of(run, "critic").resume()
+    launcher.send_signal(signal.SIGTERM)
+    finish(launcher, run)
+    status = read_status(run)
+    assert (status.state, status.exit_code, status.seconds_left) == ("stopped", 143, None)
+    assert status.note == "stopped by SIGTERM; it has no checkpoint to resume from"
+    assert set(healths(run).values()) == {"gone"}
+
+
+def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> None:
+    code, _, error = finish(start(run), run)
+    assert code == 0, error
+    status = read_status(run)
+    assert (status.state, status.exit_code, status.resumable, status.note) == ("finished", 0, False, None)
+    assert describe_status(status).startswith("run: finished  step 7/7  reward 0.700  KL 0.0100  0.50 s/step  last step ")
+
+
+def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path) -> None:
+    code, _, _ = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
+    assert code == 1
+    (run / "checkpoints" / "step_2").mkdir(parents=True)
+    status = read_status(run)
+    assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
+    resume = f"aligner launch experiment=tiny_ppo run.dir={run} run.resume=true"
+    reason = "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:"
+    assert status.note == f"{reason}; resume it with: {resume}"
+
+
+def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
+    launcher = start(run, {"critic": "healthy_once", "trainer": "hang"})
+    # Not by its status: the server dies once it was asked for its health.
+    wait_for(lambda: (state := read_state(run / "status.json")) and state.roles["critic"].restarts, "restart")
+    assert read_status(run).roles["critic"] == RoleStatus(ranks=1, health="restarting", restarts=1)
+    launcher.send_signal(signal.SIGTERM)
+    finish(launcher, run)
+
+
+def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    wait_for(lambda: state_of(run) == "running", "running status")
+    launcher.kill()
+    launcher.wait()
+    status = read_status(run)
+    assert (status.state, status.exit_code) == ("stopped", None)
+    assert status.note is not None and f"process {launcher.pid} on " in status.note
+    assert "is gone without having ended it; it has no checkpoint to resume from" in status.note
+    wait_for(lambda: not processes_of(run), "end of its ranks")
+
+
+def made_run(directory: Path, state: RunState | None, steps: int) -> Path:
+    """A run directory as it is left by a run of five steps."""
+    directory.mkdir()
+    save_config(compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5"]), directory / "config.yaml")
+    if state is not None:
+        write_state(state, RunPaths(directory).status)
+    records = [{"step": step, "reward/mean": 0.5, "time/step": 2.0} for step in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return directory
+
+
+def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path: Path) -> None:
+    roles = {"trainer": RoleState(8, healthy=True)}
+    state = RunState(1, None, "node-17", time.time() - 500, roles, job="4242")
+    run = made_run(tmp_path / "run", state, steps=2)
+    status = read_status(run)
+    assert (status.state, status.job, status.roles["trainer"].health) == ("running", "4242", "healthy")
+    assert "ETA 0:00:06" in describe_status(status) and "job 4242" in describe_status(status)
+    os.utime(run / "status.json", (time.time() - 400,) * 2)
+    status = read_status(run)
+    assert status.state == "stopped" and status.note is not None and status.note.startswith("its launcher, job 4242, is gone")
+
+
+def test_a_number_that_another_process_has_got_is_not_the_launchers(tmp_path: Path) -> None:
+    state = RunState(os.getpid(), 12345, os.uname().nodename, time.time(), {}, None)
+    assert read_status(made_run(tmp_path / "run", state, steps=1)).state == "stopped"
+
+
+@pytest.mark.parametrize(("steps", "state"), [(5, "finished"), (2, "stopped")])
+def test_a_run_of_before_there_was_a_state_file_is_judged_by_its_steps(tmp_path: Path, steps: int, state: str) -> None:
+    status = read_status(made_run(tmp_path / "run", None, steps))
+    assert (status.state, status.step, status.roles) == (state, steps, {})
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'absent'}: no such directory; give a run directory"):
+        read_status(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=f"{tmp_path}: not a run directory, it has no config.yaml"):
+        read_status(tmp_path)
+    run = made_run(tmp_path / "run", None, 1)
+    (run / "status.json").write_text("[]")
+    with pytest.raises(AlignerError, match=r"status\.json is not what a launcher writes"):
+        read_status(run)
+
+
+def test_the_command_prints_a_line_or_an_object_and_watches_until_the_end(tmp_path: Path) -> None:
+    def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "aligner", "status", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    run = made_run(tmp_path / "run", None, 5)
+    done = status(str(run), "--watch")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run: finished  step 5/5  reward 0.500  2.00 s/step  last step 0:00:")
+    told = json.loads(status(str(run), "--json").stdout)
+    assert (told["state"], told["step"], told["metrics"]["reward/mean"], told["roles"]) == ("finished", 5, 0.5, {})
+    refused = status(str(tmp_path / "absent"))
+    assert refused.returncode == 2 and refused.stderr.startswith("aligner: error: ")

@@ -1,0 +1,38 @@
+"""A whole run that is watched from everywhere: trackers, JSON logs, `aligner status`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.launch.status import read_status
+from benchmarks.runs import Launch, run_to_end
+from tests.observability.trackers import mlflow_steps, wandb_steps
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+WATCHED = ("logging.wandb.enabled=true", "logging.mlflow.enabled=true", "logging.format=json", "run.steps=8")
+
+
+def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader here; the run sets it itself
+    directory = tmp_path / "run"
+    with Launch(directory, *WATCHED, "checkpoint.every=2") as launch:  # killed at the block's end, with all its processes
+        launch.wait_for_step(4)  # the checkpoint of step 2 is complete by then
+        assert read_status(directory).state == "running"
+    status = read_status(directory)
+    assert (status.state, status.resumable) == ("stopped", True)
+    finished = run_to_end(directory, "run.resume=true", *WATCHED)
+    assert [step["step"] for step in finished.metrics] == list(range(1, 9))
+    assert wandb_steps(finished.paths) == finished.metrics
+    assert mlflow_steps(finished.paths) == finished.metrics
+    assert read_status(directory).state == "finished"
+    # Helpers of the servers, such as Python's resource tracker, write lines of their own into the servers' logs.
+    for role in ("prepare", "trainer"):
+        records = [json.loads(line) for line in (directory / "logs" / f"{role}-0.log").read_text().splitlines()]
+        assert all((record["role"], record["rank"]) == (role, 0) for record in records)
+    lines = (directory / "logs" / "critic-0.log").read_text().splitlines()
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [record["level"] for record in said if "critic: ready at" in record["message"]] == ["info", "info"]
