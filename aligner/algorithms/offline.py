@@ -231,7 +231,7 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         examples=data.examples,
         held_out=data.held_out,
         checkpoints=checkpoints,
-        saved=checkpoints.newest() if config.run.resume else [],
+        saved=checkpoints.newest() if config.run.resumes else [],
         metrics=MetricsWriter(paths, config.logging.tensorboard) if world.rank == 0 else None,
         timeline=open_timeline(config, "trainer", world.rank),
     )

@@ -159,7 +159,20 @@ def _as_config(node: Any) -> Config:
     config = OmegaConf.to_object(node)
     if not isinstance(config, Config):
         raise ConfigError("the configuration is not a mapping of the schema's keys")
-    return config
+    return _with_choices(config)
+
+
+def _with_choices(config: Config) -> Config:
+    """With true and false, which YAML does not take for words, as such where words are allowed that are written so."""
+    fields = dataclasses.fields(config)
+    changed: dict[str, Any] = {}
+    for field in fields:
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = _with_choices(value)
+        elif value in ("True", "False") and value.lower() in field.metadata["choices"]:
+            changed[field.name] = value.lower()
+    return dataclasses.replace(config, **changed)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -210,9 +223,9 @@ def _first_key(section: str) -> str:
 def _with_names(config: Config, experiment: str) -> Config:
     """Fill in the names that depend on the command line and the clock."""
     run = config.run
-    if run.resume and run.name is None and run.dir is None:
-        raise ConfigError("run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME")
-    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resume else None
+    if run.resumes and run.name is None and run.dir is None:
+        raise ConfigError(f"run.resume={run.resume}: say which run with run.dir=DIRECTORY or run.name=NAME")
+    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
         raise ConfigError(f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and give run.dir")
     name = run.name or started or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
@@ -231,7 +244,7 @@ def _started_name(directory: Path) -> str | None:
     try:
         return str(yaml.safe_load(file.read_text())["run"]["name"])
     except (yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run.resume=true: {file} is not a run's configuration: {error}") from error
+        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
 
 
 def _with_engine_replicas(config: Config) -> Config:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
 
 from rich.console import Console
 
-from aligner.config.access import create_access_key
-from aligner.config.checks import check
-from aligner.config.compose import save_config
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory, run_paths
 from aligner.config.placement import server_ranks, threads_per_rank
 from aligner.config.prerequisites import RunPlan
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
+from aligner.launch.directory import run_directory
 from aligner.launch.endpoints import free_ports, health_address, pick_endpoints
 from aligner.launch.failure import failure_error, reported_error, with_log
 from aligner.launch.interrupts import Interrupted, Interrupts
+from aligner.launch.lock import refuse_locked
 from aligner.launch.prerequisites import complete
 from aligner.launch.processes import Processes, RankProcess
 from aligner.launch.roles import Command, rank_environment, role_command
@@ -41,6 +39,7 @@ def launch(plan: RunPlan, command: Command = role_command) -> int:
     when a role fails; by then every process has ended.
     """
     print(f"run directory: {run_paths(plan.config).root}", flush=True)
+    refuse_locked(run_paths(plan.config).root)
     plan.check()
     console = Console()
 
@@ -61,21 +60,14 @@ def launch(plan: RunPlan, command: Command = role_command) -> int:
 def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> None:
     """One run, from its check to its summary."""
     paths = run_paths(config)
-    check(config)
-    paths.root.mkdir(parents=True, exist_ok=True)
-    save_config(config, paths.config)
-    create_access_key(config)
-    try:
-        with Processes(config.cluster.stop_timeout_s) as processes:
-            run = _LocalRun(config, paths, processes, interrupts, command, console)
-            run.prepare()
-            run.train()
-    except ConfigError:
-        if not config.run.resume:  # nothing has started: leave nothing behind
-            shutil.rmtree(paths.root)
-        raise
-    finally:
-        _write_trace(paths, console)
+    with run_directory(config) as config:
+        try:
+            with Processes(config.cluster.stop_timeout_s) as processes:
+                run = _LocalRun(config, paths, processes, interrupts, command, console)
+                run.prepare()
+                run.train()
+        finally:
+            _write_trace(paths, console)
     print_summary(read_metrics(paths.metrics), paths, console)
 
 
