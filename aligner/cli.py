@@ -9,11 +9,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.files import full_disk
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 from aligner.planner.command import add_plan
 
@@ -44,13 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except AlignerError as error:
         _print_error(str(error))
         code = error.exit_code
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if told := full_disk(error):
+            _print_error(told)
+        else:
+            traceback.print_exc()
     if code and LAUNCHER_PID in os.environ:
         # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the log's disk may be full
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -408,4 +413,5 @@ def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
 def _print_error(message: str) -> None:
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     before, after = ("\033[31m", "\033[0m") if colored else ("", "")
-    print(f"{before}aligner: error: {message}{after}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log's disk may be full; the exit code says the rest
+        print(f"{before}aligner: error: {message}{after}", file=sys.stderr, flush=True)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError
+from aligner.files import append, naming
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    append(path, json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -75,6 +75,7 @@ class MetricsWriter:
     def __init__(self, paths: RunPaths, tensorboard: bool) -> None:
         self._path = paths.metrics
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = paths.tensorboard
         self._events = _event_writer(paths.tensorboard) if tensorboard else None
 
     def write(self, step: int, stats: Mapping[str, float]) -> None:
@@ -85,7 +86,8 @@ class MetricsWriter:
                 raise AlignerError(f"step {step}: metric {key} is {value}; the run stops, for training on is meaningless")
         _append(self._path, {"step": step, **record})
         if self._events is not None:
-            _add_scalars(self._events, step, record)
+            with naming(self._tensorboard):
+                _add_scalars(self._events, step, record)
 
     def truncate_after(self, step: int) -> None:
         """Drop what was recorded after `step`: a resumed run writes it again."""
@@ -108,8 +110,7 @@ class RecordWriter:
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
         lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
-        with self._path.open("a") as file:
-            file.write("".join(lines))
+        append(self._path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
         """Drop the records of steps after `step`."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from aligner.config.paths import run_paths
 from aligner.config.schema import Config
+from aligner.files import append
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
@@ -93,8 +94,7 @@ class Timeline:
         while self._pending:  # one by one: other threads may add meanwhile
             lines.append(json.dumps(self._pending.popleft()) + "\n")
         if lines and self._path is not None:
-            with self._path.open("ab", buffering=0) as file:
-                file.write("".join(lines).encode())
+            append(self._path, "".join(lines))
 
     def _microseconds(self, seconds: float) -> int:
         """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""

@@ -64,19 +64,13 @@ def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("resume", ["true", "auto"])
 def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume: str) -> None:
     given = started(tmp_path / "run", "model.config.num_hidden_layers=2")
-    changes = (
-        "seed=7",
-        "model.config.num_hidden_layers=3",
-        "+model.config.new=[1,2]",
-        "run.steps=10",
-        "rollout.truncate_token=x",
-    )
-    message = refusal(*given, *changes, f"run.resume={resume}")
+    changes = ("seed=7", "model.config.num_hidden_layers=3", "+model.config.new=[1,2]", "data.prompt_after=x")
+    message = refusal(*given, *changes, "run.steps=10", f"run.resume={resume}")
     assert message.splitlines() == [
         f"run.resume={resume}: the run was started with other values ({tmp_path / 'run' / 'config.yaml'} -> this launch's):",
+        '  data.prompt_after: null -> "x"',
         "  model.config.new: nothing -> [1, 2]",
         "  model.config.num_hidden_layers: 2 -> 3",
-        '  rollout.truncate_token: null -> "x"',
         "  run.steps: 40 -> 10",
         "  seed: 1 -> 7",
         "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
