@@ -189,6 +189,8 @@ def _explain(error: BaseException) -> str:
     message = re.sub(r"^In '[^']+': (\w+ raised while composing config:)?", "", str(error).partition("Config search path")[0])
     for cause in _causes(error):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            if where and cause.full_key == "experiment":
+                return f"the first line must be `# @package _global_`, and keys follow{where}"
             return _explain_key(cause) + where
     return " ".join(message.split()) + where
 
@@ -208,10 +210,14 @@ def _explain_key(error: OmegaConfBaseException) -> str:
             return f"{key}={error.value}: a section; give its keys, such as {_first_key(key)}=…"
         return f"{key}: {message}"
     if "Interpolation" in type(error).__name__:
-        return f"{key}: {message}"
+        return f"{key}: {message}; a ${{ that is meant as text is written \\${{"
     expected = known.type_name.replace(" | None", " or null")
     if error.value is None:
-        return f"{key}=null: expected {expected}"
+        return f"{key}=null: expected {expected}, got null"
+    if known.is_mapping:
+        return f"{key}={error.value}: expected entries; write {key}={{NAME: VALUE}}, or one as +{key}.NAME=VALUE"
+    if known.type_name.startswith("list") and not isinstance(error.value, (dict, list)):
+        return f"{key}={error.value}: expected {expected}, got one value; write {key}=[{error.value}]"
     value = str(error.value).lower() if isinstance(error.value, bool) else error.value
     return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
 

@@ -47,11 +47,12 @@ def resume_problems(config: Config) -> Iterator[str]:
     if is_unused(paths):
         if resume == "true":
             yield f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave run.resume out to start one"
+    elif not paths.config.is_file():
+        not_one = "exists already, and has no config.yaml, so it is no run's directory"
+        yield f"run.dir={paths.root}: {not_one}; give another run.dir or run.name"
     elif resume == "false":
         how = "continue it with run.resume=true" if can_resume(config) else "start it again with run.resume=auto"
         yield f"run.dir={paths.root}: exists already; {how}, or give another run.dir or run.name"
-    elif not paths.config.is_file():
-        yield f"run.resume={resume}: {paths.root} has no config.yaml, so it is no run's directory; give that of a run"
     elif resume == "true" and not can_resume(config):
         what = "steps" if config.algorithm.trainer == "preferences" else "complete checkpoint"
         yield f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from the beginning"

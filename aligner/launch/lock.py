@@ -60,20 +60,32 @@ def locked(directory: Path, wait: Callable[[LockedError], None] | None = None) -
     """Alone with a directory, which is made where there is none. However the process ends, the lock ends with it.
 
     Where another process has it: raises LockedError at once, or calls `wait` again and again until it has not. The file is
-    gone afterwards, and so is the directory if it was made for this and nothing came into it.
+    gone afterwards, and so are the directories that were made for this and that nothing came into. Raises ConfigError where
+    none can be made.
     """
-    is_new = not directory.exists()
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with _taken(directory, wait):
+        with _writable(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            file = _taken(directory, wait)
+        with file:
             try:
                 yield
             finally:
                 (directory / LOCK).unlink(missing_ok=True)  # while it is held: whoever waits for this file finds it gone
     finally:
-        if is_new:
+        for path in made:
             with contextlib.suppress(OSError):
-                directory.rmdir()
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"run.dir={directory}: cannot be written to: {why}; give another run.dir") from error
 
 
 def refuse_locked(directory: Path) -> None:

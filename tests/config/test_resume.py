@@ -57,7 +57,7 @@ def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Pat
     check(compose_config([*given, "run.resume=auto"]))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    for resume in ("true", "auto"):
+    for resume in ("false", "true", "auto"):
         assert "has no config.yaml, so it is no run's directory" in refusal(*given, f"run.resume={resume}")
 
 
