@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.files import full_disk
-from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
+from aligner.launch.kernel import end_with_launcher
+from aligner.launch.roles import adopt_task
 from aligner.planner.command import add_plan
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
+    adopt_task()
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     # argparse gives up on positionals that follow an option.
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             _print_error(told)
         else:
             traceback.print_exc()
-    if code and LAUNCHER_PID in os.environ:
+    if code and "RANK" in os.environ:
         # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the log's disk may be full
@@ -64,15 +66,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int | None], help: str, *, rank: bool = False) -> None:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int | None], help: str, *, rank: bool = False
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="experiment=NAME, and keys that differ from it")
         command.add_argument("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/")
         if rank:
             command.add_argument("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides")
         command.set_defaults(run=run, config=None)
+        return command
 
-    add("launch", _launch, "start every role of a run and wait for its end")
+    launch = add("launch", _launch, "start every role of a run and wait for its end; with cluster=slurm queue it as a job")
+    launch.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing (cluster=slurm)")
     add("validate", _validate, "check a configuration and print the placement of its roles; start nothing")
     add("train", _train, "one trainer rank; the launcher calls it", rank=True)
     add(
@@ -87,12 +93,20 @@ def _parser() -> argparse.ArgumentParser:
         "make the model's directory; check it, the data and the scorer; the launcher calls it",
         rank=True,
     )
+    _add_supervise(commands)
     _add_convert(commands)
     _add_generate(commands)
     _add_evaluate(commands)
     _add_report(commands)
     add_plan(commands)
     return parser
+
+
+def _add_supervise(commands: Any) -> None:
+    what = "run a run directory's configuration inside its Slurm job; the job's script calls it"
+    command = commands.add_parser("supervise", help=what, description=what, allow_abbrev=False)
+    command.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
+    command.set_defaults(run=_supervise)
 
 
 def _add_convert(commands: Any) -> None:
@@ -206,9 +220,29 @@ def _config(parsed: argparse.Namespace) -> Config:
 
 def _launch(parsed: argparse.Namespace) -> int:
     plan = _run_plan(parsed)
+    if plan.config.cluster.kind == "slurm":
+        return _submit(plan, is_dry=parsed.dry_run)
+    if parsed.dry_run:
+        raise ConfigError("--dry-run prints a Slurm job's script; give cluster=slurm, or see `aligner validate`")
     from aligner.launch.local import launch
 
     return launch(plan)
+
+
+def _submit(plan: RunPlan, *, is_dry: bool) -> int:
+    from aligner.launch.slurm.submit import checked_script, submit
+
+    if is_dry:
+        print(checked_script(plan), end="")
+    else:
+        submit(plan)
+    return 0
+
+
+def _supervise(parsed: argparse.Namespace) -> int:
+    from aligner.launch.slurm.job import supervise
+
+    return supervise(parsed.run_directory)
 
 
 def _validate(parsed: argparse.Namespace) -> None:
@@ -225,12 +259,12 @@ def _validate(parsed: argparse.Namespace) -> None:
     print(describe_model(plan.config, shape))
 
 
-def _train(parsed: argparse.Namespace) -> None:
+def _train(parsed: argparse.Namespace) -> int:
     end_with_launcher()
     config = _config(parsed)
     from aligner.algorithms.trainer_setup import train
 
-    train(config)
+    return 0 if train(config) else RESUMABLE
 
 
 def _serve(parsed: argparse.Namespace) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+RESUMABLE = 75
+"""Exit code of a run that was told to stop, and has taken a checkpoint to go on from: EX_TEMPFAIL of sysexits.h, try again."""
+
 
 class AlignerError(Exception):
     """Something that went wrong in a run, told in one message. Exit code 1."""
@@ -14,9 +17,9 @@ class UnavailableError(AlignerError):
 
 
 class TransientError(AlignerError):
-    """A failure that a new start may well not meet again. Exit code 75, the EX_TEMPFAIL of sysexits.h."""
+    """A failure that a new start may well not meet again. Exit code 75."""
 
-    exit_code = 75
+    exit_code = RESUMABLE
 
 
 class ConfigError(AlignerError):

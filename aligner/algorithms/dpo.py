@@ -31,9 +31,17 @@ def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
 
 
 def pair_loss(
-    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, settings: schema.Preference, pairs: float
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    settings: schema.Preference,
+    pairs: float,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as sums over `pairs`."""
+    """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as sums over `pairs`.
+
+    `weights` [P] are the pairs'; the statistics are of all pairs alike.
+    """
 
     def of_answers(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.where(mask, of_tokens, 0.0).sum(1)
@@ -49,6 +57,7 @@ def pair_loss(
         label_smoothing=settings.label_smoothing,
         kind=settings.kind,  # type: ignore[arg-type]  # one of its values: the schema's choices
         denominator=pairs,
+        weights=weights,
     )
     stats = dpo_stats(chosen, rejected, reference_chosen, reference_rejected, settings.beta, denominator=pairs)
     return loss, {"loss": loss.detach()} | stats

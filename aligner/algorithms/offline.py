@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
 from aligner.algorithms.dpo import DirectPreferenceOptimization, pair_members
+from aligner.algorithms.ending import Ending
 from aligner.algorithms.losses import Stats
 from aligner.algorithms.reward_model import PairwiseRewardModel, ProcessRewardModel
 from aligner.algorithms.sft import SupervisedFineTuning
@@ -105,21 +106,22 @@ class OfflineTrainer:
     metrics: MetricsWriter | None
     """Rank 0's."""
     timeline: Timeline
+    ending: Ending
     _position: int = field(default=0, init=False)
     """Examples taken so far."""
     _saving: tuple[RunState, float | None, Mapping[str, Any]] | None = field(default=None, init=False)
     """A checkpoint that is being written, its metric, and what else belongs to it."""
 
     def run(self) -> None:
-        """Train from where the run stands to its last step."""
+        """Train from where the run stands to its end."""
         first = self._resume()
-        last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         timer = PhaseTimer(listener=self.timeline.add)
-        for step in range(first, last):
+        for step in range(first, self.ending.last):
             done = step + 1
             self.timeline.begin_step(done)
-            saves = done == last or _is_due(self.config.checkpoint.every, done)
             stats, tokens = self.step(timer)
+            ends = self.ending.is_after(done)
+            saves = ends or _is_due(self.config.checkpoint.every, done)
             if self.held_out and (saves or _is_due(self.config.evaluation.every, done)):
                 with timer.phase("evaluate"):
                     stats |= self.evaluate()
@@ -128,6 +130,8 @@ class OfflineTrainer:
             self._finish_save(timer)  # one that was begun a step ago
             if saves:
                 self._begin_save(done, stats, timer)
+            if ends:
+                break
         self._finish_save(timer)
         self.timeline.flush()
 
@@ -213,12 +217,14 @@ def _is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train_offline(config: Config) -> None:
-    """One trainer rank, from its start to the run's last step."""
+def train_offline(config: Config) -> bool:
+    """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
     data = open_run_data(config, Tokenizer(model_directory(config)))
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
-    build_trainer(config, world, data).run()
+    trainer = build_trainer(config, world, data)
+    trainer.run()
     worlds.shutdown()
+    return not trainer.ending.is_early
 
 
 def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer:
@@ -234,6 +240,7 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         saved=checkpoints.newest() if config.run.resumes else [],
         metrics=MetricsWriter(paths, config.logging.tensorboard) if world.rank == 0 else None,
         timeline=open_timeline(config, "trainer", world.rank),
+        ending=Ending(config.run, world),
     )
 
 

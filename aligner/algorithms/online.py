@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
+from aligner.algorithms.ending import Ending
 from aligner.algorithms.evaluator import Evaluator
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.metrics import (
@@ -85,13 +86,13 @@ class OnlineTrainer:
     recorder: Recorder | None
     evaluator: Evaluator | None
     timeline: Timeline
+    ending: Ending
     _saving: tuple[RunState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, its position in the data still to be set, and its metric."""
 
     def run(self) -> None:
-        """Train from where the run stands to its last step."""
+        """Train from where the run stands to its end."""
         first = self._resume()
-        last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.timeline.begin_step(first + 1 if first else 0)
         with self.timeline.span("snapshot" if self.rollouts.is_ahead else "publish"):
             self.rollouts.publish(version=first)
@@ -100,19 +101,22 @@ class OnlineTrainer:
             evaluated = self._evaluate(0, timer)
             if self.recorder is not None and evaluated:
                 self.recorder.metrics.write(0, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
-        for step in range(first, last):
+        for step in range(first, self.ending.last):
             done = step + 1
             self.timeline.begin_step(done)
             outcome = self.step(step, timer)
+            ends = self.ending.is_after(done)
             with timer.phase("snapshot" if self.rollouts.is_ahead else "reshard"):
-                self.rollouts.publish(version=done, last=done == last)
+                self.rollouts.publish(version=done, last=ends)
             outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
             self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
             self._record(done, outcome, timer.take())
             self._finish_save(timer)  # one that was begun a step ago
-            if done == last or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
+            if ends or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
                 self._begin_save(done, outcome.stats, timer)
+            if ends:
+                break
         self._finish_save(timer)
         self.timeline.flush()
 

@@ -304,9 +304,26 @@ def preference(
 ) -> tuple[Tensor, Stats]:
     """DPO on pairs of rows, the better one first (Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback").
 
-    `denominator` counts rows.
+    With truncated importance sampling a pair counts by how much likelier the trainer is to draw it, before the update, than
+    the engine was: the product of its two responses' ratios. `denominator` counts rows.
     """
-    return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2)
+    of_pairs = None
+    if settings.truncated_importance != "none":
+        of_tokens = losses.behavior_weights(
+            _pairs(rows.old_logprobs),
+            _pairs(rows.engine_logprobs),
+            _pairs(rows.mask),
+            settings.truncated_importance_cap,
+            "sequence",
+            settings.above_importance_cap,  # type: ignore[arg-type]
+        )[0]
+        of_pairs = of_tokens[:, 0]  # a pair's, for each of its tokens
+    return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2, of_pairs)
+
+
+def _pairs(of_tokens: Tensor) -> Tensor:
+    """Rows [2P, T], pair by pair, as [P, 2T]: a pair is one draw."""
+    return of_tokens.reshape(-1, 2 * of_tokens.shape[1])
 
 
 def imitation(

@@ -24,6 +24,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: PreferenceKind = "sigmoid",
     denominator: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Direct preference optimization; log-probabilities of whole answers to a scalar.
 
@@ -31,6 +32,7 @@ def dpo_loss(
     sigmoid: -log σ(β·h) (Rafailov et al. 2023, equation 7), or with label_smoothing ε, the probability that a label is the
     wrong way round, -(1 - ε)·log σ(β·h) - ε·log σ(-β·h) (conservative DPO; Mitchell 2023);
     ipo: (h - 1/(2β))² (Azar et al. 2023, equation 17).
+    `weights` [B] multiply the pairs' terms.
     Raises ValueError for another kind, a beta of 0 or less, and a smoothing that is not within 0 and 0.5 or that ipo gets.
     """
     if beta <= 0:
@@ -40,12 +42,14 @@ def dpo_loss(
     preference = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected)
     if kind == "sigmoid":
         scaled = beta * preference
-        return _mean(-(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled), denominator)
-    if kind == "ipo":
+        losses = -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
+    elif kind == "ipo":
         if label_smoothing:
             raise ValueError(f"label_smoothing={label_smoothing} is for kind='sigmoid': kind='ipo' has no smoothed form")
-        return _mean((preference - 1 / (2 * beta)).square(), denominator)
-    raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
+        losses = (preference - 1 / (2 * beta)).square()
+    else:
+        raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
+    return _mean(losses if weights is None else losses * weights, denominator)
 
 
 @torch.no_grad()

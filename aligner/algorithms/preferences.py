@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aligner.algorithms.ending import Ending
 from aligner.algorithms.metrics import rollout_metrics
 from aligner.algorithms.online import Outcome, Recorder
 from aligner.algorithms.online_algorithm import best_and_worst
@@ -98,17 +99,17 @@ class PreferenceSampler:
     recorder: Recorder | None
     writer: PairWriter | None
     timeline: Timeline
+    ending: Ending
 
     def run(self) -> None:
-        """Sample from where the run stands to its last step."""
+        """Sample from where the run stands to its end."""
         first = self._resume()
-        last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         self.services.start(self.config.server.start_timeout_s)
         self.timeline.begin_step(first + 1)
         with self.timeline.span("publish"):
             self.publisher.publish(version=0)
         timer = PhaseTimer(listener=self.timeline.add)
-        for step in range(first, last):
+        for step in range(first, self.ending.last):
             self.timeline.begin_step(step + 1)
             with timer.phase("generate"):
                 rollout = self.rollouts.take()
@@ -118,7 +119,10 @@ class PreferenceSampler:
             self.services.assert_settled()
             if self.recorder is not None and self.writer is not None:
                 self._record(step + 1, outcome, timer.take(), self.recorder, self.writer)
-        if self.writer is not None and last == self.config.run.steps:
+            if self.ending.is_after(step + 1):
+                break
+        is_complete = self.ending.last == self.config.run.steps and not self.ending.is_early
+        if self.writer is not None and is_complete:
             self.writer.finish()
         self.timeline.flush()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from aligner.algorithms.checkpoints import RunCheckpoints
+from aligner.algorithms.ending import Ending
 from aligner.algorithms.evaluator import build_evaluator
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.offline import train_offline
@@ -43,11 +44,10 @@ from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.journal import UpdateJournal
 
 
-def train(config: Config) -> None:
-    """One trainer rank, from its start to the run's last step."""
+def train(config: Config) -> bool:
+    """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
     if not config.algorithm.generates:
-        train_offline(config)
-        return
+        return train_offline(config)
     directory = model_directory(config)
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     prompts = open_prompts(config.data, tokenizer, config.seed)
@@ -65,6 +65,7 @@ def train(config: Config) -> None:
     finally:
         services.close()
     worlds.shutdown()
+    return not trainer.ending.is_early
 
 
 def build_trainer(
@@ -117,6 +118,7 @@ def build_trainer(
         recorder=build_recorder(config, tokenizer, world),
         evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
         timeline=timeline,
+        ending=Ending(config.run, world),
     )
 
 
@@ -136,6 +138,7 @@ def build_sampler(
         recorder=build_recorder(config, tokenizer, world),
         writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
         timeline=timeline,
+        ending=Ending(config.run, world),
     )
 
 

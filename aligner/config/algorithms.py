@@ -9,6 +9,8 @@ from aligner.config.schema import Algorithm, Config
 _GROUPED = ("rloo", "grpo", "dr_grpo")
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
+_CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")}
+"""What losses can be weighed by (`algorithm.truncated_importance`); the others are not."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -81,9 +83,13 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss != "clip":
-        for name, plain in (("ratio_level", "token"), ("dual_clip", None), ("truncated_importance", "none")):
+        for name, plain in (("ratio_level", "token"), ("dual_clip", None)):
             if getattr(settings, name) != plain:
                 yield f"algorithm.{name}={getattr(settings, name)}: read with loss=clip only, got loss={loss}"
+    importance = settings.truncated_importance
+    if importance not in _CORRECTED.get(loss, ("none",)):
+        allowed = "; ".join(f"loss={name}: {', '.join(levels)}" for name, levels in _CORRECTED.items())
+        yield f"algorithm.truncated_importance={importance}: got loss={loss}; allowed with {allowed}"
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ from aligner.config.ports import port_problems
 from aligner.config.resume import resume_problems
 from aligner.config.reward_sources import has_reward_model, reward_problems
 from aligner.config.schema import Config, Optimizer, Rollout, TrainedModel
+from aligner.config.slurm import slurm_problems
 from aligner.config.tls import tls_problems
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
@@ -70,6 +71,8 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
         problems += _online(config, shape, coming)
     problems += [*_schedule(config), *data_problems(config, coming), *evaluation_problems(config, coming)]
     problems += [*port_problems(config), *tls_problems(config)]
+    if config.cluster.kind == "slurm":
+        problems += slurm_problems(config)
     if is_starting:
         problems += resume_problems(config)
     _raise_all(problems)

@@ -6,9 +6,10 @@ import http.client
 import random
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from aligner.config.endpoints import Endpoint
+from aligner.config.placement import server_ranks
 from aligner.config.ports import (
     LOOPBACK,
     client_address,
@@ -36,11 +37,15 @@ def free_ports(config: Config) -> Iterator[int]:
             yield port
 
 
-def pick_endpoints(config: Config, ports: Iterator[int]) -> dict[str, Endpoint]:
-    """Where each server group listens: the configured ports, free ones for those left at 0."""
-    host = client_address(config)
+def local_hosts(config: Config) -> dict[str, str]:
+    """Where each server group is reached when all run on this machine."""
+    return dict.fromkeys(server_ranks(config), client_address(config))
+
+
+def pick_endpoints(config: Config, hosts: Mapping[str, str], ports: Iterator[int]) -> dict[str, Endpoint]:
+    """Where each server group listens, on its host: the configured ports, free ones for those left at 0."""
     return {
-        group: Endpoint(host, *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)))
+        group: Endpoint(hosts[group], *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)))
         for group, wanted in group_ports(config).items()
     }
 

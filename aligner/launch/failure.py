@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launch.processes import RankProcess
+from aligner.launch.ranks import Rank
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
@@ -34,7 +34,7 @@ def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
         return file.read().decode(errors="replace").rstrip().splitlines()[-lines:]
 
 
-def with_log(message: str, rank: RankProcess) -> str:
+def with_log(message: str, rank: Rank) -> str:
     """The message with the last lines of the rank's log and its path."""
     lines = "\n".join(f"  | {line}" for line in log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     return f"{message}; the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
@@ -48,24 +48,24 @@ def _full_disk(log: Path) -> str:
     return f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total} are free"
 
 
-def reported_error(rank: RankProcess) -> str:
+def reported_error(rank: Rank) -> str:
     """The last error that the command line reported in a log, without its prefix; the log's end where there is none."""
     lines = log_tail(rank.log, start=rank.log_start)
     starts = [number for number, line in enumerate(lines) if line.startswith(_REPORTED)]
     return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(_REPORTED).strip()
 
 
-def describe_end(rank: RankProcess) -> str:
+def describe_end(rank: Rank) -> str:
     """Role, rank, and its exit code or the signal's name."""
     code = rank.exit_code
     how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
     return f"{rank.role} rank {rank.rank} {how}"
 
 
-def root_failure(failed: Sequence[RankProcess]) -> RankProcess:
+def root_failure(failed: Sequence[Rank]) -> Rank:
     """The rank to blame: the first to fail, but not one that only complains of a lost peer while another has more to say."""
 
-    def order(rank: RankProcess) -> tuple[bool, float, bool]:
+    def order(rank: Rank) -> tuple[bool, float, bool]:
         end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
         reported = _REPORTED in end
         consequence = not reported and any(text in end for text in _CONSEQUENCES)
@@ -74,7 +74,7 @@ def root_failure(failed: Sequence[RankProcess]) -> RankProcess:
     return min(failed, key=order)
 
 
-def failure_error(failed: Sequence[RankProcess], fatal: Sequence[RankProcess] = ()) -> AlignerError:
+def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = ()) -> AlignerError:
     """The error that ends the run: role, rank, exit code, last log lines, log path.
 
     Only the `fatal` ones are to blame, where some are: the run would have outlived the others.

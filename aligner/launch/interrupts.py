@@ -1,10 +1,12 @@
-"""SIGINT and SIGTERM to the launcher."""
+"""SIGINT and SIGTERM to the launcher, which end the run, and SIGUSR1, which has it take a checkpoint first."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
 from typing import Any
+
+from aligner.config.signals import STOP_SIGNAL
 
 
 class Interrupted(Exception):
@@ -16,12 +18,14 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Notes SIGINT and SIGTERM inside a `with` block, so that stopping is never itself interrupted."""
+    """Notes signals inside a `with` block, so that stopping is never itself interrupted."""
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL)
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self.told_to_stop = False
+        """Whether the run should end with a checkpoint."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -33,9 +37,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number
+        if number == STOP_SIGNAL:
+            self.told_to_stop = True
+        else:
+            self._received = self._received or number
 
     def check(self) -> None:
-        """Raise Interrupted once a signal has come."""
+        """Raise Interrupted once a signal has come that ends the run at once."""
         if self._received is not None:
             raise Interrupted(self._received)

@@ -25,11 +25,11 @@ _POLL_S = 0.1
 Tell = Callable[[str], None]
 
 
-def complete(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts, console: Console) -> None:
-    """Return when the result is there: at once, when another launch has made it, or after a `run` of the experiment.
+def complete(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interrupts, console: Console) -> bool:
+    """Return when the result is there, true: at once, when another launch has made it, or after a `run` of the experiment.
 
-    A run that was interrupted goes on from its last checkpoint. Raises the run's own error, with the experiment's name, and
-    Interrupted.
+    False when the run was told to stop. One that was interrupted goes on from its last checkpoint. Raises the run's own
+    error, with the experiment's name, and Interrupted.
     """
 
     def tell(text: str) -> None:
@@ -40,10 +40,12 @@ def complete(first: Prerequisite, run: Callable[[Config], None], interrupts: Int
             if not first.is_complete:
                 tell(f"first: experiment {first.name} ({first.gives}), run directory: {run_paths(first.config).root}")
                 try:
-                    _make(first, run, interrupts)
+                    if not _make(first, run, interrupts):
+                        return False
                 except AlignerError as error:
                     raise type(error)(f"experiment {first.name}, which comes first: {error}") from error
     tell(f"experiment {first.name}: {first.result}")
+    return True
 
 
 def _wait(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Callable[[LockedError], None]:
@@ -60,12 +62,13 @@ def _wait(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Callable[[
     return wait
 
 
-def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts) -> None:
-    """Run the experiment, and keep what it leaves as the result, which appears only when it is complete."""
+def _make(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interrupts) -> bool:
+    """Run the experiment, and keep what it leaves as the result, which appears only when it is complete; false if stopped."""
     config, paths = first.config, run_paths(first.config)
     for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
         shutil.rmtree(unfinished)
-    run(replace(config, run=replace(config.run, resume="auto")))
+    if not run(replace(config, run=replace(config.run, resume="auto"))):
+        return False
     if first.gives == "preferences":
         unfinished = first.entry / ".result.unfinished"
         unfinished.mkdir()
@@ -75,6 +78,7 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
     else:
         _convert(first, interrupts)
         shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here
+    return True
 
 
 def _convert(first: Prerequisite, interrupts: Interrupts) -> None:
@@ -82,7 +86,7 @@ def _convert(first: Prerequisite, interrupts: Interrupts) -> None:
     paths = run_paths(first.config)
     command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
     with Processes(first.config.cluster.stop_timeout_s) as processes:
-        rank = processes.start("convert", 0, command, {LAUNCHER_PID: str(os.getpid())}, paths.log("convert", 0))
+        rank = processes.spawn("convert", 0, command, {LAUNCHER_PID: str(os.getpid())}, paths.log("convert", 0))
         while rank.exit_code is None:
             interrupts.check()
             time.sleep(_POLL_S)

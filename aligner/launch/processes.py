@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import psutil
 
 from aligner.config.leftovers import remove_shared_memory
+from aligner.config.signals import STOP_SIGNAL
 from aligner.launch.kernel import adopt_orphans
+from aligner.launch.ranks import Rank
 
+_Self = TypeVar("_Self", bound="Processes")
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
 _START = "ALIGNER_START"
@@ -59,13 +64,13 @@ class Processes:
         adopt_orphans()
         self._not_ours = set(psutil.Process().children(recursive=True))
 
-    def __enter__(self) -> Processes:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    def start(
+    def spawn(
         self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, restarts: int = 0
     ) -> RankProcess:
         """Start a rank in a session of its own, its output appended to `log`."""
@@ -73,14 +78,15 @@ class Processes:
         self._started += 1
         mark = f"{os.getpid()}-{self._started}"
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                list(command),
-                env={**os.environ, **environment, _START: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with _blocked_stop():
+                process = subprocess.Popen(
+                    list(command),
+                    env={**os.environ, **environment, _START: mark},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             started = RankProcess(role, rank, process, log, output.tell(), mark, restarts)
         self.ranks.append(started)
         return started
@@ -91,23 +97,27 @@ class Processes:
             if rank.ended_at is None and rank.process.poll() is not None:
                 rank.ended_at = time.monotonic()
 
-    def terminate(self, ranks: Sequence[RankProcess]) -> None:
-        """SIGTERM to those that still run. Not to their helpers, such as Triton, which they need until they have drained."""
-        for rank in ranks:
-            rank.process.terminate()
+    def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
+        """A signal to those that still run, not to what came of them."""
+        for rank in self._own(ranks):
+            rank.process.send_signal(number)
 
-    def kill(self, ranks: Sequence[RankProcess]) -> bool:
+    def terminate(self, ranks: Sequence[Rank]) -> None:
+        """SIGTERM to those that still run. Not to their helpers, such as Triton, which they need until they have drained."""
+        self.send(signal.SIGTERM, ranks)
+
+    def kill(self, ranks: Sequence[Rank]) -> bool:
         """Kill these ranks and all that came of them; returns whether there was nothing left to kill."""
-        marks = {rank.mark for rank in ranks}
+        marks = {rank.mark for rank in self._own(ranks)}
         rest = [process for process in self._descendants() if _mark(process) in marks]
         _kill(rest)
         self._reap(rest)
         if not rest:
-            for rank in ranks:
+            for rank in self._own(ranks):
                 remove_shared_memory(rank.process.pid)
         return not rest
 
-    def forget(self, ranks: Sequence[RankProcess]) -> None:
+    def forget(self, ranks: Sequence[Rank]) -> None:
         """Ended ranks that are of no account any more."""
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
 
@@ -118,6 +128,9 @@ class Processes:
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self.ranks):
             time.sleep(_POLL_S)
         self._kill_rest()
+
+    def _own(self, ranks: Sequence[Rank]) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank in ranks]
 
     def _kill_rest(self) -> None:
         # Repeated, because a process may fork between being listed and being killed.
@@ -138,6 +151,16 @@ class Processes:
 
     def _descendants(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]
+
+
+@contextlib.contextmanager
+def _blocked_stop() -> Iterator[None]:
+    """A process that is started meanwhile does not die of the signal to stop, which it may take when it is ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from aligner.config.ports import LOOPBACK
 from aligner.launch.kernel import LAUNCHER_PID
 
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""
 
+_IS_TASK = "ALIGNER_SLURM_TASK"
 _SERVED_MODEL = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
 
 
@@ -20,21 +22,40 @@ def served_model(group: str) -> str:
     return _SERVED_MODEL[group.partition(".")[0]]
 
 
-def role_command(role: str, config_file: Path) -> tuple[str, ...]:
-    """The command of a role's or a server group's ranks; `prepare` is a role too."""
+def role_command(role: str, config_file: Path, program: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """The command of a role's or a server group's ranks; `prepare` is a role too. `program` is this one if not given."""
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
     action = actions.get(role, ("serve", f"role={role}"))
-    return (sys.executable, "-m", "aligner", *action, "--config", str(config_file))
+    return (*(program or (sys.executable, "-m", "aligner")), *action, "--config", str(config_file))
 
 
 def rank_environment(rank: int, ranks: int, master_port: int, threads: int) -> dict[str, str]:
-    """What a rank's environment adds to the launcher's own."""
+    """What the environment of a rank on this machine adds to the launcher's own."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        LAUNCHER_PID: str(os.getpid()),
+        **world_environment(ranks, ranks, LOOPBACK, master_port, threads),
+    }
+
+
+def task_environment(ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int) -> dict[str, str]:
+    """The same for the tasks of a job step, which learn from Slurm which rank they are: `adopt_task`."""
+    return {_IS_TASK: "1", **world_environment(ranks, ranks_per_node, master, master_port, threads)}
+
+
+def adopt_task() -> None:
+    """In a task of a job step: which rank it is, as torch's own launcher would say it."""
+    if os.environ.get(_IS_TASK):
+        os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+
+
+def world_environment(ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int) -> dict[str, str]:
+    """What all ranks of a role have in common."""
+    return {
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "MASTER_ADDR": master,
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -46,5 +67,4 @@ def rank_environment(rank: int, ranks: int, master_port: int, threads: int) -> d
         "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        LAUNCHER_PID: str(os.getpid()),
     }

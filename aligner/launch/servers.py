@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, TransientError
 from aligner.launch.endpoints import is_ready
 from aligner.launch.failure import describe_end, root_failure, with_log
-from aligner.launch.processes import Processes, RankProcess
+from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.roles import served_model
 
 GRACE_S = 1.0
@@ -26,17 +26,15 @@ class ServerGroup:
         name: str,
         address: str,
         config: Config,
-        processes: Processes,
-        start: Callable[[int], Sequence[RankProcess]],
+        ranks: Ranks,
         tell: Callable[[str], None],
     ) -> None:
-        """Starts the ranks. `start` is told how often that was done before; `address` is where health is asked for."""
+        """Starts the ranks. `address` is where health is asked for."""
         self.name = name
         self._address = address
         self._settings = config.server
         self._stop_timeout_s = config.cluster.stop_timeout_s
-        self._processes = processes
-        self._start_ranks = start
+        self._all = ranks
         self._tell = tell
         self._restarts = 0
         self._was_healthy = False
@@ -49,9 +47,9 @@ class ServerGroup:
         return self._was_healthy
 
     @property
-    def ended(self) -> list[RankProcess]:
+    def ended(self) -> list[Rank]:
         """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
-        return [rank for rank in self._ranks if rank.ended_at is not None and not self._told]
+        return [rank for rank in self.ranks if rank.ended_at is not None and not self._told]
 
     @property
     def lost(self) -> bool:
@@ -61,14 +59,14 @@ class ServerGroup:
 
     def poll(self) -> None:
         """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
-        ended = [rank.ended_at for rank in self._ranks if rank.ended_at is not None]
+        ended = [rank.ended_at for rank in self.ranks if rank.ended_at is not None]
         if ended:
             self._replace(min(ended))
         elif not self._healthy:
             self._check_health()
 
     def _start(self) -> None:
-        self._ranks = self._start_ranks(self._restarts)
+        self.ranks = self._all.start(self.name, self._restarts)
         self._healthy = False
         self._told = False  # that a rank has ended, and that all will be started again
         self._started = self._next_check = time.monotonic()
@@ -85,7 +83,7 @@ class ServerGroup:
         elif now - self._started > self._settings.start_timeout_s:
             which = f" after restart {self._restarts}" if self._restarts else ""
             message = f"{self.name} was not healthy within server.start_timeout_s={self._settings.start_timeout_s:g} s{which}"
-            raise AlignerError(with_log(message, self._ranks[0]))
+            raise AlignerError(with_log(message, self.ranks[0]))
 
     def _replace(self, ended_at: float) -> None:
         """End what is left of the ranks, then start them again."""
@@ -96,13 +94,13 @@ class ServerGroup:
             cause = describe_end(root_failure(self.ended))
             self._told, self._restarts = True, self._restarts + 1
             self._tell(f"{cause}; starting {self.name} again ({self._restarts} of {self._settings.max_restarts})")
-            self._processes.terminate(self._ranks)
+            self._all.terminate(self.ranks)
             self._kill_at = now + self._stop_timeout_s
-        running = any(rank.exit_code is None for rank in self._ranks)
+        running = any(rank.exit_code is None for rank in self.ranks)
         if running and now < self._kill_at:
             return
         # What a killed rank leaves behind holds its ports: a new one could not listen there.
-        gone = self._processes.kill(self._ranks)
+        gone = self._all.kill(self.ranks)
         if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self._restarts - 1):
-            self._processes.forget(self._ranks)
+            self._all.forget(self.ranks)
             self._start()

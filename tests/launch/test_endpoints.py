@@ -5,13 +5,13 @@ import socket
 
 from aligner.config.compose import compose_config
 from aligner.config.endpoints import Endpoint, replicas
-from aligner.launch.endpoints import free_ports, health_address, is_ready, pick_endpoints
+from aligner.launch.endpoints import free_ports, health_address, is_ready, local_hosts, pick_endpoints
 
 
 def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
     ports = free_ports(config)
-    endpoints = pick_endpoints(config, ports)
+    endpoints = pick_endpoints(config, local_hosts(config), ports)
     masters = list(itertools.islice(ports, 4))
     chosen = [*masters, *(port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics))]
     assert endpoints["critic"].grpc == 20123
@@ -30,14 +30,14 @@ def test_a_port_that_is_taken_on_loopback_alone_is_no_process_groups_either() ->
 
 def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
-    endpoint = pick_endpoints(config, free_ports(config))["reward"]
+    endpoint = pick_endpoints(config, local_hosts(config), free_ports(config))["reward"]
     assert endpoint.host == "127.0.0.1"
     assert not is_ready(health_address(config, endpoint), "reward_model")
 
 
 def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
     config = compose_config(["experiment=tiny_ppo"])
-    endpoint = pick_endpoints(config, free_ports(config))["critic"]
+    endpoint = pick_endpoints(config, local_hosts(config), free_ports(config))["critic"]
     with socket.socket() as listener:
         listener.bind((endpoint.host, endpoint.http))
         listener.listen()
@@ -47,7 +47,7 @@ def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
 def test_every_replica_has_ports_of_its_own() -> None:
     ports = ("reward.ports.http=20200", "reward.ports.grpc=20201")
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
-    endpoints = pick_endpoints(config, free_ports(config))
+    endpoints = pick_endpoints(config, local_hosts(config), free_ports(config))
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
     assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
     assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 from tokenizers import Tokenizer
 
 from aligner.data.model_directory import check_model_directory
+from aligner.errors import RESUMABLE
 from aligner.observability.metrics import read_records
 from benchmarks.faults import GROUPS, random_faults, run_disturbed
-from benchmarks.runs import REPOSITORY, Finished, checkpoint_differences, repeatable, run_to_end
+from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import ADAPTIVE
 
@@ -96,11 +98,18 @@ def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
 
 
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
-    """Before it is resumed it is also a second run with the same seed; it is evaluated, which must not be felt."""
+    """Before it is told to stop it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
     more = ("evaluation.every=3", "evaluation.prompts=[hello,xyz,abc]", "evaluation.samples=2", *ADAPTIVE)
-    stopped = run_to_end(directory, "run.stop_after=3", *more)
-    assert repeatable(without_evaluation(stopped.metrics)) == repeatable(undisturbed.metrics[:3])
+    with Launch(directory, *more) as launch:
+        launch.wait_for_step(2)
+        launch.interrupt(signal.SIGUSR1)
+        stopped = launch.finish(timeout_s=180)
+    assert stopped.code == RESUMABLE, stopped.report()
+    steps = int(stopped.metrics[-1]["step"])
+    assert steps < 6
+    assert repeatable(without_evaluation(stopped.metrics)) == repeatable(undisturbed.metrics[:steps])
+    assert (stopped.paths.checkpoints / f"step_{steps}" / "manifest.json").is_file()
     resumed = run_to_end(directory, "run.resume=true", "run.stop_after=6", *more)
     assert repeatable(without_evaluation(resumed.metrics)) == repeatable(undisturbed.metrics[:6])
     samples = [sample for sample in read_records(undisturbed.paths.samples) if sample["step"] <= 6]

@@ -76,7 +76,8 @@ class Algorithm:
     truncated_importance: str = option(
         "none",
         "correct for the engine's probabilities differing from the trainer's: weigh each token's loss by the trainer's"
-        " probability over the engine's, of the token or of the whole response, truncated; none: take them as equal",
+        " probability over the engine's, of the token or of the whole response (loss=dpo: of both), truncated; none: take"
+        " them as equal",
         choices=("none", "token", "sequence"),
     )
     truncated_importance_cap: float = option(2.0, "largest weight (truncated_importance)", minimum=1)

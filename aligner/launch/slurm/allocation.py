@@ -1,0 +1,54 @@
+"""The nodes that Slurm has given to the job that this process is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aligner.config.slurm import Layout, Place
+from aligner.errors import AlignerError
+from aligner.launch.slurm.commands import addresses, expand
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one role or server group."""
+
+    component: int | None
+    """Its number in a heterogeneous job; None where the job is not one."""
+    names: tuple[str, ...]
+    """As Slurm has them."""
+    address: str
+    """Where the first of them is reached: rank 0 is there."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job, and where in it each role and server group is."""
+
+    job: str
+    """Number that Slurm's commands take, that of the whole job."""
+    nodes: Mapping[str, Nodes]
+
+
+def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ) -> Allocation:
+    """From what Slurm has set in a job's environment. Raises AlignerError outside a job, or in one of another shape."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        raise AlignerError("SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job")
+    is_heterogeneous = "SLURM_HET_SIZE" in environment
+    variables = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(layout.components))]
+    lists = [environment.get(name, "") for name in (variables if is_heterogeneous else ["SLURM_JOB_NODELIST"])]
+    names = [expand(text) if text else [] for text in lists]
+    given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
+    if given != wanted:
+        raise AlignerError(f"the job's components have {given} nodes, the configuration needs {wanted}")
+    whole = {name: address for part in names for name, address in zip(part, addresses(part), strict=True)}
+
+    def nodes(place: Place) -> Nodes:
+        part = names[place.component]
+        own = tuple(part[index] for index in place.node_range)
+        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]])
+
+    return Allocation(job, {group: nodes(place) for group, place in layout.places.items()})

@@ -1,0 +1,125 @@
+"""One start of a role in a Slurm job: a job step of all its ranks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.config.paths import RunPaths
+from aligner.config.schema import Config
+from aligner.config.slurm import Place, container_mounts, slurm_role
+from aligner.launch.slurm.allocation import Nodes
+
+_ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Interrupt": signal.SIGINT,
+}
+
+
+@dataclass
+class TaskRank:
+    """One rank of a step."""
+
+    role: str
+    rank: int
+    log: Path
+    log_start: int
+    restarts: int
+    ended_at: float | None = None
+    exit_code: int | None = None
+
+
+class Step:
+    """The ranks of one `srun`, and what it says of them; it does not end before all of them have."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], messages: Path, ranks: list[TaskRank]) -> None:
+        """`messages` is the file that srun's own messages go to, of this step alone."""
+        self.name = name
+        self.process = process
+        self.ranks = ranks
+        self._messages = messages
+
+    def poll(self) -> None:
+        """Note which ranks have ended, and how. Those of which srun says nothing have ended well once it has ended."""
+        if all(rank.exit_code is not None for rank in self.ranks):
+            return
+        code = self.process.poll()
+        for place, (tasks, how) in enumerate(_ENDED.findall(self._messages.read_text(errors="replace"))):
+            for task in _numbers(tasks):
+                if task < len(self.ranks):
+                    # In the order in which srun tells: what comes first is likelier to be the cause.
+                    self._end(self.ranks[task], _exit_code(how), time.monotonic() + place * 1e-6)
+        if code is not None:
+            told = any(rank.exit_code for rank in self.ranks)
+            for rank in self.ranks:
+                self._end(rank, 0 if told or code == 0 else code, time.monotonic())
+
+    @staticmethod
+    def _end(rank: TaskRank, code: int, moment: float) -> None:
+        if rank.exit_code is None:
+            rank.exit_code, rank.ended_at = code, moment
+
+
+def srun_command(
+    config: Config, paths: RunPaths, role: str, place: Place, nodes: Nodes, ranks: int, name: str, command: Sequence[str]
+) -> list[str]:
+    """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does."""
+    slurm, settings = config.cluster.slurm, slurm_role(config, "trainer" if role == "prepare" else role)
+    flags = [
+        f"--job-name={name}",
+        *([f"--het-group={nodes.component}"] if nodes.component is not None else []),
+        f"--nodes={len(nodes.names)}",
+        f"--nodelist={','.join(nodes.names)}",
+        f"--ntasks={ranks}",
+        f"--ntasks-per-node={place.ranks_per_node}",
+        "--distribution=block",  # ranks that stand side by side in a layout share a node
+        "--overlap",  # steps of several roles may be on a node
+        "--kill-on-bad-exit=1",
+        f"--wait={config.cluster.collective_timeout_s:.0f}",
+        "--unbuffered",
+        f"--output={paths.root / 'logs' / f'{role}-%t.log'}",
+        "--open-mode=append",
+    ]
+    image = settings.image or slurm.image
+    if image is not None:
+        flags += [
+            f"--container-image={image}",
+            f"--container-mounts={','.join(container_mounts(config))}",
+            f"--container-workdir={slurm.workdir or paths.root}",
+            "--container-mount-home" if slurm.mount_home else "--no-container-mount-home",
+        ]
+    # A rank that is still starting would die of the signal to stop; a trainer takes it when it can heed it.
+    heedless = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
+    return ["srun", *flags, *slurm.srun, *settings.srun, *heedless, *command]
+
+
+def configured_environment(config: Config, role: str, place: Place) -> Mapping[str, str]:
+    """What the configuration adds to a role's environment."""
+    settings = slurm_role(config, "trainer" if role == "prepare" else role)
+    chosen = {} if place.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.devices))}
+    given = {**config.cluster.slurm.environment, **settings.environment}
+    return chosen | {name: str(value) for name, value in given.items()}
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Tasks of a list such as 0-2,5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _exit_code(how: str) -> int:
+    """What srun says of a task's end as an exit code, negative for a signal."""
+    if code := re.match(r"Exited with exit code (\d+)", how):
+        return int(code[1])
+    return next((-number for text, number in _SIGNALS.items() if how.startswith(text)), 1)
