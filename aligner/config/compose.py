@@ -159,20 +159,20 @@ def _as_config(node: Any) -> Config:
     config = OmegaConf.to_object(node)
     if not isinstance(config, Config):
         raise ConfigError("the configuration is not a mapping of the schema's keys")
-    return _with_choices(config)
+    written: Config = _with_choices(config)
+    return written
 
 
-def _with_choices(config: Config) -> Config:
-    """With true and false, which YAML does not take for words, as such where words are allowed that are written so."""
-    fields = dataclasses.fields(config)
+def _with_choices(section: Any) -> Any:
+    """A section with true and false, which YAML does not take for words, as such where words are allowed that are so."""
     changed: dict[str, Any] = {}
-    for field in fields:
-        value = getattr(config, field.name)
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             changed[field.name] = _with_choices(value)
         elif value in ("True", "False") and value.lower() in field.metadata["choices"]:
             changed[field.name] = value.lower()
-    return dataclasses.replace(config, **changed)
+    return dataclasses.replace(section, **changed)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
