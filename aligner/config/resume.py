@@ -44,7 +44,12 @@ _SHOWN = 30
 def resume_problems(config: Config) -> Iterator[str]:
     """What is in the way of a start in the run directory, or of going on there, as `run.resume` says."""
     paths, resume = run_paths(config), config.run.resume
-    if is_unused(paths):
+    try:
+        unused = is_unused(paths)
+    except OSError as error:
+        yield f"run.dir={paths.root}: cannot be looked into: {error.strerror}; give another run.dir"
+        return
+    if unused:
         if resume == "true":
             yield f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave run.resume out to start one"
     elif not paths.config.is_file():

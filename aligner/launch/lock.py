@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -22,6 +23,8 @@ from aligner.errors import ConfigError
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""
+
+_MOMENT_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ def locked(directory: Path, wait: Callable[[LockedError], None] | None = None) -
     gone afterwards, and so are the directories that were made for this and that nothing came into. Raises ConfigError where
     none can be made.
     """
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    made: list[Path] = []
     try:
         with _writable(directory):
+            made += [path for path in (directory, *directory.parents) if not path.exists()]
             directory.mkdir(parents=True, exist_ok=True)
             file = _taken(directory, wait)
         with file:
@@ -95,7 +99,7 @@ def refuse_locked(directory: Path) -> None:
     except OSError:
         return
     with file:
-        if not _try_lock(file):
+        if not _try_lock(file, fcntl.LOCK_SH):  # which does not keep away others that only look
             raise LockedError.of(directory, _holder(file))
 
 
@@ -104,7 +108,7 @@ def _taken(directory: Path, wait: Callable[[LockedError], None] | None) -> IO[st
     while True:
         file = (directory / LOCK).open("a+")
         try:
-            if not _try_lock(file):
+            if not _patiently(lambda: _try_lock(file, fcntl.LOCK_EX)):
                 raise LockedError.of(directory, _holder(file))
             if _is_still_at(directory / LOCK, file):  # its holder before this one may just have removed it
                 _sign(file)
@@ -121,10 +125,15 @@ def _taken(directory: Path, wait: Callable[[LockedError], None] | None) -> IO[st
             file.close()
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _patiently(attempt: Callable[[], bool]) -> bool:
+    """Whether it succeeds within a moment: whoever only looks at the lock has it for so long."""
+    return attempt() or any(time.sleep(_MOMENT_S / 5) or attempt() for _ in range(5))
+
+
+def _try_lock(file: IO[str], kind: int) -> bool:
     """Whether the file is this process's now."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

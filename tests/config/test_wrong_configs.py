@@ -70,6 +70,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # The run directory.
     ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
     ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
+    (f"run.name={'x' * 300}", "xxx: cannot be looked into: File name too long; give another run.dir"),
     ("run.resume=true run.dir=gone", "run.resume=true: there is no run in", "leave run.resume out"),
     ("run.resume=auto", "run.resume=auto: say which run with run.dir=DIRECTORY or run.name=NAME"),
     # Files of one's own.
@@ -118,7 +119,7 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed) for typed, *told in WRONG])
+@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG])
 def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
     place: Path, port: int, typed: str, told: list[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -70,6 +71,27 @@ def test_who_waits_gets_the_lock_of_the_file_that_is_there(tmp_path: Path) -> No
         assert len(waited) == 1 and f"process {other.pid}" in str(waited[0].holder)
         with pytest.raises(LockedError):
             locked(tmp_path).__enter__()
+
+
+def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a filesystem cannot be mounted here: what the system call answers there is put in its place."""
+    other = holder(tmp_path / "run")
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(LockedError, match=rf"in use by process {other.pid} on"):
+        locked(tmp_path / "run").__enter__()
+    other.kill()
+    other.communicate()
+    with locked(tmp_path / "run"):
+        assert "launches on two machines are not kept apart\n" in capsys.readouterr().err
+    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
+    with locked(tmp_path):
+        assert "process 1 on elsewhere, since yesterday is taken to have ended\n" in capsys.readouterr().err
 
 
 def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:  # noqa: F811

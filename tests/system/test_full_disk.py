@@ -18,7 +18,7 @@ GIVEN = (f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=20", "roll
 
 def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     undisturbed = run_to_end(tmp_path / "undisturbed", *GIVEN)
-    with small_disk(tmp_path / "disk", "20m") as disk:
+    with small_disk(tmp_path / "disk", "16m") as disk:
         directory = disk.directory / "run"
         with Launch(directory, *GIVEN) as launch:
             run = launch.finish(300)
