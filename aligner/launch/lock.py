@@ -108,7 +108,7 @@ def _taken(directory: Path, wait: Callable[[LockedError], None] | None) -> IO[st
     while True:
         file = (directory / LOCK).open("a+")
         try:
-            if not _patiently(lambda: _try_lock(file, fcntl.LOCK_EX)):
+            if not _lock_soon(file):
                 raise LockedError.of(directory, _holder(file))
             if _is_still_at(directory / LOCK, file):  # its holder before this one may just have removed it
                 _sign(file)
@@ -125,9 +125,14 @@ def _taken(directory: Path, wait: Callable[[LockedError], None] | None) -> IO[st
             file.close()
 
 
-def _patiently(attempt: Callable[[], bool]) -> bool:
-    """Whether it succeeds within a moment: whoever only looks at the lock has it for so long."""
-    return attempt() or any(time.sleep(_MOMENT_S / 5) or attempt() for _ in range(5))
+def _lock_soon(file: IO[str]) -> bool:
+    """Whether the file is this process's, within the moment for which whoever only looks at the lock may have it."""
+    deadline = time.monotonic() + _MOMENT_S
+    while not _try_lock(file, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_MOMENT_S / 5)
+    return True
 
 
 def _try_lock(file: IO[str], kind: int) -> bool:

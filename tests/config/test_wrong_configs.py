@@ -70,7 +70,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # The run directory.
     ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
     ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
-    (f"run.name={'x' * 300}", "xxx: cannot be looked into: File name too long; give another run.dir"),
+    (f"run.name={'x' * 300}", "File name too long; give another run.dir"),
     ("run.resume=true run.dir=gone", "run.resume=true: there is no run in", "leave run.resume out"),
     ("run.resume=auto", "run.resume=auto: say which run with run.dir=DIRECTORY or run.name=NAME"),
     # Files of one's own.
