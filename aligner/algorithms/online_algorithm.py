@@ -307,18 +307,20 @@ def preference(
     With truncated importance sampling a pair counts by how much likelier the trainer is to draw it, before the update, than
     the engine was: the product of its two responses' ratios. `denominator` counts rows.
     """
-    of_pairs = None
-    if settings.truncated_importance != "none":
-        of_tokens = losses.behavior_weights(
-            _pairs(rows.old_logprobs),
-            _pairs(rows.engine_logprobs),
-            _pairs(rows.mask),
-            settings.truncated_importance_cap,
-            "sequence",
-            settings.above_importance_cap,  # type: ignore[arg-type]
-        )[0]
-        of_pairs = of_tokens[:, 0]  # a pair's, for each of its tokens
-    return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2, of_pairs)
+    if settings.truncated_importance == "none":
+        return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2)
+    weights, above = losses.behavior_weights(
+        _pairs(rows.old_logprobs),
+        _pairs(rows.engine_logprobs),
+        _pairs(rows.mask),
+        settings.truncated_importance_cap,
+        "sequence",
+        settings.above_importance_cap,  # type: ignore[arg-type]
+    )
+    weights, above = weights[:, 0], above[:, 0]  # a pair's, for each of its tokens
+    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, denominator / 2, weights)
+    importance = {"importance_mean": weights, "importance_truncated": above.to(weights.dtype)}
+    return loss, stats | {name: of_pairs.sum() / (denominator / 2) for name, of_pairs in importance.items()}
 
 
 def _pairs(of_tokens: Tensor) -> Tensor:

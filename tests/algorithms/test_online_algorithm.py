@@ -177,7 +177,7 @@ def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
     ],
 )
 def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(name, baseline, weight, low, high):
-    algorithm, experience, scores, after = step(composed(name))
+    algorithm, experience, scores, after = step(composed(name, "algorithm.truncated_importance=none"))
     if name == "dapo":
         lengths = experience.mask.sum(1)
         scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)  # a fifth of 6 tokens is one
@@ -186,6 +186,28 @@ def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(name, baseline
     expected = by_hand(experience, advantages, after, lambda length: weight(rows, tokens, length), low, high)
     loss, _, _ = gradient(algorithm, experience, after, [torch.arange(rows)])
     assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("above", "most"), [("truncate", 1.1), ("drop", 0.0)])
+def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(above, most):
+    overrides = ("algorithm.truncated_importance_cap=1.1", f"algorithm.above_importance_cap={above}")
+    algorithm, experience, _, after = step(composed("online_dpo", *overrides))
+    pairs, expected, weights = len(after) // 2, 0.0, []
+
+    def answer(row, logprobs):
+        return math.fsum(logprobs[row][experience.mask[row]].tolist())
+
+    for better in range(0, 2 * pairs, 2):
+        worse = better + 1
+        margin = answer(better, after) - answer(worse, after)
+        margin -= answer(better, experience.reference_logprobs) - answer(worse, experience.reference_logprobs)
+        drawn = [answer(row, experience.old_logprobs) - answer(row, experience.engine_logprobs) for row in (better, worse)]
+        weights.append(math.exp(sum(drawn)))
+        expected += (weights[-1] if weights[-1] <= 1.1 else most) * math.log1p(math.exp(-0.1 * margin)) / pairs
+    loss, stats, _ = gradient(algorithm, experience, after, [torch.arange(2 * pairs)])
+    assert min(weights) < 1.1 < max(weights)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert float(stats["importance_truncated"]) == pytest.approx(sum(weight > 1.1 for weight in weights) / pairs)
 
 
 def ratios(experience, after, of_row):
