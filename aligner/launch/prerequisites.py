@@ -50,7 +50,7 @@ def complete(first: Prerequisite, run: Callable[[Config], bool], interrupts: Int
 
 def _wait(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Callable[[LockedError], None]:
     """What is done while another launch makes the result: tell whose turn it is, once, and look whether to stop."""
-    told = []
+    told: list[LockedError] = []
 
     def wait(error: LockedError) -> None:
         if not told:
