@@ -154,7 +154,7 @@ class _Pending:
             if entries:
                 self._result = write_safetensors(self._file, entries, self._tensors.__getitem__)
         except OSError as error:
-            self._result = str(error)
+            self._result = f"{self._file}: {error.strerror or error}"
             self._file.unlink(missing_ok=True)  # on a full disk its place is needed to say so
         finally:
             self._tensors = {}
