@@ -1,0 +1,158 @@
+"""A real Slurm of four nodes on this machine, for as long as a test needs it: its own daemons, key, ports and files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+NODES = 4
+_NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+_START_S, _STOP_S = 30, 20
+
+
+def why_not() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    missing = [name for name in _NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if missing:
+        return f"no {', '.join(missing)}: `.ci/run` installs Slurm where root may"
+    return None if os.geteuid() == 0 else "slurmd needs root to start the steps of jobs"
+
+
+class SlurmCluster:
+    """Nodes n1 to n4 of eight CPUs each in the partition `main`. Commands reach it through `environment`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.environment = {
+            **os.environ,
+            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+            "SLURM_CONF": str(directory / "slurm.conf"),
+        }
+
+    def __enter__(self) -> SlurmCluster:
+        (self._directory / "state").mkdir(parents=True)
+        for above in (self._directory, *self._directory.parents):  # munged wants a way to its socket for everyone
+            if above.stat().st_uid == 0 and above != Path("/"):
+                above.chmod(above.stat().st_mode | 0o111)
+        self._write_configuration()
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+
+    def command(self, *words: str) -> str:
+        """What one of Slurm's commands prints."""
+        ended = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, timeout=60)
+        assert ended.returncode == 0, f"{words}: {ended.stderr}"
+        return ended.stdout.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job, of a heterogeneous one's first component."""
+        line = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
+        return dict(field.partition("=")[::2] for field in line.split())
+
+    def steps(self, job: str) -> dict[str, str]:
+        """The steps that run, of all components, by name."""
+        jobs = self.command("squeue", "--noheader", f"--jobs={job}", "--format=%A")
+        listed = self.command("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs.split())}", "--format=%i %j")
+        return {name: number for number, name in (line.split(maxsplit=1) for line in listed.splitlines())}
+
+    def log(self, daemon: str) -> str:
+        """What a daemon has written."""
+        return (self._directory / f"{daemon}.log").read_text(errors="replace")
+
+    def _start(self) -> None:
+        directory = self._directory
+        key = directory / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        files = {"socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        flags = [f"--{flag}={directory}/munged.{suffix}" for flag, suffix in files.items()]
+        self.command("munged", f"--key-file={key}", "--force", *flags)
+        self.command("slurmctld")
+        for node in range(1, NODES + 1):
+            self.command("slurmd", "-N", f"n{node}")
+        deadline = time.monotonic() + _START_S
+        while self.command("sinfo", "--noheader", "--format=%t %D") != f"idle {NODES}":
+            assert time.monotonic() < deadline, f"the nodes are not idle: {self.log('slurmctld')[-2000:]}"
+            time.sleep(0.2)
+
+    def _stop(self) -> None:
+        """End every job, then the daemons, by process id."""
+        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, check=False, timeout=60)
+        ours = [process for process in psutil.process_iter() if _is_of(process, self._directory)]
+        deadline = time.monotonic() + _STOP_S
+        while time.monotonic() < deadline and any(process.is_running() and _name(process) == "slurmstepd" for process in ours):
+            time.sleep(0.2)
+        for process in (process for process in psutil.process_iter() if _is_of(process, self._directory)):
+            process.send_signal(signal.SIGKILL)
+
+    def _write_configuration(self) -> None:
+        directory, host, (control, *nodes) = self._directory, socket.gethostname().partition(".")[0], _ports(NODES + 1)
+        lines = [
+            "ClusterName=aligner",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={control}",
+            *(f"Slurm{daemon}PidFile={directory}/slurm{daemon}{node}.pid" for daemon, node in (("ctld", ""), ("d", "-%n"))),
+            *(f"Slurm{daemon}LogFile={directory}/slurm{daemon}{node}.log" for daemon, node in (("ctld", ""), ("d", "-%n"))),
+            f"SlurmdSpoolDir={directory}/spool-%n",
+            f"StateSaveLocation={directory}/state",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={directory}/munged.sock",
+            "CredType=cred/munge",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SchedulerType=sched/backfill",
+            "SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,bf_hetjob_immediate",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_CPU",
+            "SlurmdParameters=config_overrides",  # nodes with more CPUs than this machine has
+            "MpiDefault=none",
+            "KillWait=5",
+            "ReturnToService=2",
+            *(
+                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN"
+                for number, port in enumerate(nodes, 1)
+            ),
+            f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP",
+        ]
+        (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+
+def _ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def _is_of(process: psutil.Process, directory: Path) -> bool:
+    """Whether a daemon, a job's step or what came of it belongs to the cluster in a directory."""
+    try:
+        is_configured = process.environ().get("SLURM_CONF") == str(directory / "slurm.conf")
+        return process.pid != os.getpid() and (is_configured or str(directory) in " ".join(process.cmdline()))
+    except psutil.Error:
+        return False

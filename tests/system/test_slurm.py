@@ -1,0 +1,130 @@
+"""Whole runs of `tiny_ppo` as jobs of a real Slurm, a role a component, four nodes on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from aligner.config.paths import RunPaths
+from aligner.observability.metrics import read_metrics
+from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
+from tests.slurm_cluster import SlurmCluster, why_not
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+STEPS = 8
+FOUR_NODES = (
+    *("cluster=slurm", "cluster.slurm.gpus=none", "cluster.devices_per_node=2", "cluster.threads_per_rank=1"),
+    *("actor.parallel.data=2", "cluster.slurm.roles.trainer.nodes=2"),
+)
+_TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run in the queue, or out of it."""
+
+    slurm: SlurmCluster
+    number: str
+    paths: RunPaths
+
+    @property
+    def log(self) -> str:
+        """What the supervisor has said."""
+        file = self.paths.root / "logs" / f"job-{self.number}.log"
+        return file.read_text() if file.exists() else ""
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        """Until Slurm says that the job is in one of these."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while (found := self.slurm.state(self.number))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"{found}\n{self.log}"
+            time.sleep(0.2)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        """Until so many training steps are recorded."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while len(read_metrics(self.paths.metrics)) < step:
+            assert time.monotonic() < deadline, self.log
+            assert self.slurm.state(self.number)["JobState"] in ("PENDING", "RUNNING"), self.log
+            time.sleep(0.05)
+
+
+def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
+    """As a user does."""
+    command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", f"run.dir={directory}", *overrides]
+    environment = {**slurm.environment, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("job ")]
+    return Job(slurm, line.removeprefix("job "), RunPaths(directory))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = submitted(slurm, tmp_path_factory.mktemp("undisturbed") / "run", *FOUR_NODES, f"run.steps={STEPS}")
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
+    return job
+
+
+def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job) -> None:
+    assert [step["step"] for step in read_metrics(undisturbed.paths.metrics)] == list(range(1, STEPS + 1))
+    script = (undisturbed.paths.root / "job.sh").read_text()
+    assert script.count("#SBATCH hetjob") == 2
+    assert f"summary of {STEPS} steps" in undisturbed.log
+    assert (undisturbed.paths.checkpoints / f"step_{STEPS}" / "manifest.json").is_file()
+    assert undisturbed.paths.trace.is_file()
+
+
+def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothing_had_happened(
+    undisturbed: Job, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, f"run.steps={STEPS}")
+    job.wait_for_step(2)
+    slurm.command("scancel", "--signal=USR1", job.number)
+    assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
+    done = len(read_metrics(job.paths.metrics))
+    assert 2 <= done < STEPS
+    slurm.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm itself waits two minutes
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
+    assert "queued again 1 time" in job.log
+    assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
+    assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "policy") == []
+    assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "critic") == []
+
+
+def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with_its_error(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
+    job.wait_for_step(1)
+    (critic,) = [number for name, number in slurm.steps(job.number).items() if name.startswith("critic")]
+    slurm.command("scancel", "--signal=KILL", critic)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while "critic is healthy again" not in job.log:
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
+    assert "critic rank 0 was ended by SIGKILL; starting critic again (1 of 3)" in job.log
+    job.wait_for_step(len(read_metrics(job.paths.metrics)) + 2)
+    (trainer,) = [number for name, number in slurm.steps(job.number).items() if name.startswith("trainer")]
+    slurm.command("scancel", "--signal=KILL", trainer)
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
+    assert "aligner: error: trainer rank 0 was ended by SIGKILL" in job.log
+    assert "trainer-0.log" in job.log
