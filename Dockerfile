@@ -1,43 +1,42 @@
-# The GPU image: TensorRT-LLM's release image, which brings CUDA, torch, transformer-engine and apex, with aligner on top.
-# Of the 1.2 family: nvidia-pytriton needs numpy below 2, which 1.3 has left.
-ARG TENSORRT_LLM_VERSION=1.2.0
-FROM nvcr.io/nvidia/tensorrt-llm/release:${TENSORRT_LLM_VERSION}
+# The GPU images: TensorRT-LLM's release image, which brings CUDA, torch, transformer-engine and apex, with aligner on top.
+#   docker build --target trainer -t aligner-trainer .      what launches, prepares, trains and converts
+#   docker build --target server  -t aligner-server  .      critic, reward and generator: PyTriton besides
+# Of the 1.2 family: nvidia-pytriton needs numpy below 2, which 1.3 has left. A digest pins it for good:
+#   --build-arg BASE_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.0@sha256:…
+ARG BASE_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.0
 
-WORKDIR /opt/aligner
+# The sources, and what builds a wheel of them, stay behind in this stage.
+FROM ${BASE_IMAGE} AS wheel
+WORKDIR /build
+RUN pip install --no-cache-dir hatchling==1.33.0
 COPY pyproject.toml README.md ./
 COPY conf conf
 COPY aligner aligner
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# megatron-core and aligner go in without their dependencies, and the base image's torch and numpy are held where they are:
-# pip would replace them with builds that TensorRT-LLM and transformer-engine do not fit.
-RUN python3 -c "from importlib.metadata import version as v; print(*(f'{n}=={v(n)}' for n in ('torch', 'numpy')), sep='\n')" > held.txt \
-    && pip install --no-cache-dir --no-deps megatron-core==0.16.1 . \
-    && pip install --no-cache-dir --constraint held.txt \
-        "hydra-core>=1.3.2,<1.4" "nvidia-pytriton==0.7.0" "psutil>=5.9" "ray>=2.40" "rich>=13" "tensorboard>=2.18" "vaderSentiment>=3.3.2"
-
-# A base image that does not fit fails here and not on the cluster. TensorRT-LLM, transformer-engine and apex load the
-# driver when they are imported, and a build has none: they are looked up.
-RUN python3 - <<'CHECK'
-import importlib
-import importlib.util
-from importlib.metadata import version
-from pathlib import Path
-
-for line in Path("held.txt").read_text().split():
-    name, held = line.split("==")
-    assert version(name) == held, f"{name} {held} was replaced by {version(name)}"
-assert int(version("numpy").split(".")[0]) < 2, f"numpy {version('numpy')}: nvidia-pytriton needs one below 2"
-assert version("tensorrt_llm").startswith("1.2."), f"tensorrt_llm {version('tensorrt_llm')}: 1.2 is needed"
-assert version("megatron-core") == "0.16.1", f"megatron-core {version('megatron-core')}: 0.16.1 is needed"
-for name in ("ray", "transformer_engine", "apex", "transformers", "tokenizers", "safetensors"):
-    assert importlib.util.find_spec(name), f"{name} is not in the base image"
-for name in ("torch", "hydra", "pytriton.triton", "tritonclient.grpc", "aligner.cli", "aligner.config.compose"):
-    importlib.import_module(name)
-CHECK
-
+FROM ${BASE_IMAGE} AS common
+WORKDIR /opt/aligner
+COPY pyproject.toml constraints.txt ./
+COPY container container
+# megatron-core goes in without its dependencies: for torch pip would replace the base image's build by a release of its own.
+RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
+    && python3 container/pins.py held.txt requirements.txt sentiment verify tensorrt_llm \
+    && pip install --no-cache-dir --constraint held.txt --requirement requirements.txt
+COPY --from=wheel /wheels /wheels
 # The release image may own user id 1000 already.
-RUN useradd --create-home --uid 10001 aligner
-USER aligner
-WORKDIR /home/aligner
+RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
+    && useradd --create-home --uid 10001 aligner
 ENTRYPOINT ["aligner"]
 CMD ["--help"]
+
+FROM common AS trainer
+RUN python3 container/check_image.py trainer held.txt
+USER 10001
+WORKDIR /home/aligner
+
+FROM common AS server
+RUN python3 container/pins.py held_server.txt requirements.txt server \
+    && pip install --no-cache-dir --constraint held_server.txt --requirement requirements.txt \
+    && python3 container/check_image.py server held.txt
+USER 10001
+WORKDIR /home/aligner

@@ -17,6 +17,7 @@ lint: $(installed)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/lint-imports
+	$(bin)/hadolint Dockerfile
 
 types: $(installed)
 	$(bin)/mypy

@@ -9,14 +9,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
+from aligner.files import full_disk
 from aligner.launch.kernel import end_with_launcher
-from aligner.launch.roles import adopt_task
 from aligner.launch.status import add_status
+from aligner.launch.task import adopt_task
 from aligner.observability.logs import REPORTED, configure_logs, log_failure
 from aligner.planner.command import add_plan
 
@@ -50,13 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             _print_error(str(error))
         code = error.exit_code
     except Exception as error:
-        if not log_failure(error, None):
-            traceback.print_exc()
-        code = 1
+        code, told = 1, full_disk(error)
+        if not log_failure(error, told):
+            if told is None:
+                traceback.print_exc()
+            else:
+                _print_error(told)
     if code and "RANK" in os.environ:
         # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the log's disk may be full
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -450,4 +455,5 @@ def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
 def _print_error(message: str) -> None:
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     before, after = ("\033[31m", "\033[0m") if colored else ("", "")
-    print(f"{before}{REPORTED} {message}{after}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log's disk may be full; the exit code says the rest
+        print(f"{before}{REPORTED} {message}{after}", file=sys.stderr, flush=True)

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import aligner
-from aligner.config.paths import run_paths
+from aligner.config.paths import complete_steps, run_paths
 from aligner.config.schema import Config
-from aligner.data.checkpoint_files import FORMAT, MANIFEST, complete_steps
+from aligner.data.checkpoint_files import FORMAT, MANIFEST
 from aligner.errors import AlignerError
 from aligner.files import write_file
 

@@ -242,8 +242,8 @@ def build_trainer(config: Config, world: World, data: RunData) -> OfflineTrainer
         examples=data.examples,
         held_out=data.held_out,
         checkpoints=checkpoints,
-        saved=checkpoints.newest() if config.run.resume else [],
         metrics=MetricsWriter(paths, open_sinks(config, paths)) if world.rank == 0 else None,
+        saved=checkpoints.newest() if config.run.resumes else [],
         timeline=open_timeline(config, "trainer", world.rank),
         ending=Ending(config.run, world),
     )

@@ -128,7 +128,7 @@ class PreferenceSampler:
 
     def _resume(self) -> int:
         """The first step to do: behind the last whose metrics are written, which is done last."""
-        done = read_metrics(run_paths(self.config).metrics) if self.config.run.resume else []
+        done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
         self.rollouts.position = first * self.config.rollout.prompts_per_step
         if self.recorder is not None and self.writer is not None:

@@ -116,7 +116,7 @@ def build_trainer(
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
-        saved=checkpoints.newest() if config.run.resume else [],
+        saved=checkpoints.newest() if config.run.resumes else [],
         recorder=build_recorder(config, tokenizer, world),
         evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
         timeline=timeline,

@@ -20,8 +20,8 @@ from aligner.config.lora import lora_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import NOTHING, Coming, critic_shape, read_shape
 from aligner.config.offline import offline_problems
-from aligner.config.paths import can_resume, run_paths
 from aligner.config.ports import port_problems
+from aligner.config.resume import resume_problems
 from aligner.config.reward_sources import has_reward_model, reward_problems
 from aligner.config.schema import Config, Optimizer, Rollout, TrainedModel
 from aligner.config.slurm import slurm_problems
@@ -75,7 +75,7 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
         problems += slurm_problems(config)
     problems += [*port_problems(config), *tls_problems(config), *tracker_problems(config)]
     if is_starting:
-        problems += _run_directory(config)
+        problems += resume_problems(config)
     _raise_all(problems)
     if shape is None:  # its problem was raised above
         raise AssertionError
@@ -284,17 +284,3 @@ def _schedule(config: Config) -> Iterator[str]:
     stop, steps = config.run.stop_after, config.run.steps
     if stop is not None and stop > steps:
         yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"
-
-
-def _run_directory(config: Config) -> Iterator[str]:
-    paths = run_paths(config)
-    if config.run.resume:
-        if not can_resume(config):
-            wanted = (
-                f"steps in {paths.metrics}"
-                if config.algorithm.trainer == "preferences"
-                else f"checkpoint in {paths.checkpoints}"
-            )
-            yield f"run.resume=true: no {wanted}; start without run.resume, in a new directory"
-    elif paths.root.exists() and (not paths.root.is_dir() or any(paths.root.iterdir())):
-        yield f"run.dir={paths.root}: exists already; continue it with run.resume=true, or give another run.dir or run.name"

@@ -159,7 +159,20 @@ def _as_config(node: Any) -> Config:
     config = OmegaConf.to_object(node)
     if not isinstance(config, Config):
         raise ConfigError("the configuration is not a mapping of the schema's keys")
-    return config
+    written: Config = _with_choices(config)
+    return written
+
+
+def _with_choices(section: Any) -> Any:
+    """A section with true and false, which YAML does not take for words, as such where words are allowed that are so."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = _with_choices(value)
+        elif value in ("True", "False") and value.lower() in field.metadata["choices"]:
+            changed[field.name] = value.lower()
+    return dataclasses.replace(section, **changed)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -176,6 +189,8 @@ def _explain(error: BaseException) -> str:
     message = re.sub(r"^In '[^']+': (\w+ raised while composing config:)?", "", str(error).partition("Config search path")[0])
     for cause in _causes(error):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            if where and cause.full_key == "experiment":
+                return f"the first line must be `# @package _global_`, and keys follow{where}"
             return _explain_key(cause) + where
     return " ".join(message.split()) + where
 
@@ -195,10 +210,14 @@ def _explain_key(error: OmegaConfBaseException) -> str:
             return f"{key}={error.value}: a section; give its keys, such as {_first_key(key)}=…"
         return f"{key}: {message}"
     if "Interpolation" in type(error).__name__:
-        return f"{key}: {message}"
+        return f"{key}: {message}; a ${{ that is meant as text is written \\${{"
     expected = known.type_name.replace(" | None", " or null")
     if error.value is None:
-        return f"{key}=null: expected {expected}"
+        return f"{key}=null: expected {expected}, got null"
+    if known.is_mapping:
+        return f"{key}={error.value}: expected entries; write {key}={{NAME: VALUE}}, or one as +{key}.NAME=VALUE"
+    if known.type_name.startswith("list") and not isinstance(error.value, (dict, list)):
+        return f"{key}={error.value}: expected {expected}, got one value; write {key}=[{error.value}]"
     value = str(error.value).lower() if isinstance(error.value, bool) else error.value
     return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
 
@@ -210,9 +229,9 @@ def _first_key(section: str) -> str:
 def _with_names(config: Config, experiment: str) -> Config:
     """Fill in the names that depend on the command line and the clock."""
     run = config.run
-    if run.resume and run.name is None and run.dir is None:
-        raise ConfigError("run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME")
-    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resume else None
+    if run.resumes and run.name is None and run.dir is None:
+        raise ConfigError(f"run.resume={run.resume}: say which run with run.dir=DIRECTORY or run.name=NAME")
+    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
         raise ConfigError(f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and give run.dir")
     name = run.name or started or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
@@ -231,7 +250,7 @@ def _started_name(directory: Path) -> str | None:
     try:
         return str(yaml.safe_load(file.read_text())["run"]["name"])
     except (yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run.resume=true: {file} is not a run's configuration: {error}") from error
+        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
 
 
 def _with_engine_replicas(config: Config) -> Config:

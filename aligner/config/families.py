@@ -182,6 +182,21 @@ class _Reader:
             raise ConfigError(f"{self._origin}: the model's configuration lacks {', '.join(missing)}")
         return [self._config[key] for key in keys]
 
+    def sizes(self, *keys: str) -> list[int]:
+        """Entries that must be there and are whole numbers above 0."""
+        for key, value in zip(keys, self.need(*keys), strict=True):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{self._origin}: {key}={value!r}: must be a whole number above 0")
+        return self.need(*keys)
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """Size of an attention head, where it is not given the share of one in the hidden size."""
+        if self.get("head_dim") is not None:
+            return self.sizes("head_dim")[0]
+        if hidden % heads:
+            raise ConfigError(f"{self._origin}: a hidden size of {hidden} does not divide by {heads} attention heads")
+        return hidden // heads
+
     def refuse(self, **unsupported: Any) -> None:
         """Raise where an entry has another value than the one given."""
         for key, supported in unsupported.items():
@@ -223,14 +238,15 @@ class _Reader:
 
 def _read_rotary(reader: _Reader, family: str, **more: Any) -> ModelShape:
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    layers, hidden, heads, ffn, vocabulary = reader.need(*names)
+    layers, hidden, heads, ffn, vocabulary = reader.sizes(*names)
+    kv_heads = reader.sizes("num_key_value_heads")[0] if reader.get("num_key_value_heads") is not None else heads
     theta, fraction, scaling = reader.rope()
     dimensions = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": reader.get("num_key_value_heads", heads),
-        "head_dim": reader.get("head_dim", hidden // heads),
+        "num_kv_heads": kv_heads,
+        "head_dim": more.get("head_dim") or reader.head_dim(hidden, heads),
         "ffn_hidden_size": ffn,
         "vocab_size": vocabulary,
         "max_positions": reader.get("max_position_embeddings", 2048),
@@ -313,13 +329,13 @@ def _read_neox(reader: _Reader) -> ModelShape:
 
 def _read_gpt2(reader: _Reader) -> ModelShape:
     reader.refuse(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    layers, hidden, heads, vocabulary = reader.need("n_layer", "n_embd", "n_head", "vocab_size")
+    layers, hidden, heads, vocabulary = reader.sizes("n_layer", "n_embd", "n_head", "vocab_size")
     return ModelShape(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=reader.head_dim(hidden, heads),
         ffn_hidden_size=reader.get("n_inner", 4 * hidden),
         vocab_size=vocabulary,
         max_positions=reader.get("n_positions", 1024),
@@ -361,7 +377,12 @@ def read_config(config: Mapping[str, Any], origin: str) -> ModelShape:
     architecture = next(iter(config.get("architectures") or ["<none>"]))
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"{origin}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    shape = READERS[ARCHITECTURES[architecture]](_Reader(config, origin))
+    try:
+        shape = READERS[ARCHITECTURES[architecture]](_Reader(config, origin))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{origin}: a value is not of the type that a config.json has there: {error}") from error
+    if shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(f"{origin}: {shape.num_heads} attention heads do not divide by {shape.num_kv_heads} key-value heads")
     if shape.num_experts and shape.experts_per_token == 1 and shape.normalize_expert_weights:
         raise ConfigError(f"{origin}: one expert a token, its weight scaled to one, leaves the router nothing to learn from")
     return shape

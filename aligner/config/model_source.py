@@ -35,9 +35,9 @@ def directory_shape(directory: Path, key: str, coming: Coming = NOTHING) -> Mode
     if not file.is_file():
         raise ConfigError(f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory")
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from error
+        raise ConfigError(f"{key}={directory}: its config.json is not valid JSON ({error})") from error
     return read_config(content, f"{key}={directory}")
 
 

@@ -13,6 +13,10 @@ from aligner.errors import ConfigError
 
 PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
+LOCK = "lock"
+"""In a directory that a launch works on: who does, for others to stay away."""
+CHECKPOINT_MANIFEST = "manifest.json"
+"""Written last: a checkpoint without it does not count."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,12 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def of_training(self) -> tuple[Path, ...]:
+        """What training leaves behind, for a run that begins again to remove; what any start makes anew is not among it."""
+        files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
+        return (*files, self.journal, self.timeline, self.tensorboard, self.wandb, self.mlflow, self.checkpoints)
+
+    @property
     def initial_model(self) -> Path:
         """A randomly initialised model (model.source=random)."""
         return self.root / "initial_model"
@@ -138,7 +148,13 @@ def run_paths(config: Config) -> RunPaths:
 def can_resume(config: Config) -> bool:
     """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none (preferences)."""
     paths = run_paths(config)
-    return paths.metrics.is_file() if config.algorithm.trainer == "preferences" else any(paths.checkpoints.glob("step_*"))
+    return paths.metrics.is_file() if config.algorithm.trainer == "preferences" else bool(complete_steps(paths.checkpoints))
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
+    manifests = checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")
+    return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in manifests)
 
 
 def cache_directory() -> Path:

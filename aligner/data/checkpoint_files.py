@@ -22,13 +22,14 @@ from torch import Tensor
 
 from aligner.config.families import ARCHITECTURES, read_config
 from aligner.config.model_shape import ModelShape
+from aligner.config.paths import CHECKPOINT_MANIFEST
 from aligner.config.weights import Head, Slice, cut_shape
 from aligner.data.safetensors_writer import DTYPES
 from aligner.errors import AlignerError
 
 FORMAT = 3
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
-MANIFEST = "manifest.json"
+MANIFEST = CHECKPOINT_MANIFEST
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,6 @@ class Manifest:
 def _packed(entry: Mapping[str, Any]) -> list[Any]:
     pieces = [[piece["rank"], piece["axis"], piece["start"], piece["stop"]] for piece in entry["pieces"]]
     return [entry["shape"], entry["trained"], pieces]
-
-
-def complete_steps(checkpoints: Path) -> list[int]:
-    """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
-    return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))
 
 
 def rank_file(rank: int) -> str:

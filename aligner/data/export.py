@@ -23,10 +23,10 @@ from aligner.config.families import read_config
 from aligner.config.lora import adapter_map
 from aligner.config.model_source import directory_shape
 from aligner.config.normalization import NORMALIZATION
-from aligner.config.paths import RunPaths
+from aligner.config.paths import RunPaths, complete_steps
 from aligner.config.schema import Lora
 from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
-from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, complete_steps
+from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
 from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
 from aligner.errors import AlignerError, ConfigError

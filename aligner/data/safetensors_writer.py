@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from aligner.files import naming
+
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -59,7 +61,7 @@ def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable
         header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             tensor = read(entry.name).detach()

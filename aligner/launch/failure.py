@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from aligner.observability.logs import REPORTED, text_lines
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
+_SPARE_BYTES = 64 * 1024
 _CONSEQUENCES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -36,7 +38,15 @@ def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
 def with_log(message: str, rank: Rank) -> str:
     """The message with the last lines of the rank's log and its path."""
     lines = "\n".join(f"  | {line}" for line in log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    return f"{message}; the end of its log:\n{lines}\nlog: {rank.log}"
+    return f"{message}; the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+
+
+def _full_disk(log: Path) -> str:
+    """That there is no space left for the log itself, which may so lack the reason."""
+    usage = shutil.disk_usage(log.parent)
+    if usage.free >= _SPARE_BYTES:
+        return ""
+    return f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total} are free"
 
 
 def reported_error(rank: Rank) -> str:

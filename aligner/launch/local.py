@@ -14,6 +14,7 @@ from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
 from aligner.launch.endpoints import free_ports, local_hosts, pick_endpoints
 from aligner.launch.interrupts import Interrupts
+from aligner.launch.lock import refuse_locked
 from aligner.launch.prerequisites import complete
 from aligner.launch.processes import Processes
 from aligner.launch.ranks import Rank, append_restart
@@ -31,6 +32,7 @@ def launch(plan: RunPlan, command: Command = role_command) -> int:
     when a role fails; by then every process has ended.
     """
     print(f"run directory: {run_paths(plan.config).root}", flush=True)
+    refuse_locked(run_paths(plan.config).root)
     plan.check()
     console = Console()
 
@@ -46,8 +48,9 @@ def launch(plan: RunPlan, command: Command = role_command) -> int:
 def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> bool:
     """One run, from its check to its summary; whether it is at its end."""
     check(config)
+    paths = run_paths(config)
     with (
-        run_directory(config, console) as paths,
+        run_directory(config, console) as config,
         StateRecorder(paths.status, role_ranks(config)) as state,
         LocalRanks(config, paths, command) as ranks,
     ):

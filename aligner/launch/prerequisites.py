@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
 
-from aligner.config.paths import can_resume, run_paths
+from aligner.config.paths import run_paths
 from aligner.config.prerequisites import Prerequisite
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.kernel import LAUNCHER_PID
+from aligner.launch.lock import LockedError, locked
 from aligner.launch.processes import Processes
 
 _POLL_S = 0.1
@@ -37,7 +36,7 @@ def complete(first: Prerequisite, run: Callable[[Config], bool], interrupts: Int
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     if not first.is_complete:
-        with _locked(first, interrupts, tell):
+        with locked(first.entry, _wait(first, interrupts, tell)):
             if not first.is_complete:
                 tell(f"first: experiment {first.name} ({first.gives}), run directory: {run_paths(first.config).root}")
                 try:
@@ -49,27 +48,18 @@ def complete(first: Prerequisite, run: Callable[[Config], bool], interrupts: Int
     return True
 
 
-@contextlib.contextmanager
-def _locked(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Iterator[None]:
-    """Alone with the experiment's place in the cache; the kernel gives the lock back however the process ends."""
-    first.entry.mkdir(parents=True, exist_ok=True)
-    told = False
-    with (first.entry / "lock").open("a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    lock.seek(0)
-                    tell(f"waiting for experiment {first.name}, which process {lock.read()} runs: {first.entry}")
-                    told = True
-            interrupts.check()
-            time.sleep(_POLL_S)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
+def _wait(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Callable[[LockedError], None]:
+    """What is done while another launch makes the result: tell whose turn it is, once, and look whether to stop."""
+    told: list[LockedError] = []
+
+    def wait(error: LockedError) -> None:
+        if not told:
+            told.append(error)
+            tell(f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}")
+        interrupts.check()
+        time.sleep(_POLL_S)
+
+    return wait
 
 
 def _make(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interrupts) -> bool:
@@ -77,11 +67,7 @@ def _make(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interr
     config, paths = first.config, run_paths(first.config)
     for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
         shutil.rmtree(unfinished)
-    if can_resume(config):
-        config = replace(config, run=replace(config.run, resume=True))
-    elif paths.root.exists():
-        shutil.rmtree(paths.root)
-    if not run(config):
+    if not run(replace(config, run=replace(config.run, resume="auto"))):
         return False
     if first.gives == "preferences":
         unfinished = first.entry / ".result.unfinished"

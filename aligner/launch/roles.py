@@ -9,11 +9,11 @@ from pathlib import Path
 
 from aligner.config.ports import LOOPBACK
 from aligner.launch.kernel import LAUNCHER_PID
+from aligner.launch.task import IS_TASK
 
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""
 
-_IS_TASK = "ALIGNER_SLURM_TASK"
 _SERVED_MODEL = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
 
 
@@ -40,14 +40,8 @@ def rank_environment(rank: int, ranks: int, master_port: int, threads: int) -> d
 
 
 def task_environment(ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int) -> dict[str, str]:
-    """The same for the tasks of a job step, which learn from Slurm which rank they are: `adopt_task`."""
-    return {_IS_TASK: "1", **world_environment(ranks, ranks_per_node, master, master_port, threads)}
-
-
-def adopt_task() -> None:
-    """In a task of a job step: which rank it is, as torch's own launcher would say it."""
-    if os.environ.get(_IS_TASK):
-        os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+    """The same for the tasks of a job step, which learn from Slurm which rank they are."""
+    return {IS_TASK: "1", **world_environment(ranks, ranks_per_node, master, master_port, threads)}
 
 
 def world_environment(ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int) -> dict[str, str]:

@@ -11,9 +11,11 @@ from rich.console import Console
 from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
 from aligner.config.paths import RunPaths, run_paths
+from aligner.config.resume import is_unused, resume_problems, settled
 from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts
+from aligner.launch.lock import locked
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
@@ -33,24 +35,39 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console) -> int:
 
 
 @contextlib.contextmanager
-def run_directory(config: Config, console: Console) -> Iterator[RunPaths]:
-    """The run's directory, with its configuration and its key; with its trace and, where all went well, a summary at the end.
+def run_directory(config: Config, console: Console) -> Iterator[Config]:
+    """Alone with the run's directory, which is ready to start or to resume; gives the configuration, run.resume settled.
 
-    Nothing is left of a run that is refused before its trainer starts.
+    With the run's trace and, where all went well, a summary at the end. Raises ConfigError where the directory is another
+    launch's, or another run's. Nothing is left of a run that is refused before its trainer starts.
     """
     paths = run_paths(config)
-    paths.root.mkdir(parents=True, exist_ok=True)
-    save_config(config, paths.config)
-    create_access_key(config)
-    try:
-        yield paths
-    except ConfigError:
-        if not config.run.resume:  # nothing has started: leave nothing behind
-            shutil.rmtree(paths.root)
-        raise
-    finally:
-        _write_trace(paths, console)
-    print_summary(read_metrics(paths.metrics), paths, console)
+    with locked(paths.root):
+        if problems := list(resume_problems(config)):  # looked for before, when others could still come to the directory
+            raise ConfigError("\n".join(problems))
+        is_new, config = is_unused(paths), settled(config)
+        if not config.run.resumes:
+            _forget_training(paths)
+        try:
+            save_config(config, paths.config)
+            create_access_key(config)
+            yield config
+        except ConfigError:
+            if is_new:
+                shutil.rmtree(paths.root)
+            raise
+        finally:
+            _write_trace(paths, console)
+        print_summary(read_metrics(paths.metrics), paths, console)
+
+
+def _forget_training(paths: RunPaths) -> None:
+    """Remove what a start that did not come to its first checkpoint has left."""
+    for path in paths.of_training:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _write_trace(paths: RunPaths, console: Console) -> None:

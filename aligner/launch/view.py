@@ -17,8 +17,8 @@ class RunView:
 
     def __init__(self, config: Config, paths: RunPaths, console: Console) -> None:
         # A resumed run's earlier steps have been seen.
-        self._metrics = FileFollower(paths.metrics, from_end=config.run.resume)
-        self._samples = FileFollower(paths.samples, from_end=config.run.resume)
+        self._metrics = FileFollower(paths.metrics, from_end=config.run.resumes)
+        self._samples = FileFollower(paths.samples, from_end=config.run.resumes)
         self._progress = make_progress(config.run.steps, console)
         self._waiting: list[str] | None = None
         self._pending: list[dict[str, Any]] = []

@@ -38,6 +38,7 @@ from aligner.data.checkpoint_files import (
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
+from aligner.files import write_file
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.weights import NamedWeights
@@ -112,7 +113,7 @@ class CheckpointWriter:
         manifest, temporary, directory = replace(pending.manifest, files=files), pending.temporary, pending.directory
 
         def complete() -> None:
-            (temporary / MANIFEST).write_text(manifest.to_json())
+            write_file(temporary / MANIFEST, manifest.to_json())
             shutil.rmtree(directory, ignore_errors=True)
             temporary.replace(directory)
 
@@ -153,7 +154,8 @@ class _Pending:
             if entries:
                 self._result = write_safetensors(self._file, entries, self._tensors.__getitem__)
         except OSError as error:
-            self._result = f"{self._file}: {error}"
+            self._result = f"{self._file}: {error.strerror or error}"
+            self._file.unlink(missing_ok=True)  # on a full disk its place is needed to say so
         finally:
             self._tensors = {}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Logging
 from aligner.errors import AlignerError
+from aligner.files import append
 
 if TYPE_CHECKING:
     from aligner.observability.sinks import MetricsSink
@@ -26,8 +27,7 @@ _END_TIMEOUT_S = 8.0
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    append(path, json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -144,8 +144,7 @@ class RecordWriter:
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
         lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
-        with self._path.open("a") as file:
-            file.write("".join(lines))
+        append(self._path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
         """Drop the records of steps after `step`."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from aligner.config.paths import run_paths
 from aligner.config.schema import Config
+from aligner.files import append
 from aligner.observability.logs import at_step
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
@@ -95,8 +96,7 @@ class Timeline:
         while self._pending:  # one by one: other threads may add meanwhile
             lines.append(json.dumps(self._pending.popleft()) + "\n")
         if lines and self._path is not None:
-            with self._path.open("ab", buffering=0) as file:
-                file.write("".join(lines).encode())
+            append(self._path, "".join(lines))
 
     def _microseconds(self, seconds: float) -> int:
         """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""

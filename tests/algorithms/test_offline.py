@@ -170,7 +170,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
 ) -> None:
     paths = RunPaths(tmp_path / task)
     pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"stop_after": 2})
-    pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"resume": True})
+    pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"resume": "true"})
     assert checkpoint_differences(undisturbed[task], paths, 4) == []
     # A stopped run evaluates where it stops too.
     trained = [

@@ -106,7 +106,6 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             "model.package=no_such_package: no such package is installed",
         ),
         (["model.source=gguf", "model.package=json"], "expected one .gguf file in it, found 0"),
-        (["run.resume=true"], "run.resume=true: no checkpoint in"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -174,13 +173,6 @@ def test_a_fixed_port_must_be_free_and_given_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"reward\.ports\.http={port}: critic\.ports\.grpc has the same port"):
         check(compose_config(twice))
     check(compose_config(tiny(tmp_path, f"critic.ports.grpc={port}")))
-
-
-def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step_3").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"exists already; continue it with run\.resume=true"):
-        check(compose_config(tiny(tmp_path)))
-    check(compose_config(tiny(tmp_path, "run.resume=true")))
 
 
 def test_a_gguf_models_shape_is_read_from_its_header(tmp_path: Path) -> None:

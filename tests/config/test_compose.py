@@ -24,7 +24,7 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "run.steps=true"], "run.steps=true: expected int, got bool"),
         ([TINY, "run.steps=null"], "run.steps=null: expected int"),
         ([TINY, "critic.num_layers=two"], "critic.num_layers=two: expected int or null, got str"),
-        ([TINY, "data.prompts=abc"], "data.prompts=abc: expected list[str], got str"),
+        ([TINY, "data.prompts=abc"], "data.prompts=abc: expected list[str], got one value; write data.prompts=[abc]"),
         ([TINY, "actor=5"], "actor=5: a section; give its keys, such as actor."),
         ([TINY, "run.steps=1,2"], "run.steps=1,2: one value is expected"),
         ([TINY, "~run.steps"], "~run.steps: keys cannot be deleted"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -166,6 +167,14 @@ def main(role: str, config: Path, behavior: str) -> None:
                 sys.exit(1)
             print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
             sys.exit(1)
+        case "fill_disk":
+            with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"\0" * 512)
+            try:
+                print("x" * 5000, flush=True)  # more than the log's last page may still take
+            finally:
+                os._exit(1)
         case "killed":
             print("about to be killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

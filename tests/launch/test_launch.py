@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from aligner.config.compose import compose_config, save_config
+
 LAUNCHER = Path(__file__).with_name("launcher.py")
 HEALTHY = {"prepare": "prepare", "critic": "serve", "reward": "serve", "trainer": "train"}
 
@@ -45,9 +47,12 @@ def run(tmp_path: Path) -> Iterator[Path]:
         process.kill()
 
 
+def given(run: Path, *overrides: str) -> list[str]:
+    return ["experiment=tiny_ppo", f"run.dir={run}", "run.steps=7", "cluster.stop_timeout_s=2", *overrides]
+
+
 def start(run: Path, behaviors: dict[str, str] | None = None, *overrides: str) -> subprocess.Popen[str]:
-    given = ["experiment=tiny_ppo", f"run.dir={run}", "run.steps=7", "cluster.stop_timeout_s=2", *overrides]
-    command = [sys.executable, str(LAUNCHER), json.dumps(given), json.dumps({**HEALTHY, **(behaviors or {})})]
+    command = [sys.executable, str(LAUNCHER), json.dumps(given(run, *overrides)), json.dumps({**HEALTHY, **(behaviors or {})})]
     environment = {**os.environ, "COLUMNS": "120"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -166,6 +171,8 @@ def test_ranks_end_when_their_launcher_is_killed(run: Path) -> None:
 
 def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
     (run / "checkpoints" / "step_2").mkdir(parents=True)
+    (run / "checkpoints" / "step_2" / "manifest.json").touch()
+    save_config(compose_config(given(run)), run / "config.yaml")
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.9}\n{"step": 2, "reward/mean": 0.9}\n')
     (run / "initial_model").mkdir()
     code, out, error = finish(start(run, {"prepare": "exit"}, "run.resume=true"), run)

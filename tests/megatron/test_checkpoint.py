@@ -161,5 +161,5 @@ def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp
 def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(pool, model, tmp_path):
     for message in pool.run(jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1):
         assert "could not be written" in message
-        assert "rank_1.safetensors: [Errno 28] No space left on device" in message
+        assert "rank_1.safetensors: No space left on device" in message
     assert not (tmp_path / "policy").exists()

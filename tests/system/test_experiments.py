@@ -108,9 +108,7 @@ def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> N
         os.truncate(file.rename(file.with_name(f"{file.name}.unfinished")), whole - 5)
     steps = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(steps[:2]))
-    given = ("algorithm=preferences", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=3")
-    given += ("rollout.max_response_tokens=6", "run.steps=3", "logging.tensorboard=false", "run.resume=true")
-    resumed = run_to_end(run.root, *given)
+    resumed = run_to_end(run.root, "--config-dir", str(place / "conf"), "run.resume=true", experiment="pairs")
     for file in (run.preferences, run.responses):
         assert file.read_text() == (entry / "result" / file.name).read_text()
     assert repeatable(resumed.metrics) == repeatable([json.loads(step) for step in steps])

@@ -126,6 +126,19 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     assert [event["args"]["step"] for event in events if event["name"] == "train"] == list(range(1, 7))
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_as_if_it_had_not(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    directory, given = tmp_path / "run", ("run.resume=auto", "run.stop_after=6", *ADAPTIVE)
+    with Launch(directory, *given) as launch:
+        launch.wait_for_step(2)
+    again = run_to_end(directory, *given)
+    assert repeatable(again.metrics) == repeatable(undisturbed.metrics[:6])
+    assert checkpoint_differences(undisturbed.paths, again.paths, 6) == []
+    samples = [sample for sample in read_records(undisturbed.paths.samples) if sample["step"] <= 6]
+    assert read_records(again.paths.samples) == samples
+
+
 def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """The steps, the initial policy's evaluation left out, without what was evaluated."""
     return [{key: value for key, value in step.items() if not key.startswith("eval/")} for step in metrics if step["step"]]

@@ -17,8 +17,21 @@ class Run:
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
     steps: int = option(1, "training steps", minimum=1)
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
-    resume: bool = option(False, "continue from the last checkpoint in an existing run directory")
+    resume: str = option(
+        "false",
+        "true: continue from the last checkpoint in an existing run directory; auto: the same where there is one, else begin,"
+        " also in the directory of a run that was stopped before its first",
+        choices=("false", "true", "auto"),
+    )
+    changes: list[str] = option(
+        [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with"
+    )
     inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether training goes on from a checkpoint, where there is one."""
+        return self.resume != "false"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths, can_resume
+from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
 from aligner.config.slurm import slurm_layout
@@ -30,10 +30,11 @@ def supervise(directory: Path) -> int:
     It resumes where there is something to resume from: a job that is queued again carries on. Told to stop, it takes a
     checkpoint and has the job queued again, unless cluster.slurm.requeue is false.
     """
-    config = load_config(RunPaths(directory.absolute()).config)
+    paths = RunPaths(directory.absolute())
+    config = load_config(paths.config)
     if config.cluster.kind != "slurm":
         raise ConfigError(f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it")
-    config = replace(config, run=replace(config.run, resume=can_resume(config)))
+    config = replace(config, run=replace(config.run, resume="auto"))
     layout, console = slurm_layout(config), Console(width=120)
     allocation = read_allocation(layout)
     count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -42,14 +43,14 @@ def supervise(directory: Path) -> int:
 
     def work(interrupts: Interrupts) -> bool:
         with (
-            run_directory(config, console) as paths,
-            StateRecorder(paths.status, role_ranks(config), allocation.job) as state,
-            SlurmSteps(config, paths, layout, allocation) as steps,
+            run_directory(config, console) as settled,
+            StateRecorder(paths.status, role_ranks(settled), allocation.job) as state,
+            SlurmSteps(settled, paths, layout, allocation) as steps,
         ):
-            supervisor = Supervisor(config, paths, steps, state, interrupts, console)
+            supervisor = Supervisor(settled, paths, steps, state, interrupts, console)
             supervisor.prepare()
             hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-            return supervisor.train(pick_endpoints(config, hosts, steps.ports))
+            return supervisor.train(pick_endpoints(settled, hosts, steps.ports))
 
     code = interruptible(work, console)
     if code == RESUMABLE and config.cluster.slurm.requeue:

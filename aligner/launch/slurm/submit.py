@@ -12,6 +12,7 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.prerequisites import RunPlan
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
+from aligner.launch.lock import refuse_locked
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.script import render_script
 
@@ -33,7 +34,9 @@ def submit(plan: RunPlan) -> None:
 
     Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is not there then.
     """
-    script, paths = checked_script(plan), run_paths(plan.config)
+    paths = run_paths(plan.config)
+    refuse_locked(paths.root)
+    script = checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
     _ask_slurm(script)
     created = not paths.root.exists()

@@ -1,0 +1,139 @@
+"""Whether a run may go on in its directory: under the configuration that it has, but for what changes nothing it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from aligner.config.compose import load_config
+from aligner.config.keys import schema_keys, schema_sections, value_at
+from aligner.config.paths import LOCK, RunPaths, can_resume, run_paths
+from aligner.config.schema import Config
+
+MAY_CHANGE: tuple[tuple[str, str], ...] = (
+    ("run.steps", "upwards; the learning rates then decay to the new last step"),
+    ("run.stop_after run.resume run.changes", "of each launch"),
+    ("run.dir run.experiment", "the directory may be moved; an experiment's name stands for its values"),
+    (
+        "actor.parallel.* critic.parallel.* reward.parallel.* engine.parallel.*",
+        "checkpoints are at no particular layout; another one is equal to rounding",
+    ),
+    (
+        "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens actor.logprob_chunk_tokens"
+        " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction",
+        "memory against time, equal to rounding",
+    ),
+    ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts", "when to give up"),
+    (
+        "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.sleep"
+        " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.* rollout.micro_batches",
+        "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
+    ),
+    ("*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s", "addresses"),
+    ("server.* cluster.*", "where and how the roles run"),
+    ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),
+)
+"""Keys that a resumed run may have otherwise than it was started with, as patterns, and why."""
+
+_SHOWN = 30
+
+
+def resume_problems(config: Config) -> Iterator[str]:
+    """What is in the way of a start in the run directory, or of going on there, as `run.resume` says."""
+    paths, resume = run_paths(config), config.run.resume
+    try:
+        unused = is_unused(paths)
+    except OSError as error:
+        yield f"run.dir={paths.root}: cannot be looked into: {error.strerror}; give another run.dir"
+        return
+    if unused:
+        if resume == "true":
+            yield f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave run.resume out to start one"
+    elif not paths.config.is_file():
+        not_one = "exists already, and has no config.yaml, so it is no run's directory"
+        yield f"run.dir={paths.root}: {not_one}; give another run.dir or run.name"
+    elif resume == "false":
+        how = "continue it with run.resume=true" if can_resume(config) else "start it again with run.resume=auto"
+        yield f"run.dir={paths.root}: exists already; {how}, or give another run.dir or run.name"
+    elif resume == "true" and not can_resume(config):
+        what = "steps" if config.algorithm.trainer == "preferences" else "complete checkpoint"
+        yield f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from the beginning"
+    else:
+        yield from _changes(config, load_config(paths.config))
+
+
+def settled(config: Config) -> Config:
+    """With run.resume=true or false instead of auto, as what is in the run directory allows."""
+    if config.run.resume != "auto":
+        return config
+    resume = "true" if can_resume(config) else "false"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume))
+
+
+def is_unused(paths: RunPaths) -> bool:
+    """Whether there is nothing in the run directory yet, if there is one; a lock does not count."""
+    if not paths.root.is_dir():
+        return not paths.root.exists()
+    return all(file.name == LOCK for file in paths.root.iterdir())
+
+
+def _changes(config: Config, started: Config) -> Iterator[str]:
+    if unknown := [name for name in config.run.changes if not _is_key(name)]:
+        yield f"run.changes: no such key: {', '.join(unknown)}; keys are listed in docs/configuration.md"
+    own, given = _flat(started), _flat(config)
+    found = [
+        f"  {key}: {_shown(own, key)} -> {_shown(given, key)}"
+        for key in sorted(own.keys() | given.keys())
+        if own.get(key) != given.get(key) and not _may_change(key, own.get(key), given.get(key), config.run.changes)
+    ]
+    if not found:
+        return
+    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    where = run_paths(config).config
+    yield "\n".join(
+        [
+            f"run.resume={config.run.resume}: the run was started with other values ({where} -> this launch's):",
+            *found[:_SHOWN],
+            *more,
+            "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
+        ]
+    )
+
+
+def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
+    if any(key == name or key.startswith(f"{name}.") for name in meant):
+        return True
+    if key == "run.steps":
+        return bool(given > own)
+    return any(fnmatchcase(key, pattern) for patterns, _ in MAY_CHANGE for pattern in patterns.split())
+
+
+def _is_key(name: str) -> bool:
+    names = {*schema_keys(), *(section.name for section in schema_sections() if section.name)}
+    mappings = [key.name for key in schema_keys().values() if key.is_mapping]
+    return name in names or any(name.startswith(f"{mapping}.") for mapping in mappings)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every value by its dotted key, those inside mappings too."""
+    found: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for name, entry in value.items():
+                add(f"{key}.{name}", entry)
+        elif value != {}:
+            found[key] = value
+
+    for name in schema_keys():
+        add(name, value_at(config, name))
+    return found
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "nothing"
+    return json.dumps(values[key], ensure_ascii=False, default=str)

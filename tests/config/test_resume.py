@@ -1,0 +1,129 @@
+"""When a run may go on in its directory, and what it may have otherwise than it was started with."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.config.checks import check
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.config.keys import schema_keys
+from aligner.config.resume import MAY_CHANGE, settled
+from aligner.errors import ConfigError
+
+
+def started(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:
+    """A run that was stopped, behind a complete checkpoint or before its first; what else its launch is to be given."""
+    given = ["experiment=tiny_ppo", f"run.dir={directory}", *overrides]
+    directory.mkdir()
+    save_config(compose_config(given), directory / "config.yaml")
+    if step is not None:
+        (directory / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (directory / "checkpoints" / f"step_{step}" / "manifest.json").write_text("{}")
+    return given
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(compose_config(overrides))
+    return str(caught.value)
+
+
+def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) -> None:
+    given = started(tmp_path / "run")
+    assert "exists already; continue it with run.resume=true" in refusal(*given)
+    for resume in ("true", "True", "auto"):
+        config = compose_config([*given, f"run.resume={resume}"])
+        check(config)
+        assert settled(config).run.resume == "true" and config.run.resumes
+
+
+def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Path) -> None:
+    given = started(tmp_path / "run", step=None)
+    (tmp_path / "run" / "checkpoints" / "step_1" / "policy").mkdir(parents=True)
+    assert "exists already; start it again with run.resume=auto" in refusal(*given)
+    assert "no complete checkpoint in" in refusal(*given, "run.resume=true")
+    config = compose_config([*given, "run.resume=auto"])
+    check(config)
+    assert settled(config).run.resume == "false"
+
+
+def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Path) -> None:
+    given = ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]
+    assert f"there is no run in {tmp_path / 'run'}" in refusal(*given, "run.resume=true")
+    check(compose_config([*given, "run.resume=auto"]))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    for resume in ("false", "true", "auto"):
+        assert "has no config.yaml, so it is no run's directory" in refusal(*given, f"run.resume={resume}")
+
+
+@pytest.mark.parametrize("resume", ["true", "auto"])
+def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume: str) -> None:
+    given = started(tmp_path / "run", "model.config.num_hidden_layers=2")
+    changes = ("seed=7", "model.config.num_hidden_layers=3", "+model.config.new=[1,2]", "data.prompt_after=x")
+    message = refusal(*given, *changes, "run.steps=10", f"run.resume={resume}")
+    assert message.splitlines() == [
+        f"run.resume={resume}: the run was started with other values ({tmp_path / 'run' / 'config.yaml'} -> this launch's):",
+        '  data.prompt_after: null -> "x"',
+        "  model.config.new: nothing -> [1, 2]",
+        "  model.config.num_hidden_layers: 2 -> 3",
+        "  run.steps: 40 -> 10",
+        "  seed: 1 -> 7",
+        "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
+    ]
+
+
+def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None:
+    given = started(tmp_path / "run")
+    changes = (
+        *(
+            "run.steps=50",
+            "run.stop_after=45",
+            "actor.parallel.data=2",
+            "engine.parallel.data=2",
+            "critic.parallel.pipeline=2",
+        ),
+        *(
+            "actor.optimizer.distributed=true",
+            "critic.micro_batch_tokens=4096",
+            "checkpoint.every=5",
+            "logging.timeline=false",
+        ),
+        *("server.request_timeout_s=10", "reward.ports.http=29990", "reward.replicas=2", "cluster.threads_per_rank=1"),
+        *("evaluation.every=5", "evaluation.prompts=[abc]"),
+    )
+    check(compose_config([*given, *changes, "run.resume=true"]))
+
+
+def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
+    given = [*started(tmp_path / "run"), "actor.optimizer.learning_rate=0.001", "actor.optimizer.beta1=0.5", "run.resume=true"]
+    message = refusal(*given, "run.changes=[actor.optimizer.learning_rate]")
+    assert "beta1" in message and "learning_rate" not in message
+    check(compose_config([*given, "run.changes=[actor.optimizer]"]))
+    assert "run.changes: no such key: learning_rate" in refusal(*given, "run.changes=[actor.optimizer,learning_rate]")
+
+
+def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:
+    given = started(tmp_path / "run", "+run.inputs.model=experiment:pairs")
+    assert '  run.inputs.model: "experiment:pairs" -> nothing' in refusal(*given[:2], "run.resume=true")
+
+
+def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    given = started(tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    content = yaml.safe_load(file.read_text())
+    content["run"]["resume"] = False
+    del content["run"]["changes"], content["cluster"]["slurm"]
+    file.write_text(yaml.safe_dump(content))
+    assert load_config(file).run.resume == "false"
+    check(compose_config([*given, "run.resume=true"]))
+
+
+@pytest.mark.parametrize("pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()])
+def test_every_pattern_of_keys_that_may_change_speaks_of_some(pattern: str) -> None:
+    keys = schema_keys()
+    assert any(fnmatchcase(name, pattern) or (key.is_mapping and pattern.startswith(name)) for name, key in keys.items())

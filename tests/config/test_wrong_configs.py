@@ -1,0 +1,134 @@
+"""Wrong configurations, as a user gets them wrong: refused at once, by key and with the way out, and nothing is left behind.
+
+To add one: a line in `WRONG` with what is typed behind `aligner launch experiment=tiny_ppo`, and what the error must say. It
+runs in a directory with the files that `place` makes, and those of `_EXPERIMENTS` in `mine/experiment`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_command_line import aligner, refused
+
+WRONG: tuple[tuple[str, ...], ...] = (
+    # What is written is not a key, or not a group's option.
+    ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
+    ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
+    ("+run.color=red", "run.color: unknown key; allowed in run: changes, dir, experiment"),
+    ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
+    ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
+    ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
+    ("~run.steps", "~run.steps: keys cannot be deleted; give another value"),
+    # The value is of another type, or none that Hydra reads.
+    ("run.steps=ten", "run.steps=ten: expected int"),
+    ("run.steps=null", "run.steps=null: expected int"),
+    ("run.steps=1,2", "run.steps=1,2: one value is expected", "run.steps=[a,b]"),
+    ("data.prompts=hello", "data.prompts=hello: expected list[str]", "write data.prompts=[hello]"),
+    ("actor.parallel=2", "actor.parallel=2: a section", "actor.parallel.tensor="),
+    ("model.config=tiny", "model.config=tiny: expected entries", "+model.config.NAME=VALUE"),
+    ("data.prompts=[a,b", "data.prompts=[a,b", "quote a value with special characters"),
+    ("run.name=${nope}", "run.name: Interpolation key 'nope' not found", "\\${"),
+    # Bounds and choices.
+    ("run.steps=0", "run.steps=0: must be at least 1"),
+    ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
+    ("engine.kind=vllm", "engine.kind=vllm: allowed: embedded, tensorrt_llm"),
+    ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
+    # Layouts and sizes that do not go together.
+    ("actor.parallel.tensor=3", "actor.parallel.tensor=3", "4 attention heads do not divide by 3"),
+    ("actor.parallel.sequence=true", "actor.parallel.sequence=true", "tensor"),
+    (
+        "actor.parallel.data=2 engine.parallel.data=1",
+        "engine.parallel: tensor 1 x data 1 is 1 ranks",
+        "tensor x data that fit: 1x2 or 2x1",
+    ),
+    ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
+    ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must hold", "32 tokens"),
+    # Keys that contradict each other.
+    ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
+    ("engine.in_flight=interrupt", "engine.in_flight=interrupt", "engine.in_flight=finish"),
+    ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
+    ("critic.ports.http=29991 reward.ports.http=29991", "reward.ports.http=29991: critic.ports.http has the same port"),
+    ("critic.ports.http={port}", "critic.ports.http={port}: the port is in use", "0 for a free one"),
+    ("server.interface=eth99", "server.interface=eth99", "lo (127.0.0.1)"),
+    ("evaluation.every=2", "evaluation.every=2", "give evaluation.path=FILE"),
+    # Models, data and scorers that are missing or broken.
+    ("model.source=directory model.path=gone", "model.path=gone: no such model directory"),
+    ("model.source=directory model.path=empty", "model.path=empty: it has no config.json"),
+    ("model.source=directory model.path=broken", "model.path=broken: its config.json is not"),
+    ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
+    ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
+    ("model.config.num_attention_heads=5", "64 does not divide by 5 attention heads"),
+    ("data.path=gone.txt", "data.path=gone.txt: no such file"),
+    ("data.path=prompts.csv", "data.path=prompts.csv: allowed are .jsonl and .txt files"),
+    ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
+    ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: must give preferences"),
+    ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
+    # The run directory.
+    ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
+    ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
+    (f"run.name={'x' * 300}", "File name too long; give another run.dir"),
+    ("run.resume=true run.dir=gone", "run.resume=true: there is no run in", "leave run.resume out"),
+    ("run.resume=auto", "run.resume=auto: say which run with run.dir=DIRECTORY or run.name=NAME"),
+    # Files of one's own.
+    ("--config-dir mine experiment=typo", "did you mean run.steps? (in experiment/typo.yaml)"),
+    ("--config-dir mine experiment=type", "run.steps=many: expected int", "(in experiment/type.yaml)"),
+    ("--config-dir mine experiment=broken", "experiment/broken.yaml", "line 2", "',' or ']'"),
+    ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
+    ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
+    ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
+)
+
+_EXPERIMENTS = {
+    "typo": "run: {step: 3}",
+    "type": "run: {steps: many}",
+    "broken": "run: {steps: [3",
+    "choice": "defaults: [{override /algorithm: nope}]",
+    "twice": "run: {steps: 3}\nrun: {name: x}",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("place")
+    files = {
+        "bert/config.json": '{"architectures": ["BertForMaskedLM"]}',
+        "broken/config.json": "{",
+        "empty/README": "no model",
+        "full/thesis.tex": "not to be written over",
+        "prompts.csv": "prompt",
+        "empty.txt": "",
+        "mine/experiment/bare.yaml": "run: {steps: 3}\n",
+    }
+    files |= {f"mine/experiment/{name}.yaml": f"# @package _global_\n{text}\n" for name, text in _EXPERIMENTS.items()}
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """One that is in use."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG])
+def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
+    place: Path, port: int, typed: str, told: list[str]
+) -> None:
+    error = refused(place, "experiment=tiny_ppo", *typed.replace("{port}", str(port)).split(" "))
+    for part in told:
+        assert part.replace("{port}", str(port)) in error, error
+
+
+def test_validate_refuses_the_same_in_the_same_words(place: Path) -> None:
+    done, _ = aligner(place, "validate", "experiment=tiny_ppo", "actor.parallel.tensor=3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr == refused(place, "experiment=tiny_ppo", "actor.parallel.tensor=3")

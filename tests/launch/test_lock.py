@@ -1,0 +1,113 @@
+"""One launch at a time on a directory, whatever becomes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.launch.lock import LockedError, locked, refuse_locked
+from tests.launch.test_launch import finish, processes_of, run, start, wait_for  # noqa: F401 - run is a fixture
+
+HOLD = """import sys, time; from pathlib import Path; from aligner.launch.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True); time.sleep(60)"""
+
+
+def holder(directory: Path) -> subprocess.Popen[str]:
+    """Another process that has the lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    other = holder(directory)
+    told = rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()}, since 20\d\d-\S+ \S+ \S+; wait"
+    try:
+        for attempt in (lambda: locked(directory).__enter__(), lambda: refuse_locked(directory)):
+            with pytest.raises(LockedError, match=told):
+                attempt()
+        assert json.loads((directory / "lock").read_text())["pid"] == other.pid, "who is refused changes nothing"
+    finally:
+        other.kill()
+        other.communicate()
+    assert (directory / "lock").is_file(), "a killed process leaves the file"
+    refuse_locked(directory)
+    with locked(directory):
+        assert json.loads((directory / "lock").read_text())["pid"] == os.getpid()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_directory_that_was_made_for_the_lock_goes_with_it_unless_something_came_into_it(tmp_path: Path) -> None:
+    with locked(tmp_path / "a" / "run"):
+        pass
+    assert not (tmp_path / "a" / "run").exists()
+    with locked(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_who_waits_gets_the_lock_of_the_file_that_is_there(tmp_path: Path) -> None:
+    """The holder removes its file in the end: a lock on that one would keep nobody away."""
+    other = holder(tmp_path)
+    waited: list[LockedError] = []
+
+    def wait(error: LockedError) -> None:
+        waited.append(error)
+        other.send_signal(signal.SIGINT)
+        other.communicate()
+
+    with locked(tmp_path, wait):
+        assert len(waited) == 1 and f"process {other.pid}" in str(waited[0].holder)
+        with pytest.raises(LockedError):
+            locked(tmp_path).__enter__()
+
+
+def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a filesystem cannot be mounted here: what the system call answers there is put in its place."""
+    other = holder(tmp_path / "run")
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(LockedError, match=rf"in use by process {other.pid} on"):
+        locked(tmp_path / "run").__enter__()
+    other.kill()
+    other.communicate()
+    with locked(tmp_path / "run"):
+        assert "launches on two machines are not kept apart\n" in capsys.readouterr().err
+    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
+    with locked(tmp_path):
+        assert "process 1 on elsewhere, since yesterday is taken to have ended\n" in capsys.readouterr().err
+
+
+def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:  # noqa: F811
+    first = start(run, {"trainer": "train_slowly"})
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    for overrides in ((), ("run.resume=true",), ("run.resume=auto",)):
+        second = start(run, None, *overrides)
+        _, error = second.communicate(timeout=30)
+        assert second.returncode == 2
+        assert re.match(rf"run\.dir={run}: in use by process {first.pid} on \S+, since .+; wait for its end or stop it", error)
+    assert processes_of(run), "the first goes on"
+    first.kill()
+    first.communicate()
+    wait_for(lambda: len(processes_of(run)) == 0, "end of the orphaned ranks", timeout_s=10)
+    code, _, error = finish(start(run, None, "run.resume=auto"), run)
+    assert code == 0, error
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 8)), "what the first had done was removed: it had no checkpoint"
+    assert not (run / "lock").exists()

@@ -1,0 +1,34 @@
+"""A run whose disk is full: it says so, and goes on when there is room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aligner.config.paths import complete_steps
+from benchmarks.runs import Launch, checkpoint_differences, repeatable, run_to_end
+from tests.small_disk import small_disk
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+STEPS = 6
+GIVEN = (f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=20", "rollout.prompts_per_step=4", "run.name=small")
+
+
+def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    undisturbed = run_to_end(tmp_path / "undisturbed", *GIVEN)
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        directory = disk.directory / "run"
+        with Launch(directory, *GIVEN) as launch:
+            run = launch.finish(300)
+        assert run.code == 1, run.report()
+        assert "no space left on device" in run.error.lower() and str(directory) in run.error, run.report()
+        assert "Traceback" not in run.error, run.report()
+        complete = complete_steps(run.paths.checkpoints)
+        assert complete and complete[-1] < STEPS, "the disk was to be full after some checkpoints"
+        disk.enlarge("200m")
+        resumed = run_to_end(directory, *GIVEN, "run.resume=true")
+        assert repeatable(resumed.metrics) == repeatable(undisturbed.metrics)
+        for step in (*complete, STEPS):
+            assert checkpoint_differences(undisturbed.paths, resumed.paths, step) == []
