@@ -75,10 +75,10 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     if is_starting:
         problems += _run_directory(config)
     _raise_all(problems)
-    if shape is not None:  # what is counted must fit together first
-        _raise_all(memory_problems(config, shape, coming))
     if shape is None:  # its problem was raised above
         raise AssertionError
+    # Last: what is counted must fit together.
+    _raise_all(memory_problems(config, shape, coming))
     return shape
 
 

@@ -43,7 +43,6 @@ class RoleMemory:
     """A role's fullest device."""
 
     role: str
-    ranks: int
     phases: tuple[Phase, ...]
     stages: int = 1
     stage: int = 0
@@ -59,23 +58,22 @@ class RoleMemory:
 
 def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) -> tuple[RoleMemory, ...]:
     """Every role that has a model; the configuration must be one that `check` accepts."""
-    roles = [_fullest(config.actor, [_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
+    roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
     if has_generator(config):
         roles.append(_generator(config, shape))
     rewards = _reward_shapes(config, coming)
     if config.algorithm.has_critic:
-        stages = range(config.critic.parallel.pipeline)
-        roles.append(_fullest(config.critic, [_critic(config, shape, rewards, stage) for stage in stages]))
+        roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic.with_reward:
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
-        fullest = _fullest(config.reward, [_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
+        fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
         roles += [replace(fullest, role=server) for server in servers]
     return tuple(roles)
 
 
-def _fullest(settings: MegatronModel, stages: Sequence[RoleMemory]) -> RoleMemory:
-    found = max(stages, key=lambda role: role.peak.total)
-    return replace(found, ranks=settings.parallel.ranks, stages=len(stages), stage=stages.index(found))
+def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
+    stage = max(range(len(stages)), key=lambda at: stages[at].peak.total)
+    return replace(stages[stage], stages=len(stages), stage=stage)
 
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
@@ -96,7 +94,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
     if has_generator(config):
         host += _snapshots(config, states)
-    return RoleMemory("trainer", 0, tuple(phases) or (_held("publishing", states, 0),), host=host)
+    return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
 
 
 def _policy_head(config: Config) -> Head:
@@ -119,9 +117,9 @@ def _held(name: str, states: States, activations: int) -> Phase:
 
 
 def _snapshots(config: Config, states: States) -> int:
-    """Copies of weights on their way to the generator: of every version that is wanted at once."""
+    """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
     actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
-    return states.weights * engine // actor * (2 if config.rollout.max_staleness else 1)
+    return states.weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
 
 
 def _generator(config: Config, shape: ModelShape) -> RoleMemory:
@@ -130,7 +128,7 @@ def _generator(config: Config, shape: ModelShape) -> RoleMemory:
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
-    return RoleMemory("generator", config.engine.parallel.ranks, phases)
+    return RoleMemory("generator", phases)
 
 
 def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
@@ -144,11 +142,11 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
         # Critic and reward models take turns: of the critic the optimizer's state stays.
         phases.append(replace(scoring, optimizer=states.optimizer))
         host += max(scoring.weights, states.weights)
-    return RoleMemory("critic", 0, tuple(phases), host=host)
+    return RoleMemory("critic", tuple(phases), host=host)
 
 
 def _reward(config: Config, shapes: Sequence[ModelShape], stage: int) -> RoleMemory:
-    return RoleMemory("reward", 0, (_scoring(config, shapes, config.reward.parallel, stage),))
+    return RoleMemory("reward", (_scoring(config, shapes, config.reward.parallel, stage),))
 
 
 def _scoring(config: Config, shapes: Sequence[ModelShape], layout: Parallel, stage: int) -> Phase:
