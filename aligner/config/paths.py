@@ -114,7 +114,8 @@ class RunPaths:
     def of_training(self) -> tuple[Path, ...]:
         """What training leaves behind, for a run that begins again to remove; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
-        return (*files, self.journal, self.timeline, self.tensorboard, self.wandb, self.mlflow, self.checkpoints)
+        trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
+        return (*files, *trackers, self.journal, self.timeline, self.checkpoints)
 
     @property
     def initial_model(self) -> Path:

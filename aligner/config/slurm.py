@@ -66,10 +66,10 @@ def slurm_layout(config: Config) -> Layout:
     roles = dict.fromkeys(group.partition(".")[0] for group in ["trainer", *role_ranks(config)])
     if problems := [*_role_problems(config, roles)]:
         raise ConfigError("\n".join(problems))
-    own = [role for role in roles if slurm_role(config, role).on is None]
+    own = [role for role in roles if slurm_role(config, role).beside is None]
     places: dict[str, Place] = {}
     for role in [*own, *(role for role in roles if role not in own)]:
-        host = slurm_role(config, role).on or role
+        host = slurm_role(config, role).beside or role
         places |= _role_places(config, role, own.index(host))
     _check_shared(config, own, places)
     components = tuple(_component(config, index, role, places) for index, role in enumerate(own))
@@ -110,13 +110,13 @@ def _role_problems(config: Config, roles: dict[str, None]) -> Iterator[str]:
     """What is wrong with single roles' settings."""
     for role in roles:
         settings, key = slurm_role(config, role), f"cluster.slurm.roles.{role}"
-        if settings.on is not None:
-            if settings.on not in roles:
-                yield f"{key}.on={settings.on}: the run has no such role; it has {', '.join(roles)}"
-            elif settings.on == role or slurm_role(config, settings.on).on is not None:
-                yield f"{key}.on={settings.on}: name a role with nodes of its own"
+        if settings.beside is not None:
+            if settings.beside not in roles:
+                yield f"{key}.beside={settings.beside}: the run has no such role; it has {', '.join(roles)}"
+            elif settings.beside == role or slurm_role(config, settings.beside).beside is not None:
+                yield f"{key}.beside={settings.beside}: name a role with nodes of its own"
             if settings.nodes is not None:
-                yield f"{key}.nodes={settings.nodes}: it runs on the nodes of {settings.on}; leave one of both out"
+                yield f"{key}.nodes={settings.nodes}: it runs on the nodes of {settings.beside}; leave one of both out"
         if settings.devices is not None:
             try:
                 devices(f"{key}.devices", settings.devices, config.cluster.devices_per_node)
@@ -184,7 +184,7 @@ def _needs_device(config: Config, group: str) -> bool:
 def _check_shared(config: Config, own: list[str], places: dict[str, Place]) -> None:
     """Raise ConfigError where roles on the same nodes have not said which devices are whose, or where one has no room."""
     for index, host in enumerate(own):
-        guests = {role for role in vars(config.cluster.slurm.roles) if slurm_role(config, role).on == host}
+        guests = {role for role in vars(config.cluster.slurm.roles) if slurm_role(config, role).beside == host}
         nodes = 1 + max(place.node_range[-1] for group, place in places.items() if group.partition(".")[0] == host)
         taken: dict[int, str] = {}
         for group, place in places.items():
@@ -193,7 +193,7 @@ def _check_shared(config: Config, own: list[str], places: dict[str, Place]) -> N
                 continue
             key = f"cluster.slurm.roles.{role}"
             if place.node_range[-1] >= nodes:
-                raise ConfigError(f"{key}.on={host}: it needs {place.node_range[-1] + 1} nodes, {host} has {nodes}")
+                raise ConfigError(f"{key}.beside={host}: it needs {place.node_range[-1] + 1} nodes, {host} has {nodes}")
             if not guests or not _needs_device(config, group):
                 continue
             if place.devices is None:

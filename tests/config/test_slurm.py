@@ -41,7 +41,7 @@ def test_a_function_needs_no_device_and_a_role_without_devices_asks_for_none() -
 def test_roles_share_nodes_by_ranges_of_devices() -> None:
     found = layout(
         *("actor.parallel.data=6", f"{NODES}.trainer.devices=0-5", "critic.parallel.data=2"),
-        *(f"{NODES}.critic.on=trainer", f"{NODES}.critic.devices=6-7"),
+        *(f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices=6-7"),
     )
     assert [(part.role, part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [
         ("trainer", 1, 8, 8),
@@ -96,17 +96,20 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         (["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"], "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go"),
         (["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"], "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go"),
-        ([f"{NODES}.critic.on=critic"], "cluster.slurm.roles.critic.on=critic: name a role with nodes of its own"),
+        ([f"{NODES}.critic.beside=critic"], "cluster.slurm.roles.critic.beside=critic: name a role with nodes of its own"),
         (
-            [f"{NODES}.critic.on=generator"],
-            "roles.critic.on=generator: the run has no such role; it has trainer, critic, reward",
+            [f"{NODES}.critic.beside=generator"],
+            "roles.critic.beside=generator: the run has no such role; it has trainer, critic, reward",
         ),
-        ([f"{NODES}.critic.on=trainer", f"{NODES}.critic.nodes=1"], "it runs on the nodes of trainer; leave one of both out"),
-        ([f"{NODES}.critic.on=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
+        (
+            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.nodes=1"],
+            "it runs on the nodes of trainer; leave",
+        ),
+        ([f"{NODES}.critic.beside=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
         ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
         ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
         (
-            [f"{NODES}.critic.on=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
+            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
             "cluster.slurm.roles.critic.devices: device 0 is trainer's",
         ),
         (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),

@@ -86,7 +86,7 @@ def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
     made = config(
         tmp_path,
         *("+cluster.slurm.environment.A=1", "+cluster.slurm.environment.B=2", "+cluster.slurm.roles.critic.environment.B=3"),
-        *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.on=trainer"),
+        *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.beside=trainer"),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
     places = slurm_layout(made).places

@@ -15,8 +15,10 @@ class SlurmRole:
     nodes: int | None = option(
         None, "nodes of its own; as many as its ranks need at cluster.devices_per_node a node when null", minimum=1
     )
-    on: str | None = option(
-        None, "role on whose nodes it runs instead, beside that one", choices=("trainer", "generator", "critic", "reward")
+    beside: str | None = option(
+        None,
+        "role on whose nodes it runs, on devices of its own",
+        choices=("trainer", "generator", "critic", "reward"),
     )
     devices: str | None = option(
         None,
