@@ -22,6 +22,7 @@ from aligner.observability.logs import REPORTED, configure_logs, log_failure
 from aligner.planner.command import add_plan
 
 if TYPE_CHECKING:
+    from aligner.config.model_source import Coming
     from aligner.config.prerequisites import RunPlan
     from aligner.config.schema import Config, Engine
     from aligner.data.prompts import PromptText
@@ -238,7 +239,7 @@ def _submit(plan: RunPlan, *, is_dry: bool) -> int:
     from aligner.launch.slurm.submit import checked_script, submit
 
     if is_dry:
-        print(checked_script(plan), end="")
+        print(checked_script(plan, _described(plan)), end="")
     else:
         submit(plan)
     return 0
@@ -255,14 +256,10 @@ def _validate(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
     from aligner.config.memory import memory_needs, memory_table
-    from aligner.config.model_source import described_models
     from aligner.config.placement import describe_model, placement_table
 
-    results = plan.results()
-    described = {path: shape for path, shape in described_models(plan.config).items() if path not in results}
+    results, described = plan.results(), _described(plan)
     shape = plan.check(described)
-    for path in described:
-        print(f"aligner: note: {path} is not there yet: its shape is taken from the configuration", file=sys.stderr)
     for first in plan.prerequisites:
         done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
         print(f"experiment {first.name}: {first.gives}; {done}")
@@ -270,6 +267,17 @@ def _validate(parsed: argparse.Namespace) -> None:
     console.print(placement_table(plan.config))
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))
     print(describe_model(plan.config, shape))
+
+
+def _described(plan: RunPlan) -> Coming:
+    """The shapes of models that are not there yet, from the configuration; a person is told of each."""
+    from aligner.config.model_source import described_models
+
+    results = plan.results()
+    described = {path: shape for path, shape in described_models(plan.config).items() if path not in results}
+    for path in described:
+        print(f"aligner: note: {path} is not there yet: its shape is taken from the configuration", file=sys.stderr)
+    return described
 
 
 def _train(parsed: argparse.Namespace) -> int:

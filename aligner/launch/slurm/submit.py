@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
+from aligner.config.model_source import NOTHING, Coming
 from aligner.config.paths import RunPaths, run_paths
 from aligner.config.prerequisites import RunPlan
 from aligner.errors import AlignerError, ConfigError
@@ -19,9 +20,12 @@ from aligner.launch.slurm.script import render_script
 SCRIPT = "job.sh"
 
 
-def checked_script(plan: RunPlan) -> str:
-    """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is asked."""
-    plan.check()
+def checked_script(plan: RunPlan, described: Coming = NOTHING) -> str:
+    """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is asked.
+
+    `described` are model directories that need not be there: those of a script that is only looked at.
+    """
+    plan.check(described)
     if missing := ", ".join(first.name for first in plan.missing):
         raise ConfigError(
             f"{missing}: an experiment whose result is needed has not run yet, and a Slurm job runs one alone; launch it first"
