@@ -189,6 +189,8 @@ def _config(parsed: argparse.Namespace) -> Config:
 
     if parsed.config is None:
         plan = _run_plan(parsed)
+        if plan.config.dry_run.scale != "none":
+            raise ConfigError(f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner validate` alone")
         if missing := ", ".join(first.name for first in plan.missing):
             raise ConfigError(
                 f"{missing}: an experiment whose result is needed has not run yet; `aligner launch` runs it first"
@@ -201,6 +203,10 @@ def _config(parsed: argparse.Namespace) -> Config:
 
 def _launch(parsed: argparse.Namespace) -> int:
     plan = _run_plan(parsed)
+    if plan.config.dry_run.scale != "none":
+        from aligner.launch.dry_run import launch_dry_run
+
+        return launch_dry_run(plan)
     from aligner.launch.local import launch
 
     return launch(plan)
@@ -212,6 +218,12 @@ def _validate(parsed: argparse.Namespace) -> None:
 
     from aligner.config.placement import describe_model, placement_table
 
+    if plan.config.dry_run.scale != "none":
+        from aligner.launch.dry_run import plan_here, show
+
+        dry_run = plan_here(plan)
+        show(dry_run, Console())
+        plan = dry_run.plan
     shape = plan.check()
     for first in plan.prerequisites:
         done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"

@@ -70,8 +70,8 @@ def threads_per_rank(config: Config) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU: asking the driver's files costs nothing, asking torch costs its import."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    """Whether this machine has a GPU to use: asking the driver's files costs nothing, asking torch costs its import."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def placements(config: Config) -> tuple[Placement, ...]:

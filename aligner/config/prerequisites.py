@@ -28,7 +28,7 @@ from aligner.errors import ConfigError
 _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
 """What the files of preferences hold. A model's directory is named as a whole."""
-_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging")
+_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
 """Sections that a result does not depend on, but for how many steps `run` has."""
 
 
@@ -84,6 +84,10 @@ class RunPlan:
 
         Raises ConfigError as `aligner.config.checks.check` does.
         """
+        return check(self.config, self.coming())
+
+    def coming(self) -> Coming:
+        """What the missing prerequisites will have made. Raises ConfigError as `check` does, of theirs."""
         coming: Coming = {}
         for first in self.missing:
             try:
@@ -93,7 +97,7 @@ class RunPlan:
                 coming = {**coming, str(first.result): _result_shape(first.config, coming)}
             except ConfigError as error:
                 raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
-        return check(self.config, coming)
+        return coming
 
 
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:

@@ -33,16 +33,18 @@ from aligner.observability.trace import write_trace
 _POLL_S = 0.1
 
 
-def launch(plan: RunPlan, command: Command = role_command) -> int:
+def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> int:
     """Run a whole configuration on this machine, what it needs first; returns the exit code: 0, or 128 + signal when told
     to stop.
 
-    Prints the run directory first. Raises ConfigError before any role starts, with nothing left behind, and AlignerError
-    when a role fails; by then every process has ended.
+    Prints the run directory first, and then what `tell` does. Raises ConfigError before any role starts, with nothing left
+    behind, and AlignerError when a role fails; by then every process has ended.
     """
     print(f"run directory: {run_paths(plan.config).root}", flush=True)
     plan.check()
     console = Console()
+    if tell is not None:
+        tell(console)
 
     def run(config: Config) -> None:
         _run(config, command, interrupts, console)
