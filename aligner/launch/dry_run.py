@@ -56,7 +56,9 @@ def exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
     if config.algorithm.generates and any("time/reshard" in step or "time/snapshot" in step for step in steps):
         where = "the generator's" if has_generator(config) else "the engine's"
         parts.append(f"weights resharded into {where} layout, equal by checksum")
-    if mismatches := [step["mismatch/logprob_abs"] for step in steps if "mismatch/logprob_abs" in step]:
+    # Of samples that older weights drew it would measure the training between.
+    fresh = [step for step in steps if not step.get("staleness/max")]
+    if mismatches := [step["mismatch/logprob_abs"] for step in fresh if "mismatch/logprob_abs" in step]:
         parts.append(f"log-probs of engine and trainer {max(mismatches):.1e} apart at most")
     return "; ".join(parts)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aligner.config.checks import check
 from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.dry_run.data import with_present_data
 from aligner.config.dry_run.plan import plan_dry_run, tiny_run
 from aligner.config.dry_run.shapes import Models
 from aligner.config.families import read_config
@@ -23,6 +24,7 @@ from aligner.config.placement import role_ranks
 from aligner.config.prerequisites import plan_run
 from aligner.config.schema import Config, Parallel
 from aligner.errors import ConfigError
+from tests.config.test_command_line import aligner
 from tests.config.test_families import CONFIGS
 
 LLAMA3 = {
@@ -158,6 +160,41 @@ def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> Non
 
 
 MORE = {"GPTNeoXForCausalLM": {"hidden_act": "gelu"}, "GPT2LMHeadModel": {"activation_function": "gelu_new"}}
+
+
+def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) -> None:
+    (tmp_path / "here.jsonl").write_text('{"prompt": "hello"}\n')
+    sources = {"one": {"path": str(tmp_path / "here.jsonl"), "weight": 2}, "other": {"path": "/absent/x.jsonl", "weight": 1}}
+    values = {"data.sources": sources, "data.prompts": [], "data.prompt_after": "Q:", "evaluation.every": 5}
+    config = with_values(base(), {**values, "evaluation.path": str(tmp_path / "here.jsonl")})
+    present, notes = with_present_data(config, {})
+    sums = "function:aligner.data.arithmetic:prompts"
+    assert present.data.sources == {"one": {"path": sums, "weight": 2.0}, "other": {"path": sums, "weight": 1.0}}
+    assert present.data.prompt_after is None and present.evaluation == config.evaluation
+    assert notes == ("data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of all data",)
+    here = with_values(config, {"data.sources": {"one": sources["one"]}})
+    assert with_present_data(here, {}) == (here, ())
+    coming = with_present_data(here, {str(tmp_path): None})[0]
+    assert coming.data.sources["one"]["path"] == sums and coming.evaluation.path == "function:aligner.data.arithmetic:held_out"
+
+
+def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:
+    layout = ("actor.parallel.pipeline=4", "actor.parallel.tensor=2", "actor.parallel.data=4", "dry_run.max_ranks=7")
+    done, _ = aligner(tmp_path, "validate", "experiment=tiny_ppo", "dry_run.scale=tiny", *layout)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert ["actor.parallel.pipeline", "4", "2"] in rows
+    assert ["actor.parallel.data", "4", "1"] in rows
+    assert any(row[:2] == ["trainer", "4"] for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_single_rank_has_no_dry_run(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "train", "experiment=tiny_ppo", "dry_run.scale=tiny")
+    assert done.returncode == 2
+    assert "dry_run.scale=tiny: for `aligner launch` and `aligner validate` alone" in done.stderr
+
+
 SHAPES = {
     name: read_config({"architectures": [name], **entries, **MORE.get(name, {})}, "test") for name, entries in CONFIGS.items()
 } | {
@@ -249,13 +286,21 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
         "algorithm.kl_horizon": 100000,
         **engine,
     }
+    layers = judge.pipeline * judge.virtual_pipeline * 3
     if config.algorithm.generates and draw(st.booleans()):
         values |= {"reward.kind": "model", "reward.path": "judge", "reward.replicas": draw(st.sampled_from([1, 3]))}
         values["reward.parallel"] = judge
+        if config.algorithm.has_critic and draw(st.booleans()):
+            values |= {
+                "critic.with_reward": True,
+                "reward.replicas": 1,
+                "reward.parallel": draw(st.sampled_from([Parallel(), critic])),
+            }
+            layers = critic.pipeline * critic.virtual_pipeline * 3
         trunk = dataclasses.replace(
             SHAPES["LlamaForCausalLM"], num_heads=24, num_kv_heads=24, ffn_hidden_size=96, vocab_size=480
         )
-        return with_values(config, values), dataclasses.replace(trunk, num_layers=judge.pipeline * judge.virtual_pipeline * 3)
+        return with_values(config, values), dataclasses.replace(trunk, num_layers=layers)
     return with_values(config, values), None
 
 

@@ -21,6 +21,7 @@ from aligner.config.prerequisites import RunPlan
 from aligner.config.reward_sources import RemoteSource, model_sources, reward_sources
 from aligner.config.schema import Config
 
+_LONGEST_SHOWN = 200
 _TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
 
 
@@ -130,4 +131,6 @@ def changes_table(dry_run: DryRun) -> Table:
 def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = text if text.isprintable() else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"

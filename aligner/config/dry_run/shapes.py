@@ -71,9 +71,7 @@ def _policy_layers(config: Config, given: Config, shape: ModelShape) -> tuple[in
             if (depth < layers) == (part < total):
                 values |= {"critic.parallel.last_stage_layers": critic_last}
                 return layers, values | ({} if cut is None else {"critic.num_layers": depth})
-    raise AssertionError(
-        f"no number of layers fits {own[0]} and {critic[0]} as {total} and {part} fit {own[1]} and {critic[1]}"
-    )
+    raise AssertionError(f"no number of layers fits {own[0]} and {critic[0]}")
 
 
 def _depths(layout: Parallel, given: Parallel, layers: int, most: int = _MOST_LAYERS) -> Iterator[tuple[int, int | None]]:
@@ -111,7 +109,7 @@ def _narrow(shape: ModelShape, layouts: Sequence[Parallel], tensor: set[int], vo
     whole = shape.num_heads * shape.head_dim
     if shape.hidden_size != whole:
         hidden = hidden * 2 if shape.hidden_size > whole else hidden // 2
-    experts = {}
+    experts: dict[str, Any] = {}
     if shape.num_experts:
         chosen = min(shape.experts_per_token, 2)
         least = chosen + (shape.experts_per_token < shape.num_experts)
