@@ -214,21 +214,28 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 def _validate(parsed: argparse.Namespace) -> None:
     plan = _run_plan(parsed)
+    if plan.config.dry_run.scale != "none":
+        from aligner.launch.dry_run import validate_dry_run
+
+        validate_dry_run(plan)
+        return
     from rich.console import Console
 
+    from aligner.config.memory import memory_needs, memory_table
+    from aligner.config.model_source import described_models
     from aligner.config.placement import describe_model, placement_table
 
-    if plan.config.dry_run.scale != "none":
-        from aligner.launch.dry_run import plan_here, show
-
-        dry_run = plan_here(plan)
-        show(dry_run, Console())
-        plan = dry_run.plan
-    shape = plan.check()
+    results = plan.results()
+    described = {path: shape for path, shape in described_models(plan.config).items() if path not in results}
+    shape = plan.check(described)
+    for path in described:
+        print(f"aligner: note: {path} is not there yet: its shape is taken from the configuration", file=sys.stderr)
     for first in plan.prerequisites:
         done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
         print(f"experiment {first.name}: {first.gives}; {done}")
-    Console().print(placement_table(plan.config))
+    console = Console()
+    console.print(placement_table(plan.config))
+    console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))
     print(describe_model(plan.config, shape))
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from aligner.config.algorithms import algorithm_problems, policy_updates, rows_together
 from aligner.config.data_sources import data_problems
-from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, item_size
+from aligner.config.devices import device_of
+from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, engine_machine_problems
 from aligner.config.evaluation import evaluation_problems
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
 from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.config.lora import lora_problems
+from aligner.config.memory import memory_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import NOTHING, Coming, critic_shape, random_reward_models, read_shape
 from aligner.config.offline import offline_problems
@@ -74,6 +76,8 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     if is_starting:
         problems += _run_directory(config)
     _raise_all(problems)
+    if shape is not None:  # what is counted must fit together first
+        _raise_all(memory_problems(config, shape, coming))
     if shape is None:  # its problem was raised above
         raise AssertionError
     return shape
@@ -91,6 +95,8 @@ def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterato
         yield from engine_problems(config.engine.parallel, shape)
         yield from engine_kind_problems(config.engine, shape)
         yield from _engine_ranks(config, shape)
+    if config.cluster.kind == "local":
+        yield from engine_machine_problems(config.engine)
     yield from algorithm_problems(config)
     yield from _engine_update(config)
     yield from _spare_prompts(config.rollout)
@@ -176,7 +182,7 @@ def _engine_update(config: Config) -> Iterator[str]:
             f"engine.update=shared: the engine would serve the trainer's own tensors, without the adapters of"
             f" actor.lora.rank={config.actor.lora.rank}; allowed with adapters: atomic, in_place"
         )
-    engine, actor = (item_size(precision) for precision in (config.engine.precision, config.actor.precision))
+    engine, actor = (device_of(config, precision).itemsize for precision in (config.engine.precision, config.actor.precision))
     if engine != actor:
         yield (
             f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
@@ -259,7 +265,7 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    return cache_bytes_per_token(shape, config.engine.parallel.tensor, item_size(config.engine.precision))
+    return cache_bytes_per_token(shape, config.engine.parallel.tensor, device_of(config, config.engine.precision).itemsize)
 
 
 def _schedule(config: Config) -> Iterator[str]:

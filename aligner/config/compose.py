@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from aligner.config.keys import schema_keys, schema_sections
+from aligner.config.renamed import renamed_key
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.files import write_file
@@ -118,11 +119,13 @@ def _parse(text: str, options: Mapping[str, list[str]]) -> Override:
 
 
 def _check_key(key: str, groups: Iterable[str] = ()) -> None:
-    """Raise ConfigError, with the nearest key, unless `key` is a key, a section or an entry of a mapping."""
+    """Raise ConfigError, with the new or the nearest key, unless `key` is a key, a section or an entry of a mapping."""
     keys = schema_keys()
     sections = {section.name for section in schema_sections() if section.name}
     if key in keys or key in sections or any(key.startswith(name + ".") for name, known in keys.items() if known.is_mapping):
         return
+    if renamed := renamed_key(key):
+        raise ConfigError(f"{key}: {renamed}")
     raise ConfigError(f"{key}: unknown key; {_suggestion(key, [*keys, *sections, *groups])}")
 
 

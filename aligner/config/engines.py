@@ -1,12 +1,12 @@
-"""Whether the engine that is asked for can run this model, here."""
+"""Whether the engine that is asked for can run a model, and whether it can run on this machine."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
 
+from aligner.config.devices import has_gpu
 from aligner.config.model_shape import ModelShape
-from aligner.config.placement import has_gpu
 from aligner.config.schema import Engine
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
@@ -18,13 +18,24 @@ def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
 
 
-def item_size(precision: str) -> int:
-    """Bytes of a number at a precision; auto is bf16 where there is a GPU."""
-    return 2 if precision == "bf16" or (precision == "auto" and has_gpu()) else 4
-
-
 def engine_kind_problems(engine: Engine, shape: ModelShape) -> Iterator[str]:
-    """One line for each thing that keeps the engine from running; nothing is imported for it."""
+    """One line for each thing that keeps the engine from running this model, wherever it runs."""
+    if engine.kind != "tensorrt_llm":
+        return
+    prefix = "engine.kind=tensorrt_llm"
+    if shape.family not in TENSORRT_LLM_FAMILIES:
+        yield (
+            f"{prefix}: it does not run models of the {shape.family} kind, it does: {', '.join(TENSORRT_LLM_FAMILIES)}"
+            f" (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE); {_ELSE}"
+        )
+    if engine.precision == "fp32":
+        yield f"engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16; {_ELSE}"
+    if engine.update != "in_place":
+        yield f"engine.update={engine.update}: TensorRT-LLM overwrites its weights; allowed: in_place"
+
+
+def engine_machine_problems(engine: Engine) -> Iterator[str]:
+    """One line for each thing that keeps the engine from running on this machine; nothing is imported for it."""
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"
@@ -36,12 +47,3 @@ def engine_kind_problems(engine: Engine, shape: ModelShape) -> Iterator[str]:
         )
     if not has_gpu():
         yield f"{prefix}: this machine has no GPU; {_ELSE}"
-    if shape.family not in TENSORRT_LLM_FAMILIES:
-        yield (
-            f"{prefix}: it does not run models of the {shape.family} kind, it does: {', '.join(TENSORRT_LLM_FAMILIES)}"
-            f" (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE); {_ELSE}"
-        )
-    if engine.precision == "fp32":
-        yield f"engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16; {_ELSE}"
-    if engine.update != "in_place":
-        yield f"engine.update={engine.update}: TensorRT-LLM overwrites its weights; allowed: in_place"

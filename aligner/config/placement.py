@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 
+from aligner.config.devices import uses_gpus
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.reward_sources import describe_sources, has_reward_model, reward_sources
@@ -69,11 +69,6 @@ def threads_per_rank(config: Config) -> int:
     return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def has_gpu() -> bool:
-    """Whether this machine has a GPU to use: asking the driver's files costs nothing, asking torch costs its import."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/proc/driver/nvidia/gpus").glob("*"))
-
-
 def placements(config: Config) -> tuple[Placement, ...]:
     """Every role of the run."""
     engine = config.engine
@@ -88,7 +83,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "reward_model": "reward model",
     }
     sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
-    device, threads = "cuda" if has_gpu() else "cpu", threads_per_rank(config)
+    device, threads = "cuda" if uses_gpus(config) else "cpu", threads_per_rank(config)
     trainer = Placement(
         "trainer",
         config.actor.parallel.ranks,

@@ -19,7 +19,7 @@ import aligner
 from aligner.config.checks import check
 from aligner.config.compose import compose_config
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import Coming, critic_shape, read_shape
+from aligner.config.model_source import NOTHING, Coming, critic_shape, read_shape
 from aligner.config.paths import PREFERENCES, RESPONSES, cache_directory
 from aligner.config.references import Reference, map_paths, parse_reference
 from aligner.config.schema import Config
@@ -79,22 +79,29 @@ class RunPlan:
         """Those that are still to be run."""
         return tuple(first for first in self.prerequisites if not first.is_complete)
 
-    def check(self) -> ModelShape:
+    def results(self) -> Coming:
+        """The directories of results that are still to be made, with the shapes of those that are models."""
+        coming: dict[str, ModelShape | None] = {}
+        for first in self.missing:
+            coming[str(first.result)] = _result_shape(first.config, coming)
+        return coming
+
+    def check(self, described: Coming = NOTHING) -> ModelShape:
         """Check all that is to run as far as that can be done before it does; returns the shape of the run's policy.
 
-        Raises ConfigError as `aligner.config.checks.check` does.
+        `described` are model directories that need not be there. Raises ConfigError as `aligner.config.checks.check` does.
         """
-        return check(self.config, self.coming())
+        return check(self.config, self.coming(described))
 
-    def coming(self) -> Coming:
-        """What the missing prerequisites will have made. Raises ConfigError as `check` does, of theirs."""
-        coming: Coming = {}
+    def coming(self, described: Coming = NOTHING) -> Coming:
+        """The `described` directories and the results that are still to be made, after the checks of what makes them."""
+        coming = dict(described)
         for first in self.missing:
             try:
                 if first.config.run.stop_after is not None:
                     raise ConfigError(f"run.stop_after={first.config.run.stop_after}: what others need runs to its end")
                 check(first.config, coming, is_starting=False)
-                coming = {**coming, str(first.result): _result_shape(first.config, coming)}
+                coming[str(first.result)] = _result_shape(first.config, coming)
             except ConfigError as error:
                 raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
         return coming

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.engines import engine_kind_problems
+from aligner.config.engines import engine_kind_problems, engine_machine_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine
 from aligner.engines.protocol import GenerationEngine, SpanListener
@@ -37,7 +37,7 @@ def build_engine(
     The embedded engine tells `listener` of every pass that runs prompts, as "prefill".
     Raises ConfigError when the engine can not run this model, here.
     """
-    if problems := list(engine_kind_problems(settings, shape)):
+    if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
         raise ConfigError("\n".join(problems))
     if settings.kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine

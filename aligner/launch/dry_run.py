@@ -12,7 +12,7 @@ from rich.console import Console
 
 from aligner.config.dry_run.plan import DryRun, changes_table, plan_dry_run
 from aligner.config.paths import run_paths
-from aligner.config.placement import has_generator, placements
+from aligner.config.placement import describe_model, has_generator, placement_table, placements
 from aligner.config.prerequisites import RunPlan
 from aligner.config.schema import Config
 from aligner.launch.local import launch
@@ -32,6 +32,15 @@ def launch_dry_run(plan: RunPlan) -> int:
         config = dry_run.plan.config
         print(exercised(config, read_metrics(run_paths(config).metrics)), flush=True)
     return code
+
+
+def validate_dry_run(plan: RunPlan) -> None:
+    """Check the configuration as it was given, and say what its dry run would be; start nothing."""
+    dry_run, console = plan_here(plan), Console()
+    shape = dry_run.plan.check()
+    show(dry_run, console)
+    console.print(placement_table(dry_run.plan.config))
+    print(describe_model(dry_run.plan.config, shape))
 
 
 def plan_here(plan: RunPlan) -> DryRun:

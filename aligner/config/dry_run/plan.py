@@ -16,7 +16,7 @@ from aligner.config.dry_run.layouts import with_fitting_layouts
 from aligner.config.dry_run.shapes import Models, with_positions, with_tiny_models
 from aligner.config.keys import schema_keys, value_at, with_values
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import Coming, directory_shape
+from aligner.config.model_source import Coming, described_models, directory_shape
 from aligner.config.prerequisites import RunPlan
 from aligner.config.reward_sources import RemoteSource, model_sources, reward_sources
 from aligner.config.schema import Config
@@ -50,7 +50,7 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
     `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
     """
-    coming = plan.coming()
+    coming = plan.coming(described_models(plan.config))
     given, notes = with_present_data(plan.config, coming)
     models = Models(check(given, coming, is_starting=False), _reward_shapes(given, coming))
     unreachable = [url for url in _urls(given) if not is_reachable(url)]

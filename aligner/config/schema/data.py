@@ -20,7 +20,11 @@ class Model:
     )
     path: str | None = option(None, "model directory (source=directory)")
     package: str | None = option(None, "importable package that ships the GGUF file (source=gguf)")
-    config: dict[str, Any] = option({}, "Hugging Face config.json as YAML (source=random)")
+    config: dict[str, Any] = option(
+        {},
+        "Hugging Face config.json as YAML (source=random); with source=directory what `aligner validate` goes by while there"
+        " is no such directory",
+    )
     initializer_std: float = option(0.02, "standard deviation of the random weights (source=random)", minimum=0)
 
 

@@ -1,0 +1,198 @@
+"""How much memory each role needs on one device, phase by phase, from the configuration and the model's shape alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aligner.config.algorithms import rows_together
+from aligner.config.devices import device_of, uses_gpus
+from aligner.config.memory.activations import Load, Stage
+from aligner.config.memory.engine import engine_memory
+from aligner.config.memory.states import States, frozen_states, trained_states
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import NOTHING, Coming, critic_shape, directory_shape
+from aligner.config.placement import has_generator, server_ranks
+from aligner.config.reward_sources import model_sources, reward_sources
+from aligner.config.schema import Config, MegatronModel, Parallel
+from aligner.config.weights import Head
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a role holds on a device while it does one of the things that it does in turn, in bytes."""
+
+    name: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+    engine: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.engine
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """A role's fullest device."""
+
+    role: str
+    ranks: int
+    phases: tuple[Phase, ...]
+    stages: int = 1
+    stage: int = 0
+    """Its pipeline stage."""
+    host: int = 0
+    """Bytes in host memory that one rank keeps: copies of weights, offloaded optimizer state."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) -> tuple[RoleMemory, ...]:
+    """Every role that has a model; the configuration must be one that `check` accepts."""
+    roles = [_fullest(config.actor, [_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
+    if has_generator(config):
+        roles.append(_generator(config, shape))
+    rewards = _reward_shapes(config, coming)
+    if config.algorithm.has_critic:
+        stages = range(config.critic.parallel.pipeline)
+        roles.append(_fullest(config.critic, [_critic(config, shape, rewards, stage) for stage in stages]))
+    if rewards and not config.critic.with_reward:
+        servers = [group for group in server_ranks(config) if group.startswith("reward")]
+        fullest = _fullest(config.reward, [_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
+        roles += [replace(fullest, role=server) for server in servers]
+    return tuple(roles)
+
+
+def _fullest(settings: MegatronModel, stages: Sequence[RoleMemory]) -> RoleMemory:
+    found = max(stages, key=lambda role: role.peak.total)
+    return replace(found, ranks=settings.parallel.ranks, stages=len(stages), stage=stages.index(found))
+
+
+def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
+    actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
+    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
+    device = device_of(config, actor.precision)
+    part = Stage(shape, head, actor, stage, _policy_load(config), device)
+    states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
+    phases, host = [], states.on_host
+    if trainer != "preferences":
+        phases.append(_held("training", states, part.training().total))
+    if trainer in ("online", "dpo") and not actor.lora.rank:
+        # The initial weights come from host memory to the device, where the policy's stay.
+        asking = replace(part, load=_step_load(config, actor)).scoring()
+        phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
+        host += states.weights
+    if config.algorithm.generates and not has_generator(config):
+        phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
+    if has_generator(config):
+        host += _snapshots(config, states)
+    return RoleMemory("trainer", 0, tuple(phases) or (_held("publishing", states, 0),), host=host)
+
+
+def _policy_head(config: Config) -> Head:
+    return "scalar" if config.algorithm.trainer == "reward_model" else "vocabulary"
+
+
+def _with_engine(config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]) -> Iterator[Phase]:
+    """The trainer's phases with an engine on its devices, which sleeps in all but its own if it ever does."""
+    engine = engine_memory(config, shape, stage=stage, beside=alone.total)
+    asleep = config.engine.sleep and uses_gpus(config)
+    for phase in phases:
+        yield phase if asleep else replace(phase, engine=engine.weights, cache=engine.cache)
+    cache = 0 if asleep else engine.cache  # one that wakes to take new weights has no room for keys and values yet
+    yield replace(alone, name="publishing", engine=engine.weights + engine.transfer, cache=cache)
+    yield replace(alone, engine=engine.weights, cache=engine.cache, activations=engine.work)
+
+
+def _held(name: str, states: States, activations: int) -> Phase:
+    return Phase(name, states.weights, states.gradients, states.optimizer, activations)
+
+
+def _snapshots(config: Config, states: States) -> int:
+    """Copies of weights on their way to the generator: of every version that is wanted at once."""
+    actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
+    return states.weights * engine // actor * (2 if config.rollout.max_staleness else 1)
+
+
+def _generator(config: Config, shape: ModelShape) -> RoleMemory:
+    engine = engine_memory(config, shape)
+    phases = (
+        Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
+        Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
+    )
+    return RoleMemory("generator", config.engine.parallel.ranks, phases)
+
+
+def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
+    critic, shape = config.critic, critic_shape(config, policy)
+    device = device_of(config, critic.precision)
+    states = trained_states(shape, "scalar", critic, stage, device)
+    training = Stage(shape, "scalar", critic, stage, _update_load(config, critic), device).training()
+    phases, host = [_held("training", states, training.total)], states.on_host
+    if critic.with_reward and rewards:
+        scoring = _scoring(config, rewards, critic.parallel, stage)
+        # Critic and reward models take turns: of the critic the optimizer's state stays.
+        phases.append(replace(scoring, optimizer=states.optimizer))
+        host += max(scoring.weights, states.weights)
+    return RoleMemory("critic", 0, tuple(phases), host=host)
+
+
+def _reward(config: Config, shapes: Sequence[ModelShape], stage: int) -> RoleMemory:
+    return RoleMemory("reward", 0, (_scoring(config, shapes, config.reward.parallel, stage),))
+
+
+def _scoring(config: Config, shapes: Sequence[ModelShape], layout: Parallel, stage: int) -> Phase:
+    """Frozen models with one number a token, all there at once and asked in turn."""
+    device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
+    load = _step_load(config, settings)
+    weights = sum(frozen_states(shape, "scalar", layout, stage, device).weights for shape in shapes)
+    activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
+    return Phase("scoring", weights, activations=activations)
+
+
+def _reward_shapes(config: Config, coming: Coming) -> list[ModelShape]:
+    if not config.algorithm.generates:
+        return []
+    sources = model_sources(reward_sources(config.reward))
+    return [directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources]
+
+
+def _longest(config: Config) -> int:
+    responses = config.rollout if config.algorithm.generates else config.data
+    return config.data.max_prompt_tokens + responses.max_response_tokens
+
+
+def _load(settings: MegatronModel, rows: int, longest: int) -> Load:
+    """`rows` of the longest sequence, shared by the data ranks."""
+    return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
+
+
+def _policy_load(config: Config) -> Load:
+    """Of an update of what the trainer trains."""
+    if config.algorithm.generates:
+        return _update_load(config, config.actor)
+    return _load(config.actor, config.data.batch_size * rows_together(config), _longest(config))
+
+
+def _update_load(config: Config, settings: MegatronModel) -> Load:
+    """Of a minibatch of a step's samples."""
+    rollout, algorithm = config.rollout, config.algorithm
+    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
+    return _load(settings, rollout.prompts_per_step * kept // algorithm.minibatches, _longest(config))
+
+
+def _step_load(config: Config, settings: MegatronModel) -> Load:
+    """Of all rows of a step."""
+    if not config.algorithm.generates:
+        return _load(settings, config.data.batch_size * rows_together(config), _longest(config))
+    return _load(settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt, _longest(config))

@@ -1,0 +1,132 @@
+"""What the worker ranks run to measure how much memory a model takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.families import read_config
+from aligner.config.model_shape import ModelShape
+from aligner.config.schema import Actor, Critic, Lora, Optimizer, Parallel
+from aligner.config.weights import Head
+from aligner.megatron import world as worlds
+from aligner.megatron.packing import PackedBatch
+from aligner.megatron.runner import ModelRunner
+
+
+def model(entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any]) -> ModelRunner:
+    """A model with small random weights at a layout, ready to be trained."""
+    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    runner = ModelRunner(read_config(entries, "test"), world, head, section(head, layout, settings))
+    for _, parameter in runner.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    runner.start_training()
+    return runner
+
+
+def section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> Actor | Critic:
+    """The role's section of the configuration."""
+    chosen = dict(settings)
+    chosen["optimizer"] = Optimizer(**chosen.get("optimizer", {}))
+    if "lora" in chosen:
+        chosen["lora"] = Lora(**chosen["lora"])
+    return (Actor if head == "vocabulary" else Critic)(parallel=Parallel(**layout), **chosen)
+
+
+class SavedTensors:
+    """How many bytes autograd keeps, and the most that it has kept; a storage counts once, the model's own do not."""
+
+    def __init__(self, model: ModelRunner) -> None:
+        self._own = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
+        self._held: Counter[int] = Counter()
+        self.bytes = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> _Held:
+        return _Held(self, tensor)
+
+    def add(self, tensor: Tensor, sign: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._own:
+            return
+        self._held[address] += sign
+        if self._held[address] == (1 if sign > 0 else 0):
+            self.bytes += sign * storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+
+class _Held:
+    """A saved tensor, until autograd lets go of it."""
+
+    def __init__(self, counts: SavedTensors, tensor: Tensor) -> None:
+        self.counts, self.tensor = counts, tensor
+        counts.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self.counts.add(self.tensor, -1)
+
+
+def measure(
+    entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any], rows: int, length: int
+) -> dict[str, int]:
+    """Bytes on this rank of weights, gradients and Adam's state, and at the peak of saved tensors, of two equal updates."""
+    runner = model(entries, layout, head, settings)
+    shape: ModelShape = runner.shape
+    tokens = torch.randint(2, shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    lengths = torch.full((rows,), length)
+
+    def loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if head == "scalar":
+            value = batch.unpack_tokens(output[0, :, 0].float()).sum()
+        else:
+            scores, entropy = runner.chunks[-1].output_layer.logprobs(
+                output[0], batch.target_index, batch.targets, temperature=1.0, chunk_tokens=CHUNK, with_entropy=True
+            )
+            value = (batch.unpack_targets(scores) + batch.unpack_targets(entropy)).sum()
+        return value, {"value": value.detach()}
+
+    for _ in range(2):  # Adam's state is made by the first
+        saved = SavedTensors(runner)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+            stats = runner.update(runner.share(tokens, lengths), loss)
+    assert stats["skipped"] == 0.0 and saved.bytes == 0
+    measured = {
+        "weights": _bytes(parameter for _, parameter in runner.parameters()),
+        "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
+        "optimizer": _bytes(_optimizer_state(runner)),
+        "saved": saved.peak,
+        "stage": runner.world.place.pipeline,
+    }
+    worlds.shutdown()
+    return measured
+
+
+CHUNK = 16
+"""Tokens whose logits exist at a time."""
+
+
+def _bytes(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
+    """Moments, and main weights that are not the model's own."""
+    own = {parameter.untyped_storage().data_ptr() for _, parameter in runner.parameters()}
+    for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        for group in part.optimizer.param_groups:
+            yield from (main for main in group["params"] if main.untyped_storage().data_ptr() not in own)
+        for state in part.optimizer.state.values():
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
+
+
+def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> Actor | Critic:
+    """The same section, with the chunk of logits that is measured."""
+    chosen = section(head, layout, settings)
+    return dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK) if isinstance(chosen, Actor) else chosen

@@ -1,0 +1,104 @@
+"""The arithmetic of memory against models that are built and trained for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from aligner.config.devices import Device
+from aligner.config.families import read_config
+from aligner.config.memory.activations import Load, Stage
+from aligner.config.memory.states import trained_states
+from aligner.config.schema import Parallel
+from tests.megatron import memory_jobs
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 320,
+    "vocab_size": 192,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+}
+LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
+TIED = LLAMA | {"tie_word_embeddings": True}
+QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": 8}
+NEOX = SIZES | {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 4,
+    "n_embd": 128,
+    "n_head": 8,
+    "vocab_size": 192,
+    "n_positions": 128,
+    "activation_function": "gelu_new",
+}
+MIXTRAL = SIZES | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+
+ROWS, LENGTH, MICRO_BATCH = 12, 32, 96
+SP = {"tensor": 2, "sequence": True}
+DISTRIBUTED = {"optimizer": {"distributed": True}}
+BOUND = 0.02
+"""Relative error of the tensors that autograd saves: a few indices and statistics a token are not counted."""
+EXPERTS_BOUND = 0.06
+"""The same where a router chooses experts, which are taken to be used evenly."""
+
+CASES = {
+    "llama": (LLAMA, {}, "vocabulary", {}),
+    "llama-selective": (LLAMA, {}, "vocabulary", {"recompute": "selective"}),
+    "llama-full": (LLAMA, {}, "vocabulary", {"recompute": "full"}),
+    "llama-bf16": (LLAMA, {}, "vocabulary", {"precision": "bf16"}),
+    "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 4}}),
+    "llama-frozen": (LLAMA, {}, "vocabulary", {"frozen": ["model.embed_tokens.*"]}),
+    "critic": (LLAMA, {}, "scalar", {}),
+    "tied": (TIED, {}, "vocabulary", {}),
+    "qwen3": (QWEN3, {}, "vocabulary", {}),
+    "mistral": (MISTRAL, {}, "vocabulary", {}),
+    "neox": (NEOX, {}, "vocabulary", {}),
+    "gpt2": (GPT2, {}, "vocabulary", {}),
+    "mixtral": (MIXTRAL, {}, "vocabulary", {}),
+    "tp2": (LLAMA, {"tensor": 2}, "vocabulary", {}),
+    "tp2-sp": (LLAMA, SP, "vocabulary", {}),
+    "tp2-sp-selective": (LLAMA, SP, "vocabulary", {"recompute": "selective"}),
+    "tp2-sp-full": (LLAMA, SP, "vocabulary", {"recompute": "full"}),
+    "tp2-sp-critic": (LLAMA, SP, "scalar", {}),
+    "pp2": (LLAMA, {"pipeline": 2}, "vocabulary", {}),
+    "pp2-full": (LLAMA, {"pipeline": 2}, "vocabulary", {"recompute": "full"}),
+    "pp2-tied-last1": (TIED, {"pipeline": 2, "last_stage_layers": 1}, "vocabulary", {}),
+    "pp2-vpp2": (LLAMA, {"pipeline": 2, "virtual_pipeline": 2}, "vocabulary", {}),
+    "cp2": (LLAMA, {"context": 2}, "vocabulary", {}),
+    "dp2-distributed": (LLAMA, {"data": 2}, "vocabulary", DISTRIBUTED),
+    "dp2-distributed-bf16": (LLAMA, {"data": 2}, "vocabulary", DISTRIBUTED | {"precision": "bf16"}),
+    "tp2-pp2": (LLAMA, SP | {"pipeline": 2}, "vocabulary", {}),
+    "ep2": (MIXTRAL, {"data": 2, "expert": 2}, "vocabulary", DISTRIBUTED),
+    "tp2-etp1": (MIXTRAL, SP | {"expert": 2, "expert_tensor": 1}, "vocabulary", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_models_memory_is_what_was_computed(pool, name):
+    entries, layout, head, settings = CASES[name]
+    settings = {"micro_batch_tokens": MICRO_BATCH} | settings
+    shape, parallel = read_config(entries, "test"), Parallel(**layout)
+    role = memory_jobs.expected_section(head, layout, settings)
+    device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
+    load = Load(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
+    ranks = pool.run(memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH)
+    for measured in ranks:
+        stage = measured["stage"]
+        states = trained_states(shape, head, role, stage, device)
+        activations = Stage(shape, head, role, stage, load, device).training()
+        assert (measured["weights"], measured["gradients"]) == (states.weights, states.gradients)
+        bound = EXPERTS_BOUND if shape.num_experts else BOUND
+        print(f"{name} stage {stage}: saved {measured['saved']}, computed {activations.saved}")
+        assert activations.saved == pytest.approx(measured["saved"], rel=bound)
+        if not role.optimizer.distributed:
+            assert measured["optimizer"] == states.optimizer
+    if role.optimizer.distributed:  # each rank has its share of the whole, cut where the gradient buffer is
+        replicas = parallel.data * parallel.context
+        whole = replicas * trained_states(shape, head, role, 0, device).optimizer
+        assert math.isclose(sum(rank["optimizer"] for rank in ranks), whole, rel_tol=1e-3)
