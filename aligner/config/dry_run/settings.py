@@ -16,7 +16,7 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.paths import run_paths
 from aligner.config.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
-from aligner.config.schema import TLS, Config, Ports
+from aligner.config.schema import TLS, Config, Ports, Run
 from aligner.config.weights import Head, TensorSpec, weight_table
 
 Values = dict[str, Any]
@@ -48,7 +48,7 @@ def place(config: Config) -> Values:
         "run.dir": f"{run.dir}-dry-run",
         "run.steps": config.dry_run.steps,
         "run.stop_after": None,
-        "run.resume": False,
+        "run.resume": Run.resume,
         "run.inputs": {},
         "cluster.kind": "local",
         "cluster.device_memory_gib": None,
