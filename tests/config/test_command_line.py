@@ -113,12 +113,39 @@ def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> Non
         tmp_path, "validate", "experiment=tiny_ppo", "actor.parallel.tensor=2", "critic.parallel.pipeline=2"
     )
     assert done.returncode == 0, done.stderr
-    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
+    placed, _, memory = done.stdout.partition("memory of a device, MiB")
+    rows = {line.split("│")[1].strip(): line for line in placed.splitlines() if line.startswith("│")}
     assert "TP2 PP1 DP1, engine TP1 DP2" in rows["trainer"] and "TP1 PP2 DP1" in rows["critic"]
     assert "digit_fraction" in rows["reward"]
+    assert [line.split()[:2] for line in memory.splitlines() if "training" in line] == [
+        ["trainer", "training"],
+        ["critic", "1/2"],
+    ]
     assert "4 layers, hidden 64, 4 heads, 2 key-value heads, vocabulary 64, 0.2 M parameters" in done.stdout
     assert not list(tmp_path.iterdir())
     assert seconds < 5
+
+
+def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_does_not_start_it(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "validate", "experiment=llama3_405b_ppo")
+    assert done.returncode == 0, done.stderr
+    assert "note: models/llama3_405b is not there yet" in done.stderr
+    assert "models/llama3_70b_reward is not there yet" in done.stderr
+    table = [line.split() for line in done.stdout.partition("memory of a device, GiB of 140")[2].splitlines()]
+    # Of the 405.9 billion weights an eighth of the last of nine stages, its 14 layers and the head, at 2 bytes each.
+    assert ["trainer", "8/9", "training", "10.9"] in [cells[:4] for cells in table]
+    assert ["reward", "scoring", "16.2"] in [cells[:3] for cells in table]
+    error = refused(tmp_path, "experiment=llama3_8b_grpo", "cluster=local", "engine=embedded", seconds=20)
+    assert "model.path=models/llama3_8b: no such model directory" in error
+
+
+def test_validate_refuses_what_does_not_fit_and_names_what_would(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "validate", "experiment=llama3_70b_ppo", "reward.parallel.tensor=1")
+    assert done.returncode == 2
+    assert (
+        "cluster.device_memory_gib=80: reward needs 134.0 GiB a device in scoring: weights 129.5, activations" in done.stderr
+    )
+    assert "it fits with reward.parallel.tensor=2, 6" in done.stderr
 
 
 @SMOLLM2

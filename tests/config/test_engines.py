@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config import engines, placement
+from aligner.config import devices, engines
 from aligner.config.checks import check
 from aligner.config.compose import compose_config
-from aligner.config.engines import engine_kind_problems
+from aligner.config.devices import device_of, uses_gpus
+from aligner.config.engines import engine_kind_problems, engine_machine_problems
 from aligner.config.schema import Engine
 from aligner.errors import ConfigError
 from tests.config.test_layouts import DENSE, EXPERTS
@@ -27,17 +28,29 @@ def gpu_image(monkeypatch):
 
 def problems(**changes):
     shape = changes.pop("shape", DENSE)
-    return list(engine_kind_problems(dataclasses.replace(TENSORRT_LLM, **changes), shape))
+    engine = dataclasses.replace(TENSORRT_LLM, **changes)
+    return [*engine_machine_problems(engine), *engine_kind_problems(engine, shape)]
 
 
 def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(placement, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check(compose_config(["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]))
     packages, gpu = str(caught.value).splitlines()
     assert packages.startswith("engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM")
     assert gpu == "engine.kind=tensorrt_llm: this machine has no GPU; use engine=embedded"
+
+
+def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
+    slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
+    check(compose_config([*slurm, "engine=tensorrt_llm"]))
+    config = compose_config(slurm)
+    assert uses_gpus(config) and device_of(config, "auto").itemsize == 2
+    assert device_of(config, "fp32").itemsize == 4
+    assert not uses_gpus(compose_config([*slurm, "cluster.slurm.gpus=none"]))
+    assert not uses_gpus(compose_config(["experiment=tiny_ppo"]))
 
 
 @pytest.mark.usefixtures("gpu_image")

@@ -46,6 +46,8 @@ BOUND = 0.02
 """Relative error of the tensors that autograd saves: a few indices and statistics a token are not counted."""
 EXPERTS_BOUND = 0.06
 """The same where a router chooses experts, which are taken to be used evenly."""
+FROZEN_BOUND = 0.12
+"""By how much less is kept under frozen weights, which is not counted: it depends on which these are."""
 
 CASES = {
     "llama": (LLAMA, {}, "vocabulary", {}),
@@ -94,8 +96,9 @@ def test_a_models_memory_is_what_was_computed(pool, name):
         activations = Stage(shape, head, role, stage, load, device).training()
         assert (measured["weights"], measured["gradients"]) == (states.weights, states.gradients)
         bound = EXPERTS_BOUND if shape.num_experts else BOUND
+        above = FROZEN_BOUND if settings.keys() & {"lora", "frozen"} else bound
         print(f"{name} stage {stage}: saved {measured['saved']}, computed {activations.saved}")
-        assert activations.saved == pytest.approx(measured["saved"], rel=bound)
+        assert (1 - bound) * measured["saved"] < activations.saved < (1 + above) * measured["saved"]
         if not role.optimizer.distributed:
             assert measured["optimizer"] == states.optimizer
     if role.optimizer.distributed:  # each rank has its share of the whole, cut where the gradient buffer is

@@ -56,13 +56,15 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
 def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
     """Keys and values: as many as are used, or as TensorRT-LLM takes in advance, beside so many bytes held."""
     engine, memory = config.engine, config.cluster.device_memory_gib
-    if engine.kind == "tensorrt_llm" and engine.kv_cache_mib is None and memory is not None:
-        return int(max(0, memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction)
-    if engine.kind == "tensorrt_llm" and engine.kv_cache_mib is not None:
-        return engine.kv_cache_mib << 20
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens - 1
-    used = _rows(config) * longest * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
-    return used if engine.kv_cache_mib is None else min(used, engine.kv_cache_mib << 20)
+    row = longest * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
+    limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
+    if engine.kind == "tensorrt_llm" and limit is not None:
+        return limit
+    if engine.kind == "tensorrt_llm" and memory is not None:
+        return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
+    used = _rows(config) * row
+    return used if limit is None else min(used, limit)
 
 
 def _rows(config: Config) -> int:

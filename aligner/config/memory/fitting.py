@@ -46,7 +46,7 @@ def _advice(config: Config, shape: ModelShape, coming: Coming, role: RoleMemory)
         (found,) = (other for other in memory_needs(changed, shape, coming) if other.role == role.role)
         if found.peak.total <= limit * GIB:
             return f"it fits with {_written(changes)}, {found.peak.total / GIB:.1f} GiB"
-    return "no layout within a node's devices fits that is known here; more devices, or a smaller model (docs/memory.md)"
+    return "no layout within a node would fit; give devices with more memory, or a smaller model"
 
 
 def changed_config(config: Config, changes: Changes) -> Config:

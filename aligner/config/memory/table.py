@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.table import Table
 
 from aligner.config.memory.roles import Phase, RoleMemory
@@ -16,24 +17,24 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     limit = config.cluster.device_memory_gib
     unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
     of = "" if limit is None else f" of {limit:g}"
-    table = Table(title=f"memory of a device, {'GiB' if unit == GIB else 'MiB'}{of}", title_justify="left")
-    for column in ("role", "phase", *COLUMNS, "host"):
-        table.add_column(column, justify="left" if column in ("role", "phase") else "right")
+    title = f"memory of a device, {'GiB' if unit == GIB else 'MiB'}{of}"
+    # Narrow, for it has many columns: without lines between them, and headings that fold before numbers do.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for column in ("role", "stage", "phase"):
+        table.add_column(column, no_wrap=True)
+    for column in (*COLUMNS, "host"):
+        table.add_column(column, justify="right", min_width=5, overflow="fold")
 
     def cell(size: int) -> str:
         return f"{size / unit:.1f}" if size else "-"
 
     for role in needs:
+        first = (role.role, f"{role.stage}/{role.stages}" if role.stages > 1 else "", cell(role.host))
         for phase in role.phases:
-            is_first = phase is role.phases[0]
-            name, host = (_named(role), cell(role.host)) if is_first else ("", "")
+            name, stage, host = first if phase is role.phases[0] else ("", "", "")
             style = "bold" if phase is role.peak else None
-            table.add_row(name, phase.name, *(cell(getattr(phase, column)) for column in COLUMNS), host, style=style)
+            table.add_row(name, stage, phase.name, *(cell(getattr(phase, column)) for column in COLUMNS), host, style=style)
     return table
-
-
-def _named(role: RoleMemory) -> str:
-    return role.role if role.stages == 1 else f"{role.role}, stage {role.stage}"
 
 
 def describe_phase(phase: Phase) -> str:
