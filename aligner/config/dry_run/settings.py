@@ -41,8 +41,7 @@ def text_limit(config: Config) -> int:
 
 def place(config: Config) -> Values:
     """This machine's CPU, a directory beside the run's own, and patience."""
-    run = config.run
-    server, cluster = config.server, config.cluster
+    run, cluster = config.run, config.cluster
     values: Values = {
         "run.name": f"{run.name}-dry-run",
         "run.dir": f"{run.dir}-dry-run",
@@ -55,22 +54,29 @@ def place(config: Config) -> Values:
         "cluster.threads_per_rank": 1,
         "cluster.collective_timeout_s": max(cluster.collective_timeout_s, _PATIENCE_S),
         "cluster.stop_timeout_s": max(cluster.stop_timeout_s, 30.0),
+        "server.start_timeout_s": max(config.server.start_timeout_s, _PATIENCE_S),  # prepare's as well
+        "checkpoint.every": min(config.checkpoint.every, 1),
+    }
+    values |= {f"{section.partition('.')[0]}.precision": "fp32" for section in layout_sections(config)}
+    values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
+    return values | (_services(config) if config.algorithm.generates else {})
+
+
+def _services(config: Config) -> Values:
+    """The engine and the servers, as this machine has them."""
+    server, engine = config.server, config.engine
+    return {
+        "engine.kind": "embedded",
+        "engine.precision": "fp32",
+        "engine.verify_every": 1,
+        "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
         "server.interface": "127.0.0.1",
         "server.tls": TLS(),
-        "server.start_timeout_s": max(server.start_timeout_s, _PATIENCE_S),
         "server.request_timeout_s": max(server.request_timeout_s, _PATIENCE_S),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
-        "engine.update_timeout_s": max(config.engine.update_timeout_s, _PATIENCE_S),
-        "engine.kind": "embedded",
-        "engine.verify_every": 1,
-        "checkpoint.every": min(config.checkpoint.every, 1),
+        **{f"{role}.ports": Ports() for role in ("engine", "critic", "reward")},
     }
-    values |= {f"{role}.ports": Ports() for role in ("engine", "critic", "reward")}
-    computing = {section.partition(".")[0] for section in layout_sections(config)} | {"engine"}
-    values |= {f"{role}.precision": "fp32" for role in computing}
-    values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
-    return values
 
 
 def lengths(config: Config) -> Values:
