@@ -214,6 +214,8 @@ def _config(parsed: argparse.Namespace) -> Config:
 
     if parsed.config is None:
         plan = _run_plan(parsed)
+        if plan.config.dry_run.scale != "none":
+            raise ConfigError(f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner validate` alone")
         if missing := ", ".join(first.name for first in plan.missing):
             raise ConfigError(
                 f"{missing}: an experiment whose result is needed has not run yet; `aligner launch` runs it first"
@@ -226,6 +228,12 @@ def _config(parsed: argparse.Namespace) -> Config:
 
 def _launch(parsed: argparse.Namespace) -> int:
     plan = _run_plan(parsed)
+    if plan.config.dry_run.scale != "none":
+        if parsed.dry_run:
+            raise ConfigError("--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of both")
+        from aligner.launch.dry_run import launch_dry_run
+
+        return launch_dry_run(plan)
     if plan.config.cluster.kind == "slurm":
         return _submit(plan, is_dry=parsed.dry_run)
     if parsed.dry_run:
@@ -253,6 +261,11 @@ def _supervise(parsed: argparse.Namespace) -> int:
 
 def _validate(parsed: argparse.Namespace) -> None:
     plan = _run_plan(parsed)
+    if plan.config.dry_run.scale != "none":
+        from aligner.launch.dry_run import validate_dry_run
+
+        validate_dry_run(plan)
+        return
     from rich.console import Console
 
     from aligner.config.memory import memory_needs, memory_table

@@ -20,7 +20,7 @@ from aligner.config.layouts import engine_problems, layout_problems, tensor_size
 from aligner.config.lora import lora_problems
 from aligner.config.memory import memory_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import NOTHING, Coming, critic_shape, read_shape
+from aligner.config.model_source import NOTHING, Coming, critic_shape, random_reward_models, read_shape
 from aligner.config.offline import offline_problems
 from aligner.config.ports import port_problems
 from aligner.config.resume import resume_problems
@@ -59,6 +59,7 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     """
     # Bounds come first: the checks after them divide by these numbers.
     _raise_all(_bounds(config))
+    coming = {**coming, **random_reward_models(config)}
     shape, problems = None, []
     try:
         shape = read_shape(config, coming)

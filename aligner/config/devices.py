@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from aligner.config.schema import Config
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU: asking the driver's files costs nothing, asking torch costs its import."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    """Whether this machine has a GPU to use: asking the driver's files costs nothing, asking torch costs its import."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def uses_gpus(config: Config) -> bool:

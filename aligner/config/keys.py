@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -81,3 +81,19 @@ def value_at(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some dotted keys, entries of mappings among them."""
+    for name, value in values.items():
+        config = _replaced(config, name.split("."), value)
+    return config
+
+
+def _replaced(section: Any, parts: Sequence[str], value: Any) -> Any:
+    if not parts:
+        return value
+    part, rest = parts[0], parts[1:]
+    if isinstance(section, dict):
+        return section | {part: _replaced(section.get(part), rest, value)}
+    return dataclasses.replace(section, **{part: _replaced(getattr(section, part), rest, value)})

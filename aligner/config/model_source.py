@@ -12,7 +12,7 @@ from typing import Any
 from aligner.config.families import read_config
 from aligner.config.gguf_header import gguf_shape
 from aligner.config.model_shape import ModelShape
-from aligner.config.paths import gguf_file
+from aligner.config.paths import gguf_file, run_paths
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
@@ -40,6 +40,15 @@ def directory_shape(directory: Path, key: str, coming: Coming = NOTHING) -> Mode
     except ValueError as error:
         raise ConfigError(f"{key}={directory}: its config.json is not valid JSON ({error})") from error
     return read_config(content, f"{key}={directory}")
+
+
+def random_reward_models(config: Config) -> Coming:
+    """The reward models that a dry run makes before its roles start."""
+    models = config.dry_run.models
+    return {
+        str(run_paths(config).random_model(name)): read_config(entries, f"dry_run.models.{name}")
+        for name, entries in models.items()
+    }
 
 
 def read_shape(config: Config, coming: Coming = NOTHING) -> ModelShape:

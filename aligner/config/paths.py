@@ -122,6 +122,10 @@ class RunPaths:
         """A randomly initialised model (model.source=random)."""
         return self.root / "initial_model"
 
+    def random_model(self, name: str) -> Path:
+        """A randomly initialised reward model of a dry run (dry_run.models)."""
+        return self.root / "random_models" / name
+
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of one process."""
         return self.root / "logs" / f"{role}-{rank}.log"

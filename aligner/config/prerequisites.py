@@ -28,7 +28,7 @@ from aligner.errors import ConfigError
 _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
 """What the files of preferences hold. A model's directory is named as a whole."""
-_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging")
+_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
 """Sections that a result does not depend on, but for how many steps `run` has."""
 
 
@@ -91,6 +91,10 @@ class RunPlan:
 
         `described` are model directories that need not be there. Raises ConfigError as `aligner.config.checks.check` does.
         """
+        return check(self.config, self.coming(described))
+
+    def coming(self, described: Coming = NOTHING) -> Coming:
+        """The `described` directories and the results that are still to be made, after the checks of what makes them."""
         coming = dict(described)
         for first in self.missing:
             try:
@@ -100,7 +104,7 @@ class RunPlan:
                 coming[str(first.result)] = _result_shape(first.config, coming)
             except ConfigError as error:
                 raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
-        return check(self.config, coming)
+        return coming
 
 
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:

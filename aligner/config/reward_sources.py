@@ -100,6 +100,13 @@ def describe_sources(sources: tuple[Source, ...]) -> str:
     )
 
 
+def source_entry(source: Source) -> dict[str, Any]:
+    """A source as an entry of `reward.sources`."""
+    (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
+    values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    return {"kind": kind} | {name: value for name, value in values.items() if name not in ("name", "key")}
+
+
 def reward_problems(config: Config, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing that is wrong with the reward's sources and where they run."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from aligner.config.model_shape import ModelShape
 from aligner.errors import ConfigError
@@ -41,4 +41,15 @@ def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(special.values()))
+    return tokenizer
+
+
+def lenient_tokenizer(shape: ModelShape, longest: int) -> tokenizers.Tokenizer:
+    """`character_tokenizer` for any text, cut to its last `longest` characters: those that it does not know become `?`.
+
+    For dry runs, whose texts were meant for another model.
+    """
+    tokenizer = character_tokenizer(shape)
+    tokenizer.model.unk_token = "?"
+    tokenizer.normalizer = normalizers.Replace(tokenizers.Regex(rf"(?m)\A.*(?=.{{{longest}}}\z)"), "")
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -16,20 +17,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aligner.config.dry_run.settings import text_limit
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import directory_shape
-from aligner.config.paths import gguf_file, model_directory
-from aligner.config.schema import Config, Model
-from aligner.config.weights import TensorSpec, weight_table
-from aligner.data.character_tokenizer import character_tokenizer
+from aligner.config.paths import gguf_file, model_directory, run_paths
+from aligner.config.schema import Config
+from aligner.config.weights import Head, TensorSpec, weight_table
+from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
 from aligner.data.weight_files import assemble, weight_problems
 from aligner.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_PLAIN_CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+"""Stands for the chat template of the model whose dry run it is."""
 
 
 def prepare_model(config: Config) -> Path:
     """The model's directory, complete: made first where the source is not a directory and it does not exist yet.
+
+    So are a dry run's reward models.
 
     A directory appears under its final name only when it is complete, so a killed preparation leaves nothing there and
     processes may race. Raises ConfigError where the directory lacks anything that the roles will read.
@@ -38,13 +44,17 @@ def prepare_model(config: Config) -> Path:
     if config.model.source != "directory" and not directory.exists():
         write: Callable[[Path], None]
         if config.model.source == "random":
-            write = lambda path: _write_random(config.model, config.seed, path)  # noqa: E731
+            write = lambda path: _write_random(config, config.model.config, path)  # noqa: E731
         else:
             file = gguf_file(str(config.model.package))
             _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
             write = lambda path: _write_converted(file, path)  # noqa: E731
         _create(directory, write)
     check_model_directory(directory)
+    for name, entries in config.dry_run.models.items():
+        reward_model = run_paths(config).random_model(name)
+        if not reward_model.exists():
+            _create(reward_model, functools.partial(_write_random, config, entries, head="scalar"))
     return directory
 
 
@@ -95,12 +105,17 @@ def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
     return read_shape(directory)
 
 
-def _write_random(model: Model, seed: int, directory: Path) -> None:
-    """A model as `model.config` describes it, with weights from the seed and a character tokenizer."""
+def _write_random(config: Config, entries: dict[str, Any], directory: Path, head: Head = "vocabulary") -> None:
+    """A model as the entries of its config.json describe it, with weights from the seed and a tokenizer of characters."""
     defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
-    shape = _write_config(defaults | dict(model.config), directory)
-    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
-    weights = assemble(weight_table(shape), lambda spec: _random_weight(spec, seed, model.initializer_std))
+    shape = _write_config(defaults | dict(entries), directory)
+    tokenizer = character_tokenizer(shape)
+    if config.dry_run.scale != "none":
+        tokenizer = lenient_tokenizer(shape, text_limit(config))
+        (directory / "chat_template.jinja").write_text(_PLAIN_CHAT, encoding="utf-8")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    table, std = weight_table(shape, head), config.model.initializer_std
+    weights = assemble(table, lambda spec: _random_weight(spec, config.seed, std))
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
 
 

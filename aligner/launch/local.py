@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -24,17 +24,19 @@ from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
 
 
-def launch(plan: RunPlan, command: Command = role_command) -> int:
+def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> int:
     """Run a whole configuration on this machine, what it needs first; returns the exit code: 0, 75 when told to stop with a
     checkpoint, or 128 + signal when told to end at once.
 
-    Prints the run directory first. Raises ConfigError before any role starts, with nothing left behind, and AlignerError
-    when a role fails; by then every process has ended.
+    Prints the run directory first, and then what `tell` does. Raises ConfigError before any role starts, with nothing left
+    behind, and AlignerError when a role fails; by then every process has ended.
     """
     print(f"run directory: {run_paths(plan.config).root}", flush=True)
     refuse_locked(run_paths(plan.config).root)
     plan.check()
     console = Console()
+    if tell is not None:
+        tell(console)
 
     def work(interrupts: Interrupts) -> bool:
         def run(config: Config) -> bool:

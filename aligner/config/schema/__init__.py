@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from aligner.config.schema.algorithm import Algorithm, Preference
 from aligner.config.schema.cluster import Cluster, Slurm, SlurmRole, SlurmRoles
 from aligner.config.schema.data import Data, Evaluation, Model
+from aligner.config.schema.dry_run import DryRun
 from aligner.config.schema.generation import Engine, EngineParallel, Rollout, TensorRTLLM
 from aligner.config.schema.models import Actor, Lora, MegatronModel, Optimizer, Parallel, TrainedModel
 from aligner.config.schema.options import option, section
@@ -26,6 +27,7 @@ __all__ = [
     "Config",
     "Critic",
     "Data",
+    "DryRun",
     "Engine",
     "EngineParallel",
     "Evaluation",
@@ -70,3 +72,4 @@ class Config:
     checkpoint: Checkpoint = section(Checkpoint)
     evaluation: Evaluation = section(Evaluation)
     logging: Logging = section(Logging)
+    dry_run: DryRun = section(DryRun)

@@ -1,0 +1,328 @@
+"""A dry run's configuration: a pure function of the run's, whose layouts and models are as small as they may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from aligner.config.checks import check
+from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.dry_run.data import with_present_data
+from aligner.config.dry_run.plan import plan_dry_run, tiny_run
+from aligner.config.dry_run.shapes import Models
+from aligner.config.families import read_config
+from aligner.config.hugging_face import hugging_face_config
+from aligner.config.keys import value_at, with_values
+from aligner.config.model_shape import ModelShape, RopeScaling
+from aligner.config.placement import role_ranks
+from aligner.config.prerequisites import plan_run
+from aligner.config.schema import Config, Parallel
+from aligner.errors import ConfigError
+from tests.config.test_command_line import aligner
+from tests.config.test_families import CONFIGS
+
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+SEVENTY = {
+    "model.config": LLAMA3,
+    "actor.parallel": Parallel(tensor=8, sequence=True, pipeline=8, data=2),
+    "critic.parallel": Parallel(tensor=8, pipeline=2),
+    "reward.kind": "model",
+    "reward.path": "judge",
+    "reward.parallel": Parallel(tensor=8),
+    "engine.placement": "server",
+    "engine.parallel.tensor": 8,
+    "engine.parallel.data": 2,
+}
+ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
+EXPERIMENTS = sorted(file.stem for file in (built_in_directory() / "experiment").glob("*.yaml"))
+SIZES = ("tensor", "pipeline", "data", "context")
+
+
+@functools.cache
+def base(algorithm: str = "ppo") -> Config:
+    data = ["data.path=/absent/records.jsonl"] if algorithm in ("sft", "dpo", "reward_model") else []
+    return compose_config(["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *data])
+
+
+def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -> Config:
+    """The dry run of a configuration that passes its checks; it passes them too."""
+    config = with_values(config, {"dry_run.scale": "tiny", "dry_run.max_ranks": max_ranks})
+    policy = checked(config, judge)
+    shrunk, _ = tiny_run(config, Models(policy, {} if judge is None else {"reward": judge}))
+    checked(shrunk)
+    return shrunk
+
+
+def checked(config: Config, judge: ModelShape | None = None) -> ModelShape:
+    coming: dict[str, ModelShape | None] = {"/absent": None}
+    return check(config, coming if judge is None else {**coming, "judge": judge}, is_starting=False)
+
+
+def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_they_can():
+    shape = read_config(LLAMA3, "test")
+    small = tiny(with_values(base(), SEVENTY), shape)
+    assert role_ranks(small) == {"generator": 4, "critic": 2, "reward": 2, "trainer": 8}
+    assert small.actor.parallel == Parallel(tensor=2, sequence=True, pipeline=2, data=2)
+    assert small.critic.parallel == Parallel(tensor=2)  # at 2 each they would be 18 ranks
+    assert role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=18))["critic"] == 4
+    unchanged = tiny(with_values(base(), SEVENTY), shape, max_ranks=168)
+    assert unchanged.actor.parallel == SEVENTY["actor.parallel"]
+    assert unchanged.model.config["num_hidden_layers"] == 8
+    assert unchanged.model.config["num_key_value_heads"] == 8
+
+
+def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
+    shape = read_config(LLAMA3, "test")
+    assert set(role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()) == {1}
+    with pytest.raises(ConfigError, match=r"dry_run.max_ranks=3: one rank a role is 4 ranks; give 4 or more"):
+        tiny(with_values(base(), SEVENTY), shape, max_ranks=3)
+
+
+def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbers():
+    wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 7, "dry_run.scale": "tiny"})
+    with pytest.raises(ConfigError, match=r"actor.parallel.pipeline=7: 80 layers do not divide by 7"):
+        tiny(wrong, read_config(LLAMA3, "test"))
+
+
+@pytest.mark.parametrize(("last", "expected"), [(4, (7, 1)), (10, (4, 1)), (16, (5, 2))])
+def test_the_last_stage_stays_lighter_or_heavier_than_the_others(last, expected):
+    config = with_values(base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4})
+    small = tiny(with_values(config, {"actor.parallel": Parallel(pipeline=4, last_stage_layers=last)}))
+    assert (small.model.config["num_hidden_layers"], small.actor.parallel.last_stage_layers) == expected
+
+
+def test_a_critic_of_fewer_layers_stays_one():
+    small = tiny(with_values(base(), {"model.config": LLAMA3, "critic.num_layers": 40, "critic.parallel.pipeline": 4}))
+    assert small.critic.num_layers == 4 < small.model.config["num_hidden_layers"]
+
+
+def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
+    patterns = ["model.embed_tokens.*", "model.layers.[0-9].*", "model.layers.[1-3][0-9].*"]
+    small = tiny(with_values(base(), {"model.config": LLAMA3, "actor.frozen": patterns}))
+    assert small.actor.frozen[0] == "model.embed_tokens.weight"
+    assert {name.split(".")[2] for name in small.actor.frozen[1:]} == {"0"}
+    assert len(small.actor.frozen) == 10
+
+
+def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_equal_ones_end_the_run():
+    remote = {"reward.kind": "remote", "reward.url": "http://scorer:1/score", "reward.gain": 2.0, "dry_run.scale": "tiny"}
+    config = with_values(base("dapo"), remote)
+    models = Models(check(config, is_starting=False), {})
+    reached, _ = tiny_run(config, models)
+    assert reached.reward.sources["remote"]["url"] == "http://scorer:1/score"
+    assert reached.reward.sources["dry_run"]["function"] == "digit_fraction"
+    alone, _ = tiny_run(config, models, ["http://scorer:1/score"])
+    assert alone.reward.sources["remote"] == {
+        "kind": "function",
+        "function": "digit_fraction",
+        "weight": 1,
+        "gain": 2,
+        "bias": 0,
+    }
+    for small in (reached, alone):
+        check(small, is_starting=False)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_has_a_dry_run(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
+    config = compose_config([f"experiment={experiment}", f"run.dir={tmp_path / 'run'}", "dry_run.scale=tiny"])
+    dry_run = plan_dry_run(plan_run(config), lambda url: False)
+    dry_run.plan.check()
+    assert not dry_run.plan.prerequisites
+    assert sum(role_ranks(dry_run.plan.config).values()) <= 16
+    assert dry_run.plan.config.run.steps == 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> None:
+    several = {"algorithm.epochs": 3, "algorithm.minibatches": 4, "rollout.samples_per_prompt": 4, "rollout.micro_batches": 4}
+    config = with_values(base(algorithm), several)
+    small = tiny(config)
+    if config.algorithm.generates:
+        assert {key: value_at(small, key) for key in several} == dict.fromkeys(several, 2)
+
+
+MORE = {"GPTNeoXForCausalLM": {"hidden_act": "gelu"}, "GPT2LMHeadModel": {"activation_function": "gelu_new"}}
+
+
+def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) -> None:
+    (tmp_path / "here.jsonl").write_text('{"prompt": "hello"}\n')
+    sources = {"one": {"path": str(tmp_path / "here.jsonl"), "weight": 2}, "other": {"path": "/absent/x.jsonl", "weight": 1}}
+    values = {"data.sources": sources, "data.prompts": [], "data.prompt_after": "Q:", "evaluation.every": 5}
+    config = with_values(base(), {**values, "evaluation.path": str(tmp_path / "here.jsonl")})
+    present, notes = with_present_data(config, {})
+    sums = "function:aligner.data.arithmetic:prompts"
+    assert present.data.sources == {"one": {"path": sums, "weight": 2.0}, "other": {"path": sums, "weight": 1.0}}
+    assert present.data.prompt_after is None and present.evaluation == config.evaluation
+    assert notes == ("data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of all data",)
+    here = with_values(config, {"data.sources": {"one": sources["one"]}})
+    assert with_present_data(here, {}) == (here, ())
+    coming = with_present_data(here, {str(tmp_path): None})[0]
+    assert coming.data.sources["one"]["path"] == sums and coming.evaluation.path == "function:aligner.data.arithmetic:held_out"
+
+
+def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:
+    layout = ("actor.parallel.pipeline=4", "actor.parallel.tensor=2", "actor.parallel.data=4", "dry_run.max_ranks=7")
+    done, _ = aligner(tmp_path, "validate", "experiment=tiny_ppo", "dry_run.scale=tiny", *layout)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert ["actor.parallel.pipeline", "4", "2"] in rows
+    assert ["actor.parallel.data", "4", "1"] in rows
+    assert any(row[:2] == ["trainer", "4"] for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_single_rank_has_no_dry_run(tmp_path: Path) -> None:
+    done, _ = aligner(tmp_path, "train", "experiment=tiny_ppo", "dry_run.scale=tiny")
+    assert done.returncode == 2
+    assert "dry_run.scale=tiny: for `aligner launch` and `aligner validate` alone" in done.stderr
+
+
+SHAPES = {
+    name: read_config({"architectures": [name], **entries, **MORE.get(name, {})}, "test") for name, entries in CONFIGS.items()
+} | {
+    "linear": dataclasses.replace(
+        read_config({"architectures": ["LlamaForCausalLM"], **CONFIGS["LlamaForCausalLM"]}, "test"),
+        rope_scaling=RopeScaling("linear", 4.0),
+        tied_embeddings=True,
+    ),
+    "llama3": dataclasses.replace(
+        read_config({"architectures": ["MistralForCausalLM"], **CONFIGS["MistralForCausalLM"]}, "test"),
+        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
+        sliding_window=32,
+        rotary_fraction=0.5,
+        eos_token_ids=(3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("head", ["vocabulary", "scalar"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shapes_configuration_is_read_as_that_shape(name, head):
+    assert read_config(hugging_face_config(SHAPES[name], head), "test") == SHAPES[name]
+
+
+size = st.sampled_from([1, 1, 2, 3, 4, 8])
+
+
+@st.composite
+def layouts(draw: st.DrawFn, experts: bool) -> Parallel:
+    tensor, pipeline = draw(size), draw(size)
+    data, context = draw(st.sampled_from([1, 2, 3, 4, 16])), draw(st.sampled_from([1, 2, 4]))
+    expert, inside = 1, None
+    if experts:
+        inside = draw(st.sampled_from([None, 1, tensor]))
+        pool = data * context * tensor // (tensor if inside is None else inside)
+        expert = draw(st.sampled_from([part for part in (1, 2, 4, 8) if pool % part == 0]))
+    return Parallel(
+        tensor=tensor,
+        sequence=tensor > 1 and (experts or draw(st.booleans())),
+        pipeline=pipeline,
+        virtual_pipeline=draw(st.sampled_from([1, 1, 2, 3])) if pipeline > 1 else 1,
+        data=data,
+        context=context,
+        expert=expert,
+        expert_tensor=inside,
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
+    """A configuration that passes its checks, and its reward model."""
+    name = draw(st.sampled_from(sorted(CONFIGS)))
+    experts = SHAPES[name].num_experts > 0
+    config = base(draw(st.sampled_from(ALGORITHMS)))
+    actor, critic, judge = draw(layouts(experts)), draw(layouts(experts)), draw(layouts(False))
+    unit = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in (actor, critic)))
+    total = unit * draw(st.sampled_from([1, 2]))
+    shape = dataclasses.replace(
+        SHAPES[name],
+        num_layers=total,
+        num_heads=48,
+        num_kv_heads=24 if SHAPES[name].num_kv_heads < SHAPES[name].num_heads else 48,
+        ffn_hidden_size=96,
+        vocab_size=480,
+        max_positions=4096,
+        num_experts=8 if experts else 0,
+    )
+    shape = dataclasses.replace(shape, hidden_size=48 * shape.head_dim)
+    if draw(st.booleans()) and actor.pipeline > 1 and actor.virtual_pipeline == 1 and total > actor.pipeline:
+        before = draw(st.integers(1, (total - 1) // (actor.pipeline - 1)))
+        actor = dataclasses.replace(actor, last_stage_layers=total - before * (actor.pipeline - 1))
+    engine = {"engine.placement": "server", "engine.parallel.tensor": draw(size), "engine.parallel.data": draw(size)}
+    if draw(st.booleans()):
+        tensor = draw(st.sampled_from([part for part in (1, 2, 3, 4, 8) if actor.ranks % part == 0]))
+        engine = {
+            "engine.placement": "colocated",
+            "engine.parallel.tensor": tensor,
+            "engine.parallel.data": actor.ranks // tensor,
+        }
+    values = {
+        "model.config": hugging_face_config(shape),
+        "actor.parallel": actor,
+        "critic.parallel": critic,
+        "critic.num_layers": draw(st.sampled_from([None, unit])),
+        "rollout.micro_batches": draw(st.sampled_from([1, 2, 3])),
+        "rollout.prompts_per_step": 3 * engine["engine.parallel.data"] * 16,
+        "rollout.samples_per_prompt": draw(st.sampled_from([2, 4])),
+        "algorithm.minibatches": draw(st.sampled_from([1, 2, 3])),
+        "algorithm.kl_horizon": 100000,
+        **engine,
+    }
+    layers = judge.pipeline * judge.virtual_pipeline * 3
+    if config.algorithm.generates and draw(st.booleans()):
+        values |= {"reward.kind": "model", "reward.path": "judge", "reward.replicas": draw(st.sampled_from([1, 3]))}
+        values["reward.parallel"] = judge
+        if config.algorithm.has_critic and draw(st.booleans()):
+            values |= {
+                "critic.with_reward": True,
+                "reward.replicas": 1,
+                "reward.parallel": draw(st.sampled_from([Parallel(), critic])),
+            }
+            layers = critic.pipeline * critic.virtual_pipeline * 3
+        trunk = dataclasses.replace(
+            SHAPES["LlamaForCausalLM"], num_heads=24, num_kv_heads=24, ffn_hidden_size=96, vocab_size=480
+        )
+        return with_values(config, values), dataclasses.replace(trunk, num_layers=layers)
+    return with_values(config, values), None
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(run: tuple[Config, ModelShape | None]) -> None:
+    config, judge = run
+    try:
+        checked(config, judge)
+    except ConfigError:
+        assume(False)
+    small = tiny(config, judge)
+    ranks = role_ranks(small)
+    assert sum(ranks.values()) <= 16
+    keys = [f"{role}.parallel.{size}" for role in ("actor", "critic", "reward") if role in _layouts(config) for size in SIZES]
+    halved = with_values(config, {key: min(value_at(config, key), 2) for key in keys})
+    halved = with_values(halved, {"reward.replicas": min(config.reward.replicas, 2)})
+    for name in ("tensor", "data"):
+        halved = with_values(halved, {f"engine.parallel.{name}": min(value_at(config, f"engine.parallel.{name}"), 2)})
+    if sum(role_ranks(halved).values()) <= 16:
+        assert [key for key in keys if value_at(config, key) > 1 >= value_at(small, key)] == []
+
+
+def _layouts(config: Config) -> set[str]:
+    return {{"trainer": "actor"}.get(role.partition(".")[0], role.partition(".")[0]) for role in role_ranks(config)}

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from aligner.config.families import read_config
+from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
+from tests.config.test_families import SIZES
+
+SHAPE = dataclasses.replace(
+    read_config({"architectures": ["LlamaForCausalLM"], **SIZES}, "test"), vocab_size=64, eos_token_ids=(1,), pad_token_id=0
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("hello", "hello"), ("said: hello", "d: hello"), ("Große\nÄpfel 🍏", "\n?pfel ?"), ("", "")],
+    ids=["short", "long", "unknown", "empty"],
+)
+def test_a_lenient_tokenizer_keeps_the_end_of_any_text(text: str, kept: str) -> None:
+    tokenizer = lenient_tokenizer(SHAPE, 8)
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokens) == kept.replace("\n", "?")
+    assert tokenizer.get_vocab_size() == SHAPE.vocab_size
+
+
+def test_it_counts_as_the_strict_one_does() -> None:
+    text = "abc 123"
+    assert lenient_tokenizer(SHAPE, 8).encode(text).ids == character_tokenizer(SHAPE).encode(text).ids

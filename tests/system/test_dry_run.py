@@ -1,0 +1,103 @@
+"""`aligner launch … dry_run.scale=tiny`: a large run's roles and layouts, for two steps, here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.config.compose import load_config
+from aligner.config.paths import RunPaths
+from aligner.data.model_directory import read_shape
+from aligner.observability.metrics import read_metrics, read_records
+from benchmarks.runs import Finished, Launch, run_to_end
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+MODEL = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "eos_token_id": [128001, 128009],
+}
+EXPERIMENT = f"""# @package _global_
+run: {{steps: 500}}
+model:
+  source: random
+  config: {json.dumps(MODEL | {"architectures": ["LlamaForCausalLM"]})}
+data: {{path: chats.jsonl, prompts: [], max_prompt_tokens: 1024}}
+rollout: {{prompts_per_step: 128, samples_per_prompt: 4, max_response_tokens: 1024, max_staleness: 1}}
+algorithm: {{minibatches: 4}}
+actor:
+  parallel: {{tensor: 8, sequence: true, pipeline: 4}}
+  optimizer: {{distributed: true, warmup_steps: 20}}
+  recompute: full
+engine: {{placement: server, update: in_place, parallel: {{tensor: 8, data: 1}}}}
+critic: {{num_layers: 16}}
+reward: {{kind: model, path: judge}}
+logging: {{tensorboard: false}}
+dry_run: {{scale: tiny, max_ranks: 8}}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an experiment, its data, and the configuration of a reward model whose weights are elsewhere."""
+    place = tmp_path_factory.mktemp("dry_run")
+    (place / "conf" / "experiment").mkdir(parents=True)
+    (place / "conf" / "experiment" / "large.yaml").write_text(EXPERIMENT)
+    chats = [[{"role": "user", "content": f"Wie heißt der {number}. Planet? 🪐 " * 40}] for number in range(1, 9)]
+    (place / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (place / "judge").mkdir()
+    judge = MODEL | {"architectures": ["LlamaForSequenceClassification"]}
+    (place / "judge" / "config.json").write_text(json.dumps(judge))
+    return place
+
+
+def launched(place: Path, name: str, *overrides: str, experiment: str = "large") -> Finished:
+    with Launch(place / name, f"--config-dir={place / 'conf'}", *overrides, experiment=experiment) as launch:
+        return launch.finish(400)
+
+
+def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        run = run_to_end(place / "run", f"--config-dir={place / 'conf'}", experiment="large", timeout_s=500)
+    paths = RunPaths(place / "run-dry-run")
+    assert run.out.startswith(f"run directory: {paths.root}\n")
+    metrics = read_metrics(paths.metrics)
+    assert [step["step"] for step in metrics] == [1, 2]
+    assert metrics[0]["mismatch/logprob_abs"] < 1e-5
+    assert (paths.checkpoint(2, "policy") / "rank_0.safetensors").is_file() and paths.checkpoint(2, "critic").is_dir()
+    config = load_config(paths.config)
+    assert config.actor.parallel.ranks == 4 and config.actor.parallel.sequence and config.engine.parallel.tensor == 2
+    assert (read_shape(paths.initial_model).num_layers, config.critic.num_layers) == (4, 2)
+    assert all("Planet? 🪐" in sample["prompt"] for sample in read_records(paths.samples))
+    told = run.out.splitlines()[-1]
+    assert told.startswith(
+        "dry run passed: 2 steps with trainer TP2+SP PP2 DP1, generator TP2 DP1, critic TP1 PP1 DP1, reward"
+    )
+    assert "resharded into the generator's layout, equal by checksum" in told
+    assert not (place / "run").exists()
+
+
+def test_a_mistake_in_the_large_layout_is_refused_before_anything_starts(place: Path) -> None:
+    run = launched(place, "refused", "actor.parallel.pipeline=5")
+    assert run.code == 2
+    assert run.error.startswith(
+        "aligner: error: actor.parallel.pipeline=5: 32 layers do not divide by 5; sizes that fit: 1, 2, 4"
+    )
+    assert not list(place.glob("refused*"))
+
+
+def test_a_mistake_that_only_shows_in_a_step_ends_the_dry_run_and_is_named(place: Path) -> None:
+    run = launched(
+        place, "unscored", "reward=exact_match", "dry_run.scale=tiny", "rollout.max_skipped_prompts=0", experiment="tiny_ppo"
+    )
+    assert run.code == 1
+    assert "the data must say `answer`, a text or a number, beside the prompt" in run.error
