@@ -91,8 +91,8 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
     ("overrides", "problem"),
     [
         (
-            ["actor.parallel.data=12"],
-            "cluster.slurm.roles.trainer.nodes=null: 12 ranks do not go evenly on nodes of 8 devices",
+            ["actor.parallel.data=9"],
+            "cluster.slurm.roles.trainer.nodes=null: 9 ranks do not go evenly on nodes of 8 devices",
         ),
         (["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"], "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go"),
         (["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"], "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go"),
@@ -134,5 +134,5 @@ def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> No
 
 
 def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="12 ranks do not go evenly"):
-        layout("actor.parallel.data=12")
+    with pytest.raises(ConfigError, match="9 ranks do not go evenly"):
+        layout("actor.parallel.data=9")
