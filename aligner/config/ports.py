@@ -103,8 +103,11 @@ def port_is_free(interface: str, port: int) -> bool:
 
 
 def port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface."""
-    interface = config.server.interface
+    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface.
+
+    What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
+    """
+    interface, is_here = config.server.interface, config.cluster.kind == "local"
     if config.critic.with_reward:
         for name, port in dataclasses.asdict(config.reward.ports).items():
             if port:
@@ -114,7 +117,7 @@ def port_problems(config: Config) -> Iterator[str]:
             if port:
                 yield f"engine.ports.{name}={port}: the engine serves nothing; give engine.placement=server"
     try:
-        addresses = listening_addresses(config)
+        addresses = listening_addresses(config) if is_here else {}
         for address in addresses.values():
             port_is_free(address, 0)
     except ConfigError as error:
@@ -125,11 +128,10 @@ def port_problems(config: Config) -> Iterator[str]:
         return
     taken: dict[int, str] = {}
     for key, port in explicit_ports(config).items():
-        address = addresses[key.split(" ")[0].rpartition(".")[2]]
         if port > _LAST_PORT:
             yield f"{key}={port}: a port is at most {_LAST_PORT}"
         elif port in taken:
             yield f"{key}={port}: {taken[port]} has the same port"
-        elif not port_is_free(address, port):
+        elif is_here and not port_is_free(address := addresses[key.split(" ")[0].rpartition(".")[2]], port):
             yield f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
         taken.setdefault(port, key)

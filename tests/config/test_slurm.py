@@ -110,7 +110,7 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
         (
             [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
-            "cluster.slurm.roles.critic.devices: device 0 is trainer's",
+            "cluster.slurm.roles.critic.devices=0: device 0 is trainer's",
         ),
         (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),
         (["cluster.slurm.image=/nowhere.sqsh"], "cluster.slurm.image=/nowhere.sqsh: no such file"),
@@ -128,7 +128,7 @@ def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], probl
 def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
-    given = (f"run.dir={tmp_path}/run", "cluster.slurm.image=REGISTRY#NAME:1", f"data.path={prompts}")
+    given = (f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", f"data.path={prompts}")
     assert f"data.path={prompts}: the container does not see it" in problems(*given)
     assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
 

@@ -73,8 +73,8 @@ def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
 def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", "/cache")
     given = (
-        *("cluster.slurm.image=REGISTRY#NAME:1", "cluster.slurm.mounts=[/data:/data:ro]", "cluster.slurm.workdir=/work"),
-        *("cluster.slurm.roles.critic.image=REGISTRY#OTHER:2", "cluster.slurm.srun=[--mpi=none]"),
+        *("cluster.slurm.image='REGISTRY#NAME:1'", "cluster.slurm.mounts=[/data:/data:ro]", "cluster.slurm.workdir=/work"),
+        *("cluster.slurm.roles.critic.image='REGISTRY#OTHER:2'", "cluster.slurm.srun=[--mpi=none]"),
     )
     critic, reward = (step_of(tmp_path, role, 1, *given) for role in ("critic", "reward"))
     assert "--container-image=REGISTRY#OTHER:2" in critic and "--container-image=REGISTRY#NAME:1" in reward

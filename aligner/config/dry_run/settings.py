@@ -56,6 +56,8 @@ def place(config: Config) -> Values:
         "cluster.stop_timeout_s": max(cluster.stop_timeout_s, 30.0),
         "server.start_timeout_s": max(config.server.start_timeout_s, _PATIENCE_S),  # prepare's as well
         "checkpoint.every": min(config.checkpoint.every, 1),
+        "logging.wandb.enabled": False,  # a tracker has the runs themselves
+        "logging.mlflow.enabled": False,
     }
     values |= {f"{section.partition('.')[0]}.precision": "fp32" for section in layout_sections(config)}
     values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
