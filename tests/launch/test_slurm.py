@@ -74,7 +74,7 @@ def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, 
     monkeypatch.setenv("ALIGNER_CACHE", "/cache")
     given = (
         *("cluster.slurm.image='REGISTRY#NAME:1'", "cluster.slurm.mounts=[/data:/data:ro]", "cluster.slurm.workdir=/work"),
-        *("cluster.slurm.roles.critic.image='REGISTRY#OTHER:2'", "cluster.slurm.srun=[--mpi=none]"),
+        *("cluster.slurm.roles.critic.image='REGISTRY#OTHER:2'", "cluster.slurm.srun=['--mpi=none']"),
     )
     critic, reward = (step_of(tmp_path, role, 1, *given) for role in ("critic", "reward"))
     assert "--container-image=REGISTRY#OTHER:2" in critic and "--container-image=REGISTRY#NAME:1" in reward
