@@ -123,6 +123,7 @@ class SlurmCluster:
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",  # nodes with more CPUs than this machine has
             "MpiDefault=none",
+            "EnforcePartLimits=ALL",
             "KillWait=5",
             "ReturnToService=2",
             *(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.compose import compose_config
+from aligner.config.keys import with_values
 from aligner.config.placement import role_ranks
-from aligner.config.slurm import Place, slurm_layout, slurm_problems
+from aligner.config.schema import Config
+from aligner.config.slurm import slurm_problems
+from aligner.config.slurm_layout import Place, slurm_layout
 from aligner.errors import ConfigError
 
 NODES = "cluster.slurm.roles"
@@ -57,6 +61,11 @@ def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_si
     assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [range(2), range(2, 3), range(3, 4)]
 
 
+@functools.cache
+def plain() -> Config:
+    return compose_config(["experiment=tiny_ppo", "cluster=slurm"])
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     trainer=st.sampled_from([1, 2, 4, 8, 16, 32]),
@@ -68,12 +77,15 @@ def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_si
 def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
     trainer: int, critic: int, replicas: int, slots: int, heterogeneous: bool
 ) -> None:
-    config = compose_config(
-        [
-            *("experiment=tiny_ppo", "cluster=slurm", f"cluster.devices_per_node={slots}", f"reward.replicas={replicas}"),
-            *(f"actor.parallel.data={trainer}", f"critic.parallel.data={critic}"),
-            f"cluster.slurm.heterogeneous={str(heterogeneous).lower()}",
-        ]
+    config = with_values(
+        plain(),
+        {
+            "cluster.devices_per_node": slots,
+            "cluster.slurm.heterogeneous": heterogeneous,
+            "reward.replicas": replicas,
+            "actor.parallel.data": trainer,
+            "critic.parallel.data": critic,
+        },
     )
     found = slurm_layout(config)
     loads: dict[tuple[int, int], int] = {}

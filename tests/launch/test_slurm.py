@@ -7,7 +7,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.config.paths import run_paths
-from aligner.config.slurm import slurm_layout
+from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError
 from aligner.launch.slurm.allocation import Nodes, read_allocation
 from aligner.launch.slurm.script import render_script

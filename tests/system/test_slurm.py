@@ -67,11 +67,16 @@ class Job:
             time.sleep(0.05)
 
 
-def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
-    """As a user does."""
+def launched(slurm: SlurmCluster, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """What a user sees."""
     command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", f"run.dir={directory}", *overrides]
     environment = {**slurm.environment, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
+    """As a user does."""
+    ended = launched(slurm, directory, *overrides)
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("job ")]
     return Job(slurm, line.removeprefix("job "), RunPaths(directory))
@@ -128,3 +133,22 @@ def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
     assert "aligner: error: trainer rank 0 was ended by SIGKILL" in job.log
     assert "trainer-0.log" in job.log
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cluster.slurm.partition=nowhere", "invalid partition specified: nowhere"),
+        ("cluster.slurm.time=2-00:00:00", "Requested time limit is invalid"),
+        ("cluster.slurm.roles.trainer.nodes=2 actor.parallel.data=32", "Requested node configuration is not available"),
+    ],
+)
+def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_run_directory(
+    slurm: SlurmCluster, tmp_path: Path, override: str, said: str
+) -> None:
+    ended = launched(slurm, tmp_path / "run", *FOUR_NODES, "cluster.devices_per_node=100", *override.split())
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("aligner: error: cluster.slurm: Slurm refuses the job: ")
+    assert said in ended.stderr
+    assert not (tmp_path / "run").exists()
+    assert slurm.command("squeue", "--noheader") == ""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aligner.config.slurm import Layout, Place
+from aligner.config.slurm_layout import Layout, Place
 from aligner.errors import AlignerError
 from aligner.launch.slurm.commands import addresses, expand
 

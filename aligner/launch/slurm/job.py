@@ -12,7 +12,7 @@ from aligner.config.compose import load_config
 from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
-from aligner.config.slurm import slurm_layout
+from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.endpoints import pick_endpoints
 from aligner.launch.interrupts import Interrupts

@@ -10,7 +10,7 @@ from pathlib import Path
 from aligner.config.paths import run_paths
 from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
-from aligner.config.slurm import Component, slurm_layout, slurm_role
+from aligner.config.slurm_layout import Component, slurm_layout, slurm_role
 
 
 def render_script(config: Config) -> str:

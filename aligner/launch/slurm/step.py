@@ -12,7 +12,8 @@ from pathlib import Path
 
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
-from aligner.config.slurm import Place, container_mounts, slurm_role
+from aligner.config.slurm import container_mounts
+from aligner.config.slurm_layout import Place, slurm_role
 from aligner.launch.slurm.allocation import Nodes
 
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)

@@ -14,7 +14,7 @@ from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
-from aligner.config.slurm import Layout, Place, slurm_role
+from aligner.config.slurm_layout import Layout, Place, slurm_role
 from aligner.errors import AlignerError
 from aligner.launch.endpoints import free_ports
 from aligner.launch.ranks import Rank, append_restart
