@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -81,7 +82,10 @@ def launcher_is_gone(state: RunState, now: float) -> bool:
 
 
 class StateRecorder:
-    """Keeps a run's `status.json` while the launcher runs it: the `with` block's end is the run's."""
+    """Keeps a run's `status.json` while the launcher runs it: the `with` block's end is the run's.
+
+    Where the file cannot be written, on a full disk, the run goes on without.
+    """
 
     def __init__(self, path: Path, roles: Mapping[str, int], job: str | None = None) -> None:
         """`roles` has the number of ranks of each."""
@@ -117,9 +121,11 @@ class StateRecorder:
     def beat(self) -> None:
         """The launcher lives: to be called every second or so."""
         if time.monotonic() - self._touched > HEARTBEAT_S:
-            os.utime(self._path)
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
             self._touched = time.monotonic()
 
     def _write(self, state: RunState) -> None:
         self._state, self._touched = state, time.monotonic()
-        write_state(state, self._path)
+        with contextlib.suppress(OSError):
+            write_state(state, self._path)

@@ -79,6 +79,7 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path) -> N
     code, _, _ = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
     assert code == 1
     (run / "checkpoints" / "step_2").mkdir(parents=True)
+    (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
     status = read_status(run)
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
     resume = f"aligner launch experiment=tiny_ppo run.dir={run} run.resume=true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -107,7 +108,8 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
     done = len(read_metrics(job.paths.metrics))
     assert 2 <= done < STEPS
-    slurm.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm itself waits two minutes
+    # Slurm itself waits two minutes; in the second in which it revoked the job's credential it could not start it.
+    slurm.command("scontrol", "update", f"JobId={job.number}", "StartTime=now+3")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
     assert "queued again 1 time" in job.log
     assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
@@ -131,8 +133,8 @@ def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with
     (trainer,) = [number for name, number in slurm.steps(job.number).items() if name.startswith("trainer")]
     slurm.command("scancel", "--signal=KILL", trainer)
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
-    assert "aligner: error: trainer rank 0 was ended by SIGKILL" in job.log
-    assert "trainer-0.log" in job.log
+    assert re.search(r"aligner: error: trainer rank [01] was ended by SIGKILL", job.log)
+    assert re.search(r"log: .*/trainer-[01]\.log", job.log)
 
 
 @pytest.mark.parametrize(
