@@ -13,14 +13,18 @@ from tests.small_disk import small_disk
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS = 6
-GIVEN = (f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=20", "rollout.prompts_per_step=4", "run.name=small")
+EXPERIMENT = "arithmetic_sft"
+GIVEN = (
+    *(f"run.steps={STEPS}", "run.name=small", "checkpoint.every=1", "checkpoint.keep=20"),
+    *("evaluation.every=0", "actor.optimizer.warmup_steps=0"),
+)
 
 
 def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    undisturbed = run_to_end(tmp_path / "undisturbed", *GIVEN)
-    with small_disk(tmp_path / "disk", "16m") as disk:
+    undisturbed = run_to_end(tmp_path / "undisturbed", *GIVEN, experiment=EXPERIMENT)
+    with small_disk(tmp_path / "disk", "20m") as disk:
         directory = disk.directory / "run"
-        with Launch(directory, *GIVEN) as launch:
+        with Launch(directory, *GIVEN, experiment=EXPERIMENT) as launch:
             run = launch.finish(300)
         assert run.code == 1, run.report()
         assert "no space left on device" in run.error.lower() and str(directory) in run.error, run.report()
@@ -28,7 +32,7 @@ def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path
         complete = complete_steps(run.paths.checkpoints)
         assert complete and complete[-1] < STEPS, "the disk was to be full after some checkpoints"
         disk.enlarge("200m")
-        resumed = run_to_end(directory, *GIVEN, "run.resume=true")
+        resumed = run_to_end(directory, *GIVEN, "run.resume=true", experiment=EXPERIMENT)
         assert repeatable(resumed.metrics) == repeatable(undisturbed.metrics)
         for step in (*complete, STEPS):
             assert checkpoint_differences(undisturbed.paths, resumed.paths, step) == []
