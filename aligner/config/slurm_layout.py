@@ -55,6 +55,13 @@ def role_of(group: str) -> str:
     return group.partition(".")[0]
 
 
+def numbers(text: str) -> Iterator[int]:
+    """Those of a list as Slurm writes them, such as 0-2,5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
 def slurm_role(config: Config, group: str) -> SlurmRole:
     """The settings of a group's role."""
     settings: SlurmRole = getattr(config.cluster.slurm.roles, role_of(group))
@@ -107,10 +114,7 @@ def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
     key = f"cluster.slurm.roles.{role}.devices"
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+    found = list(numbers(text))
     if not found or max(found) >= most or len(set(found)) < len(found):
         raise ConfigError(f"{key}={text}: allowed are different ones from 0 to {most - 1} (cluster.devices_per_node={most})")
     return tuple(found)

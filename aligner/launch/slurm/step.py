@@ -6,14 +6,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.config.slurm import container_mounts
-from aligner.config.slurm_layout import Place, slurm_role
+from aligner.config.slurm_layout import Place, numbers, slurm_role
 from aligner.launch.slurm.allocation import Nodes
 
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
@@ -56,7 +56,7 @@ class Step:
             return
         code = self.process.poll()
         for place, (tasks, how) in enumerate(_ENDED.findall(self._messages.read_text(errors="replace"))):
-            for task in _numbers(tasks):
+            for task in numbers(tasks):
                 if task < len(self.ranks):
                     # In the order in which srun tells: what comes first is likelier to be the cause.
                     self._end(self.ranks[task], _exit_code(how), time.monotonic() + place * 1e-6)
@@ -110,13 +110,6 @@ def configured_environment(config: Config, role: str, place: Place) -> Mapping[s
     chosen = {} if place.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.devices))}
     given = {**config.cluster.slurm.environment, **settings.environment}
     return chosen | {name: str(value) for name, value in given.items()}
-
-
-def _numbers(text: str) -> Iterator[int]:
-    """Tasks of a list such as 0-2,5."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _exit_code(how: str) -> int:

@@ -49,11 +49,11 @@ def submit(plan: RunPlan) -> None:
         save_config(plan.config, paths.config)
         create_access_key(plan.config)
         write_file(paths.root / SCRIPT, script)
-        job = _number(slurm_command("sbatch", "--parsable", str(paths.root / SCRIPT)))
-    except AlignerError as error:
+        job = _number(_sbatch("--parsable", str(paths.root / SCRIPT)))
+    except AlignerError:
         if created:
             shutil.rmtree(paths.root)
-        raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
+        raise
     print(_told(job, paths))
 
 
@@ -62,12 +62,17 @@ def _ask_slurm(script: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / SCRIPT
         file.write_text(script)
-        try:
-            slurm_command("sbatch", "--test-only", str(file))
-        except ConfigError:
-            raise
-        except AlignerError as error:
-            raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
+        _sbatch("--test-only", str(file))
+
+
+def _sbatch(*arguments: str) -> str:
+    """What it prints. Raises ConfigError with Slurm's message."""
+    try:
+        return slurm_command("sbatch", *arguments)
+    except ConfigError:
+        raise
+    except AlignerError as error:
+        raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
 
 
 def _number(parsable: str) -> str:
