@@ -126,9 +126,18 @@ class RunPaths:
         """A randomly initialised reward model of a dry run (dry_run.models)."""
         return self.root / "random_models" / name
 
+    @property
+    def logs(self) -> Path:
+        """What the run's processes print, a file a process."""
+        return self.root / "logs"
+
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of one process."""
-        return self.root / "logs" / f"{role}-{rank}.log"
+        return self.logs / f"{role}-{rank}.log"
+
+    def job_log(self, job: str) -> Path:
+        """What a Slurm job's supervisor prints; `%j` stands for the job's number where Slurm is asked for one."""
+        return self.logs / f"job-{job}.log"
 
     def tracker_run(self, tracker: str) -> Path:
         """What a tracker, wandb or mlflow, calls the run: its id there."""
@@ -136,7 +145,7 @@ class RunPaths:
 
     def triton_log(self, group: str) -> Path:
         """What the Triton server of a server group printed."""
-        return self.root / "logs" / f"{group}-triton.log"
+        return self.logs / f"{group}-triton.log"
 
     def checkpoint(self, step: int, part: str) -> Path:
         """Directory of one role's part, policy or critic, of a checkpoint."""

@@ -21,8 +21,11 @@ from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
 
 
-def interruptible(work: Callable[[Interrupts], bool], console: Console) -> int:
-    """Do the work, which says whether it came to its end; returns the exit code."""
+def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=true") -> int:
+    """Do the work, which says whether it came to its end; returns the exit code.
+
+    `goes_on` is told of a run that stopped with a checkpoint: how it goes on from there.
+    """
     with Interrupts() as interrupts:
         try:
             if work(interrupts):
@@ -30,7 +33,7 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console) -> int:
         except Interrupted as stop:
             console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
             return 128 + stop.number
-    console.print("stopped with a checkpoint; the run goes on from there with run.resume=true", markup=False, soft_wrap=True)
+    console.print(f"stopped with a checkpoint; the run goes on from there {goes_on}", markup=False, soft_wrap=True)
     return RESUMABLE
 
 

@@ -109,7 +109,7 @@ def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, conso
         console.print(evaluations)
     if steps:
         console.print(totals(steps), markup=False, highlight=False, soft_wrap=True)
-    files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.root / "logs"}
+    files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.logs}
     files |= {"trace": paths.trace, "checkpoints": paths.checkpoints}
     for name, path in files.items():
         if path.exists():

@@ -162,11 +162,15 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "fail_rank_1":
             # Rank 0 loses its peer and complains first; rank 1, a little later, says why.
             if RANK == 1:
-                time.sleep(0.4)
+                (run / "both_run").touch()
+                wait_for(run / "complained")
+                time.sleep(0.2)
                 print("aligner: error: step 3: the reward is nan for the prompt 'abc'", flush=True)
-                sys.exit(1)
-            print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
-            sys.exit(1)
+            else:
+                wait_for(run / "both_run")
+                print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
+                (run / "complained").touch()
+            os._exit(1)
         case "fill_disk":
             with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
                 while True:

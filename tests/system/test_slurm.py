@@ -48,7 +48,7 @@ class Job:
     @property
     def log(self) -> str:
         """What the supervisor has said."""
-        file = self.paths.root / "logs" / f"job-{self.number}.log"
+        file = self.paths.job_log(self.number)
         return file.read_text() if file.exists() else ""
 
     def wait_for_state(self, *states: str) -> dict[str, str]:
@@ -111,6 +111,7 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
     # Slurm itself waits two minutes; in the second in which it revoked the job's credential it could not start it.
     slurm.command("scontrol", "update", f"JobId={job.number}", "StartTime=now+3")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
+    assert "stopped with a checkpoint; the run goes on from there when the job, queued again, starts" in job.log
     assert "queued again 1 time" in job.log
     assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "policy") == []

@@ -52,8 +52,10 @@ def supervise(directory: Path) -> int:
             hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
             return supervisor.train(pick_endpoints(settled, hosts, steps.ports))
 
-    code = interruptible(work, console)
-    if code == RESUMABLE and config.cluster.slurm.requeue:
+    requeue = config.cluster.slurm.requeue
+    goes_on = "when the job, queued again, starts" if requeue else "when it is launched again with run.resume=true"
+    code = interruptible(work, console, goes_on)
+    if code == RESUMABLE and requeue:
         _requeue(config, allocation)
     return code
 

@@ -31,7 +31,7 @@ def _job_flags(config: Config) -> Iterator[str]:
     slurm, paths = config.cluster.slurm, run_paths(config)
     yield f"--job-name={config.run.name}"
     yield f"--chdir={Path.cwd()}"  # paths of the configuration may be relative
-    yield f"--output={paths.root / 'logs' / 'job-%j.log'}"
+    yield f"--output={paths.job_log('%j')}"
     yield "--open-mode=append"  # a job that is queued again goes on with its log
     yield f"--signal=B:{STOP_SIGNAL.name.removeprefix('SIG')}@{slurm.grace_s}"
     yield "--requeue" if slurm.requeue else "--no-requeue"

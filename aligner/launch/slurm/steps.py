@@ -63,7 +63,7 @@ class SlurmSteps:
         started = [
             TaskRank(role, rank, log, log.stat().st_size if log.exists() else 0, restarts) for rank, log in enumerate(logs)
         ]
-        messages = self._paths.root / "logs" / f"srun-{self._allocation.job}-{name}.log"
+        messages = self._paths.logs / f"srun-{self._allocation.job}-{name}.log"
         with messages.open("wb") as output:
             process = subprocess.Popen(
                 command,

@@ -45,7 +45,7 @@ def submit(plan: RunPlan) -> None:
     _ask_slurm(script)
     created = not paths.root.exists()
     try:
-        paths.log("job", 0).parent.mkdir(parents=True, exist_ok=True)
+        paths.logs.mkdir(parents=True, exist_ok=True)
         save_config(plan.config, paths.config)
         create_access_key(plan.config)
         write_file(paths.root / SCRIPT, script)
@@ -85,8 +85,8 @@ def _told(job: str, paths: RunPaths) -> str:
         (
             f"job {job}",
             f"script: {paths.root / SCRIPT}",
-            f"log:    {paths.root / 'logs' / f'job-{job}.log'}",
-            f"follow: tail -F {paths.root / 'logs' / f'job-{job}.log'}",
+            f"log:    {paths.job_log(job)}",
+            f"follow: tail -F {paths.job_log(job)}",
             f"status: squeue --jobs={job}; aligner status {paths.root}",
             f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; the job is queued again",
             f"end:    scancel {job}",
