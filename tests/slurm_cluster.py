@@ -27,7 +27,10 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Nodes n1 to n4 of eight CPUs each in the partition `main`. Commands reach it through `environment`."""
+    """Nodes n1 to n4 of eight CPUs each, and of as many files that Slurm counts as GPUs, in the partition `main`.
+
+    Commands reach it through `environment`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -123,16 +126,20 @@ class SlurmCluster:
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",  # nodes with more CPUs than this machine has
             "MpiDefault=none",
+            "GresTypes=gpu",
             "EnforcePartLimits=ALL",
             "KillWait=5",
             "ReturnToService=2",
             *(
-                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN"
+                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
                 for number, port in enumerate(nodes, 1)
             ),
             f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP",
         ]
         (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+        for number in range(8):
+            (directory / f"gpu{number}").symlink_to("/dev/null")
+        (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")
 
 
 def _ports(count: int) -> list[int]:

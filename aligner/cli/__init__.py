@@ -24,7 +24,6 @@ from aligner.planner.command import add_plan
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    adopt_task()
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     # argparse gives up on positionals that follow an option.
@@ -36,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         parsed.overrides += rest
     code = 0
     try:
+        adopt_task()
         code = parsed.run(parsed) or 0
     except AlignerError as error:
         if not log_failure(error, str(error)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.cli.configured import add_configured, run_plan
+from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.kernel import end_with_launcher
 from aligner.observability.logs import configure_logs
@@ -38,7 +40,9 @@ def _train(parsed: argparse.Namespace) -> int:
     configure_logs(config.logging.format, "trainer")
     from aligner.algorithms.trainer_setup import train
 
-    return 0 if train(config) else RESUMABLE
+    is_finished = train(config)
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
+    return 0 if is_finished else RESUMABLE
 
 
 def _serve(parsed: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,15 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     if not chosen:
         raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
     config = _compose(overrides, directories)
-    return _with_engine_replicas(_with_names(config, str(chosen[-1])))
+    config = _with_engine_replicas(_with_names(config, str(chosen[-1])))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
+
+
+def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
+    """What launches the same again, but for which run directory and whether it goes on there."""
+    groups = () if config_directory is None else ("--config-dir", str(config_directory))
+    kept = (text for text in overrides if text.partition("=")[0] not in ("run.dir", "run.resume"))
+    return shlex.join(("aligner", "launch", *groups, *kept))
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -269,7 +278,7 @@ def _with_engine_replicas(config: Config) -> Config:
 def _escaped(value: Any) -> Any:
     """The value with `${` in its strings kept from being read back as an interpolation."""
     if isinstance(value, str):
-        return value.replace("${", "\\${")
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
         return {key: _escaped(entry) for key, entry in value.items()}
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value

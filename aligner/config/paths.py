@@ -106,6 +106,11 @@ class RunPaths:
         return self.root / "status.json"
 
     @property
+    def job_script(self) -> Path:
+        """What `sbatch` is given, of a run that is a Slurm job."""
+        return self.root / "job.sh"
+
+    @property
     def checkpoints(self) -> Path:
         """One directory step_<N> a checkpoint."""
         return self.root / "checkpoints"

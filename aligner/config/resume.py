@@ -15,7 +15,7 @@ from aligner.config.schema import Config
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "upwards; the learning rates then decay to the new last step"),
-    ("run.stop_after run.resume run.changes", "of each launch"),
+    ("run.stop_after run.resume run.changes run.command", "of each launch"),
     ("run.dir run.experiment", "the directory may be moved; an experiment's name stands for its values"),
     (
         "actor.parallel.* critic.parallel.* reward.parallel.* engine.parallel.*",

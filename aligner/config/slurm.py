@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,13 @@ def slurm_problems(config: Config) -> Iterator[str]:
         slurm_layout(config)
     except ConfigError as error:
         yield str(error)
-    if slurm.time is not None and not re.fullmatch(_TIME, slurm.time):
-        yield f"cluster.slurm.time={slurm.time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS"
+    if slurm.time is not None:
+        yield from _time_problems(slurm.time, slurm.grace_s)
+    if config.server.interface != "0.0.0.0":
+        yield (
+            f"server.interface={config.server.interface}: servers are asked at their nodes' own addresses, and must listen"
+            " there; give 0.0.0.0, as cluster=slurm does"
+        )
     if config.server.tls.certificate is not None:
         yield (
             "server.tls.certificate: with TLS a server's health is asked for on its own machine alone, which the job's"
@@ -36,6 +42,27 @@ def slurm_problems(config: Config) -> Iterator[str]:
             yield from _image_problems(key, image)
     if any(images.values()):
         yield from _mount_problems(config)
+
+
+def _time_problems(time: str, grace_s: int) -> Iterator[str]:
+    if not re.fullmatch(_TIME, time):
+        yield f"cluster.slurm.time={time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS"
+    elif _seconds(time) <= grace_s:
+        yield (
+            f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s before its end, which is"
+            " when it starts; give more time, or a smaller grace_s"
+        )
+
+
+def _seconds(time: str) -> float:
+    """Of a time limit that `_TIME` takes."""
+    if not time[0].isdigit():
+        return math.inf
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # Without days one number is minutes and two are minutes and seconds; with days what is first is hours.
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def container_mounts(config: Config) -> list[str]:

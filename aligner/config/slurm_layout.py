@@ -136,7 +136,7 @@ def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
         )
     nodes_each, together = packing
     per_node = ranks // nodes_each
-    is_part = config.cluster.slurm.gpus != "none" and (chosen is not None or together > 1)
+    is_part = chosen is not None or together > 1
     places = {}
     for index, group in enumerate(replicas):
         first = index % together * per_node
@@ -153,7 +153,11 @@ def _packing(ranks: int, replicas: int, slots: int, nodes: int | None) -> tuple[
     else:
         each = max(1, nodes // replicas)
         together = 1 if nodes >= replicas else -(-replicas // nodes)
-    fits = ranks % each == 0 and ranks // each * together <= slots
+    fits = (
+        ranks % each == 0
+        and ranks // each * together <= slots
+        and (nodes is None or nodes < replicas or nodes % replicas == 0)
+    )
     return (each, together) if fits else None
 
 

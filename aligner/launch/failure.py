@@ -37,8 +37,14 @@ def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
 
 def with_log(message: str, rank: Rank) -> str:
     """The message with the last lines of the rank's log and its path."""
-    lines = "\n".join(f"  | {line}" for line in log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    return f"{message}; the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+    said = _quoted(rank.starter_said.splitlines()[-TAIL_LINES:])
+    lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
+    before = f"what started it says:\n{said}\n" if said else ""
+    return f"{message}; {before}the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    return "\n".join(f"  | {line}" for line in lines)
 
 
 def _full_disk(log: Path) -> str:

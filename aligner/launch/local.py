@@ -57,8 +57,7 @@ def _run(config: Config, command: Command, interrupts: Interrupts, console: Cons
         LocalRanks(config, paths, command) as ranks,
     ):
         supervisor = Supervisor(config, paths, ranks, state, interrupts, console)
-        supervisor.prepare()
-        return supervisor.train(pick_endpoints(config, local_hosts(config), ranks.ports))
+        return supervisor.run(lambda: pick_endpoints(config, local_hosts(config), ranks.ports))
 
 
 class LocalRanks(Processes):

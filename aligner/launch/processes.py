@@ -43,6 +43,7 @@ class RankProcess:
     """How often its group had been started again by then."""
     ended_at: float | None = None
     """`time.monotonic()` at which its end was noticed."""
+    starter_said: str = ""
 
     @property
     def exit_code(self) -> int | None:

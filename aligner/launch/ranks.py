@@ -24,6 +24,11 @@ class Rank(Protocol):
     """`time.monotonic()` at which its end was noticed."""
 
     @property
+    def starter_said(self) -> str:
+        """What was said of it by what started it, and is not in its log; empty where that is nothing."""
+        ...
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
         ...

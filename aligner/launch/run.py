@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -15,16 +16,16 @@ from aligner.config.resume import is_unused, resume_problems, settled
 from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts
-from aligner.launch.lock import locked
+from aligner.launch.lock import LockedError, locked
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
 
 
-def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=true") -> int:
+def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=auto") -> int:
     """Do the work, which says whether it came to its end; returns the exit code.
 
-    `goes_on` is told of a run that stopped with a checkpoint: how it goes on from there.
+    `goes_on` is told of a run that stopped because it was told to: how it goes on.
     """
     with Interrupts() as interrupts:
         try:
@@ -33,19 +34,25 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on:
         except Interrupted as stop:
             console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
             return 128 + stop.number
-    console.print(f"stopped with a checkpoint; the run goes on from there {goes_on}", markup=False, soft_wrap=True)
+    console.print(f"stopped as it was told to; the run goes on {goes_on}", markup=False, soft_wrap=True)
     return RESUMABLE
 
 
 @contextlib.contextmanager
-def run_directory(config: Config, console: Console) -> Iterator[Config]:
+def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> Iterator[Config]:
     """Alone with the run's directory, which is ready to start or to resume; gives the configuration, run.resume settled.
 
     With the run's trace and, where all went well, a summary at the end. Raises ConfigError where the directory is another
-    launch's, or another run's. Nothing is left of a run that is refused before its trainer starts.
+    launch's, after waiting so long for that one's end, or another run's. Nothing is left of a run that is refused before its
+    trainer starts.
     """
-    paths = run_paths(config)
-    with locked(paths.root):
+    paths, deadline = run_paths(config), time.monotonic() + patience_s
+
+    def wait(error: LockedError) -> None:
+        if time.monotonic() >= deadline:
+            raise error
+
+    with locked(paths.root, wait):
         if problems := list(resume_problems(config)):  # looked for before, when others could still come to the directory
             raise ConfigError("\n".join(problems))
         is_new, config = is_unused(paths), settled(config)

@@ -48,6 +48,8 @@ class RunState:
     ended: float | None = None
     exit_code: int | None = None
     reason: str | None = None
+    queued_again: bool = False
+    """Whether the job, which has ended, waits in its queue to go on."""
     heartbeat: float = field(default=0.0, compare=False)
     """When the launcher last touched the file: not written in it."""
 
@@ -93,14 +95,14 @@ class StateRecorder:
         pid, ranks = os.getpid(), {name: RoleState(count) for name, count in roles.items()}
         self._state = RunState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
         self._touched = 0.0
-        self._is_early = False
+        self._early: str | None = None
 
     def __enter__(self) -> StateRecorder:
         self._write(self._state)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        code, reason = (RESUMABLE, "told to stop, with a checkpoint") if self._is_early else (0, None)
+        code, reason = (0, None) if self._early is None else (RESUMABLE, self._early)
         if isinstance(error, Interrupted):
             code, reason = 128 + error.number, f"stopped by {error}"
         elif error is not None:
@@ -114,9 +116,13 @@ class StateRecorder:
         if now != self._state.roles[role]:
             self._write(replace(self._state, roles={**self._state.roles, role: now}))
 
-    def stopped_early(self) -> None:
-        """The run was told to stop, and has taken a checkpoint."""
-        self._is_early = True
+    def stopped_early(self, reason: str) -> None:
+        """The run was told to stop, and has done so before its end."""
+        self._early = reason
+
+    def queued_again(self) -> None:
+        """So its job is queued again; it may not have time to say more."""
+        self._write(replace(self._state, ended=time.time(), exit_code=RESUMABLE, reason=self._early, queued_again=True))
 
     def beat(self) -> None:
         """The launcher lives: to be called every second or so."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -40,7 +42,7 @@ class RunStatus:
     name: str
     directory: str
     state: str
-    """starting, running, finished, failed or stopped."""
+    """queued, starting, running, finished, failed or stopped."""
     resumable: bool
     """Whether it has ended, and can be continued from a checkpoint."""
     step: int
@@ -89,7 +91,7 @@ def read_status(run: Path) -> RunStatus:
         steps=config.run.steps,
         metrics=metrics[-1] if metrics else {},
         seconds_per_step=pace.seconds_per_step,
-        seconds_left=None if state in _OVER else pace.seconds_left,
+        seconds_left=pace.seconds_left if state in ("starting", "running") else None,
         last_step_age_s=None if last_step is None else max(0.0, now - last_step),
         roles={} if launcher is None else _roles(config, paths, launcher, state),
         job=None if launcher is None else launcher.job,
@@ -112,7 +114,7 @@ def describe_status(status: RunStatus) -> str:
     if status.job is not None:
         parts.append(f"job {status.job}")
     line = f"{status.name}: {'  '.join(parts)}"
-    if status.roles and status.state not in _OVER:
+    if status.roles and status.state in ("starting", "running"):
         line += "  [" + ", ".join(f"{name} {_describe_role(role)}" for name, role in status.roles.items()) + "]"
     return line if status.note is None else f"{line}\n  {status.note}"
 
@@ -126,7 +128,10 @@ def _state(config: Config, launcher: RunState | None, step: int, last_step: floa
 
     is_done = step >= config.run.steps
     if launcher is None:
-        return "finished" if is_done else "stopped"
+        waiting = "queued" if config.cluster.kind == "slurm" else "stopped"
+        return "finished" if is_done else waiting
+    if launcher.queued_again:
+        return "queued"
     if launcher.ended is not None:
         if launcher.exit_code == 0:
             return "finished" if is_done else "stopped"  # run.stop_after
@@ -142,7 +147,7 @@ def _roles(config: Config, paths: RunPaths, launcher: RunState, state: str) -> d
     endpoints = load_endpoints(paths.endpoints) if paths.endpoints.is_file() else {}
 
     def health(name: str, role: RoleState) -> str:
-        if state in _OVER:
+        if state in (*_OVER, "queued"):
             return "gone"
         if name not in endpoints:
             return "healthy" if state == "running" else "starting"
@@ -175,15 +180,26 @@ def _has_checkpoint(config: Config, paths: RunPaths) -> bool:
 
 
 def _note(config: Config, paths: RunPaths, launcher: RunState | None, state: str, resumable: bool) -> str | None:
+    if state == "queued":
+        job = f"--name={config.run.name}" if launcher is None else f"--jobs={launcher.job}"
+        log = paths.job_log("*" if launcher is None else str(launcher.job))
+        return f"its job waits for its start: squeue {job}; where it does not any more, {log} says why"
     if state not in ("failed", "stopped"):
         return None
     why = "it has no status.json" if launcher is None else launcher.reason
     if launcher is not None and launcher.ended is None:
         where = f"job {launcher.job}" if launcher.job is not None else f"process {launcher.pid} on {launcher.host}"
         why = f"its launcher, {where}, is gone without having ended it"
-    command = f"aligner launch experiment={config.run.experiment} run.dir={paths.root} run.resume=true"
-    how = f"resume it with: {command}" if resumable else "it has no checkpoint to resume from"
+    how = f"{'resume it' if resumable else 'start it again'} with: {_starts_again(config, paths)}"
     return f"{why}; {how}" if why else how
+
+
+def _starts_again(config: Config, paths: RunPaths) -> str:
+    """The command that goes on with a run where it is, or begins it there where there is nothing to go on from."""
+    if config.cluster.kind == "slurm":
+        return f"sbatch {shlex.quote(str(paths.job_script))}"
+    launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
+    return f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"
 
 
 def add_status(commands: Any) -> None:
@@ -197,9 +213,10 @@ def add_status(commands: Any) -> None:
 
 
 def _status(parsed: argparse.Namespace) -> None:
-    while True:
-        status = read_status(parsed.run_directory)
-        print(json.dumps(asdict(status)) if parsed.json else describe_status(status), flush=True)
-        if not parsed.watch or status.state in _OVER:
-            return
-        time.sleep(_WATCH_S)
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end --watch
+        while True:
+            status = read_status(parsed.run_directory)
+            print(json.dumps(asdict(status)) if parsed.json else describe_status(status), flush=True)
+            if not parsed.watch or status.state in _OVER:
+                return
+            time.sleep(_WATCH_S)

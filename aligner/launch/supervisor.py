@@ -46,7 +46,22 @@ class Supervisor:
         self._groups: list[ServerGroup] = []
         self._trainers: list[Rank] = []
 
-    def prepare(self) -> None:
+    def run(self, endpoints: Callable[[], Mapping[str, Endpoint]]) -> bool:
+        """Prepare, then train, with the servers where `endpoints` says that they listen.
+
+        Returns whether the run is at its end: false when it was told to stop before that. It has taken a checkpoint then, if
+        it had begun to train.
+        """
+        self._prepare()
+        if self._interrupts.told_to_stop:
+            self._state.stopped_early("told to stop before it trained")
+            return False
+        if self._train(endpoints()):
+            return True
+        self._state.stopped_early("told to stop, with a checkpoint")
+        return False
+
+    def _prepare(self) -> None:
         """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
         directory = model_directory(self._config)
         timeout = self._config.server.start_timeout_s
@@ -56,6 +71,8 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while rank.exit_code is None:
             self._tick()
+            if self._interrupts.told_to_stop:
+                return
             if time.monotonic() > deadline:
                 raise AlignerError(with_log(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank))
         if rank.exit_code == ConfigError.exit_code:
@@ -64,10 +81,9 @@ class Supervisor:
             raise failure_error([rank])
         self._ranks.forget([rank])
 
-    def train(self, endpoints: Mapping[str, Endpoint]) -> bool:
-        """Start every role, wait for the trainer's end, and let the servers finish what they have taken.
-
-        Returns whether the run is at its end: false when it was told to stop, and took a checkpoint first.
+    def _train(self, endpoints: Mapping[str, Endpoint]) -> bool:
+        """Start every role, wait for the trainer's end, and let the servers finish what they have taken; whether the trainer
+        has come to the run's end, and did not stop before.
         """
         save_endpoints(dict(endpoints), self._paths.endpoints)
         with closing(RunView(self._config, self._paths, self._console)) as view:
@@ -85,10 +101,9 @@ class Supervisor:
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
             view.finish()
-        self._drain()
         is_finished = all(rank.exit_code == 0 for rank in self._trainers)
-        if not is_finished:
-            self._state.stopped_early()
+        if is_finished:  # who is told to stop has little time
+            self._drain()
         return is_finished
 
     def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:

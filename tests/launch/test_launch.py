@@ -261,3 +261,14 @@ def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_star
     assert error.startswith("trainer rank 0 ended with exit code 1 (then critic rank 0 failed); the end of its log:\n")
     assert "  | aligner: error: step 3: the reward is nan" in error
     assert "starting critic again" not in out
+
+
+def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(run: Path) -> None:
+    launcher = start(run, {"prepare": "hang"})
+    wait_for(lambda: (run / "logs" / "prepare-0.log").exists(), "preparation")
+    launcher.send_signal(signal.SIGUSR1)
+    code, out, error = finish(launcher, run)
+    assert (code, error) == (75, "")
+    assert "stopped as it was told to; the run goes on with run.resume=auto" in out
+    code, _, error = finish(start(run, None, "run.resume=auto"), run)
+    assert code == 0, error

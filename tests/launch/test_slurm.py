@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from aligner.config.compose import compose_config
-from aligner.config.paths import run_paths
+from aligner.config.compose import compose_config, save_config
+from aligner.config.paths import RunPaths, run_paths
+from aligner.config.prerequisites import plan_run
 from aligner.config.slurm_layout import slurm_layout
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
+from aligner.launch.failure import with_log
 from aligner.launch.slurm.allocation import Nodes, read_allocation
+from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
+from aligner.launch.slurm.submit import submit
+from aligner.launch.task import DEVICES, IS_TASK, adopt_task
 
 GENEROUS = (
     *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),
@@ -59,13 +65,13 @@ def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) ->
 def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
-    return srun_command(made, run_paths(made), role, slurm_layout(made).places[role], nodes, ranks, "name-1", ["a", "b c"])
+    return srun_command(made, run_paths(made), role, slurm_layout(made).places[role], nodes, ranks, 6, "name-1", ["a", "b c"])
 
 
 def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
     command = step_of(tmp_path, "critic", 2, "critic.parallel.data=2", "cluster.slurm.roles.critic.nodes=2")
-    wanted = {"--het-group=1", "--nodes=2", "--nodelist=n3,n4", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"}
-    assert wanted <= {*command}
+    wanted = {"--het-group=1", "--nodes=2", "--nodelist=n3,n4", "--ntasks=2", "--ntasks-per-node=1"}
+    assert wanted | {"--kill-on-bad-exit=0", "--export=ALL", "--cpus-per-task=6"} <= {*command}
     assert command[-2:] == ["a", "b c"]
     assert not [flag for flag in command if flag.startswith("--container")]
 
@@ -90,7 +96,7 @@ def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
     places = slurm_layout(made).places
-    assert configured_environment(made, "critic", places["critic"]) == {"A": "1", "B": "3", "CUDA_VISIBLE_DEVICES": "6"}
+    assert configured_environment(made, "critic", places["critic"]) == {"A": "1", "B": "3", "ALIGNER_DEVICES": "6"}
     assert configured_environment(made, "trainer", places["trainer"])["B"] == "2"
 
 
@@ -102,6 +108,7 @@ def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
         ("srun: error: n1: tasks 0,2: Killed\nsrun: error: n2: task 1: Exited with exit code 1\n", 137, [-9, 1, -9]),
         ("srun: error: n[1-2]: tasks 0-2: Terminated\n", 143, [-15, -15, -15]),
         ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", 139, [-11, 0, 0]),
+        ("srun: error: n1: task 2: Out Of Memory\n", 137, [0, 0, -9]),
         ("srun: error: Unable to create step for job 7: Invalid partition\n", 1, [1, 1, 1]),
     ],
 )
@@ -110,7 +117,7 @@ def test_what_srun_says_is_what_became_of_the_ranks(tmp_path: Path, said: str, c
     messages.write_text(said)
     process = subprocess.Popen(["bash", "-c", f"exit {code}"])
     process.wait()
-    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0) for rank in range(3)]
+    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)]
     Step("trainer-1", process, messages, ranks).poll()
     assert [rank.exit_code for rank in ranks] == expected
     assert all(rank.ended_at is not None for rank in ranks)
@@ -120,7 +127,7 @@ def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
     messages = tmp_path / "srun.log"
     messages.write_text("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n")
     process = subprocess.Popen(["sleep", "30"])
-    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0) for rank in range(3)]
+    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)]
     Step("trainer-1", process, messages, ranks).poll()
     process.kill()
     process.wait()
@@ -131,3 +138,101 @@ def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
 def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
     with pytest.raises(AlignerError, match="SLURM_JOB_ID is not set"):
         read_allocation(slurm_layout(config(tmp_path)), {})
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("srun: error: n2: task 1: Exited with exit code 3\nsrun: Terminating StepId=7.0\n", ""),
+        ("srun: error: Unable to create step for job 7: Invalid partition\n", "Invalid partition"),
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n", "TIME LIMIT"),
+        ("srun: error: n1: task 2: Out Of Memory\n", "task 2: Out Of Memory"),
+    ],
+)
+def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(tmp_path: Path, said: str, told: str) -> None:
+    messages, log = tmp_path / "srun.log", tmp_path / "0.log"
+    messages.write_text(said)
+    log.touch()
+    message = with_log("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    assert ("what started it says" in message) == bool(told)
+    assert told in message
+    assert message.endswith(f"the end of its log:\n  (its log is empty)\nlog: {log}")
+
+
+def as_task(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None) -> None:
+    """This process's environment is that of a task."""
+    given = {IS_TASK: "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": visible, DEVICES: chosen}
+    for name, value in {**given, "RANK": "", "LOCAL_RANK": ""}.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen", "seen"),
+    [
+        (None, "6,7", "6,7"),
+        ("0,1,2,3,4,5,6,7", "6,7", "6,7"),
+        ("GPU-a,GPU-b,GPU-c", "0,2", "GPU-a,GPU-c"),
+        ("4,5", None, "4,5"),
+    ],
+)
+def test_a_task_sees_its_roles_devices_among_those_of_its_step(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None, seen: str
+) -> None:
+    as_task(monkeypatch, visible, chosen)
+    adopt_task()
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("9", "1", seen)
+
+
+def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_task(monkeypatch, "0,1", "6,7")
+    with pytest.raises(
+        AlignerError, match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone"
+    ):
+        adopt_task()
+
+
+def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """A command of Slurm's that answers as the real one does when its controller, or a queue, has had enough."""
+    (directory / name).write_text(f"#!/bin/sh\n{script}\n")
+    (directory / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "echo x >> $0.calls; [ $(wc -l < $0.calls) -ge 2 ] || { echo busy >&2; exit 1; }; echo done"
+    stand_in(tmp_path, monkeypatch, "squeue", script)
+    with pytest.raises(AlignerError, match="squeue: busy"):
+        slurm_command("squeue")
+    (tmp_path / "squeue.calls").unlink()
+    assert slurm_command("squeue", attempts=2) == "done"
+
+
+def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
+    stand_in(tmp_path, monkeypatch, "sbatch", refuses)
+    given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
+    with pytest.raises(ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"):
+        submit(plan_run(compose_config(given)))
+    assert not (tmp_path / "run").exists()
+    paths = RunPaths(tmp_path / "run")
+    (paths.checkpoints / "step_1").mkdir(parents=True)
+    (paths.checkpoints / "step_1" / "manifest.json").write_text("{}")
+    save_config(compose_config(given), paths.config)
+    paths.job_script.write_text("as it was")
+    before = paths.config.read_text()
+    with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
+        submit(plan_run(compose_config([*given, "run.resume=true", "run.steps=99"])))
+    assert (paths.config.read_text(), paths.job_script.read_text()) == (before, "as it was")
+
+
+def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", 'env > "$0.env"; echo 7')
+    monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
+    monkeypatch.setenv("SLURM_CONF", "here")
+    submit(plan_run(compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])))
+    seen = (tmp_path / "sbatch.env").read_text().splitlines()
+    assert "SLURM_CONF=here" in seen and not [line for line in seen if line.startswith("SLURM_CPU_BIND")]

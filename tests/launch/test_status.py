@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.state import RoleState, RunState, read_state, write_state
 from aligner.launch.status import RoleStatus, describe_status, read_status
-from tests.launch.test_launch import finish, processes_of, start, wait_for
+from tests.launch.test_launch import finish, given, processes_of, start, wait_for
 
 
 @pytest.fixture
@@ -28,6 +29,12 @@ def run(tmp_path: Path) -> Iterator[Path]:
     yield directory
     for process in processes_of(directory):
         process.kill()
+
+
+def resumed(run: Path, *overrides: str) -> str:
+    """The command that goes on with a run that was launched by `start`."""
+    kept = [text for text in given(run, *overrides) if not text.startswith("run.dir=")]
+    return shlex.join(["aligner", "launch", *kept, f"run.dir={run}", "run.resume=auto"])
 
 
 def state_of(run: Path) -> str:
@@ -63,7 +70,7 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     finish(launcher, run)
     status = read_status(run)
     assert (status.state, status.exit_code, status.seconds_left) == ("stopped", 143, None)
-    assert status.note == "stopped by SIGTERM; it has no checkpoint to resume from"
+    assert status.note == f"stopped by SIGTERM; start it again with: {resumed(run)}"
     assert set(healths(run).values()) == {"gone"}
 
 
@@ -82,9 +89,8 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path) -> N
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
     status = read_status(run)
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
-    resume = f"aligner launch experiment=tiny_ppo run.dir={run} run.resume=true"
     reason = "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:"
-    assert status.note == f"{reason}; resume it with: {resume}"
+    assert status.note == f"{reason}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
 
 
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
@@ -104,7 +110,7 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     status = read_status(run)
     assert (status.state, status.exit_code) == ("stopped", None)
     assert status.note is not None and f"process {launcher.pid} on " in status.note
-    assert "is gone without having ended it; it has no checkpoint to resume from" in status.note
+    assert "is gone without having ended it; start it again with: aligner launch experiment=tiny_ppo" in status.note
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from aligner.config.compose import compose_config, save_config
 from aligner.config.paths import RunPaths
+from aligner.launch.slurm.script import render_script
+from aligner.launch.status import read_status
 from aligner.observability.metrics import read_metrics
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import SlurmCluster, why_not
@@ -104,14 +107,16 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
 ) -> None:
     job = submitted(slurm, tmp_path / "run", *FOUR_NODES, f"run.steps={STEPS}")
     job.wait_for_step(2)
-    slurm.command("scancel", "--signal=USR1", job.number)
+    slurm.command("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
+    status = read_status(job.paths.root)
+    assert (status.state, status.job) == ("queued", job.number)
+    assert status.note is not None and f"squeue --jobs={job.number}" in status.note
     done = len(read_metrics(job.paths.metrics))
     assert 2 <= done < STEPS
     # Slurm itself waits two minutes; in the second in which it revoked the job's credential it could not start it.
     slurm.command("scontrol", "update", f"JobId={job.number}", "StartTime=now+3")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
-    assert "stopped with a checkpoint; the run goes on from there when the job, queued again, starts" in job.log
     assert "queued again 1 time" in job.log
     assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "policy") == []
@@ -136,6 +141,62 @@ def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
     assert re.search(r"aligner: error: trainer rank [01] was ended by SIGKILL", job.log)
     assert re.search(r"log: .*/trainer-[01]\.log", job.log)
+
+
+def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_to_go_on(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "cluster.slurm.srun=['--container-image=image']")
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
+    assert re.search(r"aligner: error: prepare rank 0 ended with exit code \d+; what started it says:\n  \| srun: ", job.log)
+    assert "container-image" in job.log and "Traceback" not in job.log
+    status = read_status(job.paths.root)
+    assert status.state == "failed"
+    assert status.note is not None and status.note.endswith(f"start it again with: sbatch {job.paths.job_script}")
+
+
+_SEES = """
+import os, subprocess, sys
+from pathlib import Path
+from aligner.config.compose import load_config
+from aligner.config.paths import RunPaths
+from aligner.config.slurm_layout import slurm_layout
+from aligner.launch.roles import task_environment
+from aligner.launch.slurm.allocation import read_allocation
+from aligner.launch.slurm.step import configured_environment, srun_command
+
+paths = RunPaths(Path(sys.argv[1]))
+config = load_config(paths.config)
+layout = slurm_layout(config)
+allocation = read_allocation(layout)
+look = "from aligner.launch.task import adopt_task; adopt_task(); import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+for role, ranks in (("trainer", 2), ("critic", 2)):
+    place, nodes = layout.places[role], allocation.nodes[role]
+    command = srun_command(config, paths, role, place, nodes, ranks, 1, role, [sys.executable, "-c", look])
+    world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
+    subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)
+    paths.log(role, ranks).write_text(str(nodes.cpus))
+"""
+
+
+def test_roles_that_share_a_node_see_devices_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    given = (
+        *("experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}", "actor.parallel.data=2", "critic.parallel.data=2"),
+        *("cluster.slurm.roles.trainer.devices=0-3", "cluster.slurm.roles.critic.devices=6-7"),
+        *("cluster.slurm.roles.critic.beside=trainer", "cluster.slurm.roles.reward.beside=trainer"),
+        "cluster.slurm.roles.reward.devices='5'",
+    )
+    config = compose_config(given)
+    save_config(config, paths.config)
+    paths.logs.mkdir()
+    (tmp_path / "sees.py").write_text(_SEES)
+    asked = [line for line in render_script(config).splitlines() if line.startswith("#SBATCH")]
+    run = f"{sys.executable} {tmp_path / 'sees.py'} {tmp_path}"
+    paths.job_script.write_text("\n".join(["#!/usr/bin/env bash", *asked, f"PYTHONPATH={REPOSITORY} {run}", ""]))
+    slurm.command("sbatch", "--wait", str(paths.job_script))
+    seen = {role: [paths.log(role, rank).read_text().strip() for rank in range(3)] for role in ("trainer", "critic")}
+    assert seen == {"trainer": ["0,1,2,3", "0,1,2,3", "5"], "critic": ["6,7", "6,7", "5"]}
 
 
 @pytest.mark.parametrize(

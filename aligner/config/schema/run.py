@@ -27,6 +27,7 @@ class Run:
         [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with"
     )
     inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
+    command: str = option("", "set at launch: the command line, but for run.dir and run.resume")
 
     @property
     def resumes(self) -> bool:

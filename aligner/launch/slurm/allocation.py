@@ -21,6 +21,8 @@ class Nodes:
     """As Slurm has them."""
     address: str
     """Where the first of them is reached: rank 0 is there."""
+    cpus: int = 1
+    """Of a node, as many as the job has on each."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     variables = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(layout.components))]
     lists = [environment.get(name, "") for name in (variables if is_heterogeneous else ["SLURM_JOB_NODELIST"])]
     names = [expand(text) if text else [] for text in lists]
+    variables = [f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{index}" for index in range(len(layout.components))]
+    counts = [environment.get(name, "1") for name in (variables if is_heterogeneous else ["SLURM_JOB_CPUS_PER_NODE"])]
     given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
     if given != wanted:
         raise AlignerError(f"the job's components have {given} nodes, the configuration needs {wanted}")
@@ -49,6 +53,12 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     def nodes(place: Place) -> Nodes:
         part = names[place.component]
         own = tuple(part[index] for index in place.node_range)
-        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]])
+        cpus = _fewest(counts[place.component])
+        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]], cpus)
 
     return Allocation(job, {group: nodes(place) for group, place in layout.places.items()})
+
+
+def _fewest(counts: str) -> int:
+    """The smallest number in a list such as 64(x2),32, which is two times 64 and once 32."""
+    return min(int(part.partition("(")[0]) for part in counts.split(","))

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from aligner.errors import AlignerError, ConfigError
 
 _TIMEOUT_S = 60
+_FIRST_PAUSE_S = 1.0
+PATIENT = 5
+"""Attempts of what a job that runs cannot do without."""
 
 
-def slurm_command(name: str, *arguments: str) -> str:
-    """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails."""
+def slurm_command(name: str, *arguments: str, attempts: int = 1, environment: Mapping[str, str] | None = None) -> str:
+    """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
+
+    A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
+    several `attempts` each waits twice as long as the one before.
+    """
     if shutil.which(name) is None:
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
+    for attempt in range(attempts - 1):
+        try:
+            return _printed((name, *arguments), environment)
+        except AlignerError:
+            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+    return _printed((name, *arguments), environment)
+
+
+def _printed(command: Sequence[str], environment: Mapping[str, str] | None) -> str:
     try:
-        ended = subprocess.run([name, *arguments], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
-        raise AlignerError(f"{name} {' '.join(arguments)}: no answer within {_TIMEOUT_S} s") from None
+        raise AlignerError(f"{' '.join(command)}: no answer within {_TIMEOUT_S} s") from None
     if ended.returncode:
-        raise AlignerError(f"{name}: {message(ended.stderr or ended.stdout)}")
+        raise AlignerError(f"{command[0]}: {message(ended.stderr or ended.stdout)}")
     return ended.stdout.strip()
 
 
@@ -32,12 +49,12 @@ def message(printed: str) -> str:
 
 def expand(hosts: str) -> list[str]:
     """The names that a list such as n[1-3] stands for."""
-    return slurm_command("scontrol", "show", "hostnames", hosts).split()
+    return slurm_command("scontrol", "show", "hostnames", hosts, attempts=PATIENT).split()
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
     """Where the nodes are reached by the others."""
-    described = slurm_command("scontrol", "show", "node", "--oneliner", ",".join(hosts))
+    described = slurm_command("scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT)
     found = {}
     for line in described.splitlines():
         fields = dict(field.partition("=")[::2] for field in line.split())

@@ -11,17 +11,19 @@ from rich.console import Console
 from aligner.config.compose import load_config
 from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
-from aligner.config.schema import Config
 from aligner.config.slurm_layout import slurm_layout
-from aligner.errors import RESUMABLE, AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError
 from aligner.launch.endpoints import pick_endpoints
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.run import interruptible, run_directory
 from aligner.launch.slurm.allocation import Allocation, read_allocation
-from aligner.launch.slurm.commands import slurm_command
+from aligner.launch.slurm.commands import PATIENT, slurm_command
 from aligner.launch.slurm.steps import SlurmSteps
 from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
+
+_PATIENCE_S = 60.0
+"""For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""
 
 
 def supervise(directory: Path) -> int:
@@ -35,34 +37,34 @@ def supervise(directory: Path) -> int:
     if config.cluster.kind != "slurm":
         raise ConfigError(f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it")
     config = replace(config, run=replace(config.run, resume="auto"))
-    layout, console = slurm_layout(config), Console(width=120)
-    allocation = read_allocation(layout)
-    count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
-    print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
+    console, requeue = Console(width=120), config.cluster.slurm.requeue
 
     def work(interrupts: Interrupts) -> bool:
+        layout = slurm_layout(config)
+        allocation = read_allocation(layout)
+        count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
+        print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         with (
-            run_directory(config, console) as settled,
+            run_directory(config, console, _PATIENCE_S) as settled,
             StateRecorder(paths.status, role_ranks(settled), allocation.job) as state,
             SlurmSteps(settled, paths, layout, allocation) as steps,
         ):
             supervisor = Supervisor(settled, paths, steps, state, interrupts, console)
-            supervisor.prepare()
             hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-            return supervisor.train(pick_endpoints(settled, hosts, steps.ports))
+            is_finished = supervisor.run(lambda: pick_endpoints(settled, hosts, steps.ports))
+            if not is_finished and requeue:  # first of all: the grace period may end before what else is to be done
+                _requeue(allocation)
+                state.queued_again()
+            return is_finished
 
-    requeue = config.cluster.slurm.requeue
-    goes_on = "when the job, queued again, starts" if requeue else "when it is launched again with run.resume=true"
-    code = interruptible(work, console, goes_on)
-    if code == RESUMABLE and requeue:
-        _requeue(config, allocation)
-    return code
+    how = "by itself: its job is queued again" if requeue else f"with: sbatch {paths.job_script}"
+    return interruptible(work, console, how)
 
 
-def _requeue(config: Config, allocation: Allocation) -> None:
-    """Have the job queued again. Slurm ends this process for it."""
+def _requeue(allocation: Allocation) -> None:
+    """Have the job queued again. Slurm ends its steps and, a little later, this process for it."""
     try:
-        slurm_command("scontrol", "requeue", allocation.job)
+        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT)
     except AlignerError as error:
-        raise AlignerError(f"the run took a checkpoint, but job {allocation.job} is not queued again: {error}") from error
+        raise AlignerError(f"the run has stopped as it was told to, but its job is not queued again: {error}") from error

@@ -23,7 +23,9 @@ def render_script(config: Config) -> str:
     lines += [_directive(flag) for flag in (*_job_flags(config), *_component_flags(config, first))]
     for component in others:
         lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
-    return "\n".join([*lines, "set -euo pipefail", *config.cluster.slurm.setup, _supervise(config), ""])
+    # What tells a job to stop may come before the supervisor can take it, and would end the script.
+    lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
+    return "\n".join([*lines, *config.cluster.slurm.setup, _supervise(config), ""])
 
 
 def _job_flags(config: Config) -> Iterator[str]:

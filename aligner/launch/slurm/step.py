@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -15,16 +16,17 @@ from aligner.config.schema import Config
 from aligner.config.slurm import container_mounts
 from aligner.config.slurm_layout import Place, numbers, slurm_role
 from aligner.launch.slurm.allocation import Nodes
+from aligner.launch.task import DEVICES
 
+_TELL_AGAIN_S = 2.0
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
-_SIGNALS = {
-    "Killed": signal.SIGKILL,
-    "Terminated": signal.SIGTERM,
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Interrupt": signal.SIGINT,
-}
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals} | {"Out Of Memory": signal.SIGKILL}
+"""What srun calls the signals that end tasks."""
+_USUAL = re.compile(
+    r"^srun: (error: \S+: tasks? [\d,-]+: (?!Out Of Memory)|launch/slurm: |Terminating StepId=|Job step aborted: ).*$",
+    re.MULTILINE,
+)
+"""What srun says of tasks that have ended by themselves, which is told of the ranks, or when it ends others for that."""
 
 
 @dataclass
@@ -36,8 +38,16 @@ class TaskRank:
     log: Path
     log_start: int
     restarts: int
+    messages: Path
+    """What srun itself says of the step."""
     ended_at: float | None = None
     exit_code: int | None = None
+
+    @property
+    def starter_said(self) -> str:
+        """See `aligner.launch.ranks.Rank`."""
+        said = _USUAL.sub("", self.messages.read_text(errors="replace")) if self.messages.exists() else ""
+        return "\n".join(line for line in said.splitlines() if line)
 
 
 class Step:
@@ -49,6 +59,15 @@ class Step:
         self.process = process
         self.ranks = ranks
         self._messages = messages
+        self._told: dict[str, float] = {}
+
+    def is_to_be_told(self, signal_name: str) -> bool:
+        """Whether this signal is due: Slurm's controller, which passes it on, is not asked for one several times a second."""
+        now = time.monotonic()
+        if now - self._told.get(signal_name, -math.inf) < _TELL_AGAIN_S:
+            return False
+        self._told[signal_name] = now
+        return True
 
     def poll(self) -> None:
         """Note which ranks have ended, and how. Those of which srun says nothing have ended well once it has ended."""
@@ -72,23 +91,34 @@ class Step:
 
 
 def srun_command(
-    config: Config, paths: RunPaths, role: str, place: Place, nodes: Nodes, ranks: int, name: str, command: Sequence[str]
+    config: Config,
+    paths: RunPaths,
+    role: str,
+    place: Place,
+    nodes: Nodes,
+    ranks: int,
+    threads: int,
+    name: str,
+    command: Sequence[str],
 ) -> list[str]:
     """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does."""
     slurm, settings = config.cluster.slurm, slurm_role(config, "trainer" if role == "prepare" else role)
     flags = [
         f"--job-name={name}",
+        "--export=ALL",  # also in a job that was submitted with less
         *([f"--het-group={nodes.component}"] if nodes.component is not None else []),
         f"--nodes={len(nodes.names)}",
         f"--nodelist={','.join(nodes.names)}",
         f"--ntasks={ranks}",
         f"--ntasks-per-node={place.ranks_per_node}",
+        f"--cpus-per-task={threads}",
         "--distribution=block",  # ranks that stand side by side in a layout share a node
         "--overlap",  # steps of several roles may be on a node
-        "--kill-on-bad-exit=1",
+        # The supervisor ends the others: a rank that says why, or that still writes its last, is not cut short.
+        "--kill-on-bad-exit=0",
         f"--wait={config.cluster.collective_timeout_s:.0f}",
         "--unbuffered",
-        f"--output={paths.root / 'logs' / f'{role}-%t.log'}",
+        f"--output={paths.logs / f'{role}-%t.log'}",
         "--open-mode=append",
     ]
     image = settings.image or slurm.image
@@ -107,7 +137,7 @@ def srun_command(
 def configured_environment(config: Config, role: str, place: Place) -> Mapping[str, str]:
     """What the configuration adds to a role's environment."""
     settings = slurm_role(config, "trainer" if role == "prepare" else role)
-    chosen = {} if place.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.devices))}
+    chosen = {} if place.devices is None else {DEVICES: ",".join(map(str, place.devices))}
     given = {**config.cluster.slurm.environment, **settings.environment}
     return chosen | {name: str(value) for name, value in given.items()}
 
@@ -116,4 +146,4 @@ def _exit_code(how: str) -> int:
     """What srun says of a task's end as an exit code, negative for a signal."""
     if code := re.match(r"Exited with exit code (\d+)", how):
         return int(code[1])
-    return next((-number for text, number in _SIGNALS.items() if how.startswith(text)), 1)
+    return next((-number for text, number in _SIGNALS.items() if text is not None and how.startswith(text)), 1)

@@ -55,15 +55,16 @@ class SlurmSteps:
         if restarts:
             for rank, log in enumerate(logs):
                 append_restart(log, role, rank, restarts, self._config)
-        command = srun_command(self._config, self._paths, role, place, nodes, ranks, name, self._command(role))
+        threads = self._threads(place, nodes)
+        command = srun_command(self._config, self._paths, role, place, nodes, ranks, threads, name, self._command(role))
         environment = {
-            **task_environment(ranks, place.ranks_per_node, nodes.address, next(self.ports), self._threads()),
+            **task_environment(ranks, place.ranks_per_node, nodes.address, next(self.ports), threads),
             **configured_environment(self._config, role, place),
         }
-        started = [
-            TaskRank(role, rank, log, log.stat().st_size if log.exists() else 0, restarts) for rank, log in enumerate(logs)
-        ]
+        for log in logs:
+            log.touch()  # of a step that does not come to be, too
         messages = self._paths.logs / f"srun-{self._allocation.job}-{name}.log"
+        started = [TaskRank(role, rank, log, log.stat().st_size, restarts, messages) for rank, log in enumerate(logs)]
         with messages.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -82,10 +83,8 @@ class SlurmSteps:
             step.poll()
 
     def tell_to_stop(self, ranks: Sequence[Rank]) -> None:
-        """See `Ranks`. srun passes the signal on to its tasks."""
-        for step in self._of(ranks):
-            if step.process.poll() is None:
-                step.process.send_signal(STOP_SIGNAL)
+        """See `Ranks`. Not through srun, which dies of the signal before its tasks run."""
+        self._signal(STOP_SIGNAL.name.removeprefix("SIG"), self._of(ranks))
 
     def terminate(self, ranks: Sequence[Rank]) -> None:
         """See `Ranks`. Not through srun, which takes SIGTERM as a wish to have its tasks killed."""
@@ -113,20 +112,22 @@ class SlurmSteps:
             step.process.wait()
 
     def _wait(self, signal_name: str, timeout_s: float) -> None:
-        with contextlib.suppress(AlignerError):  # the end of the job ends all steps
-            self._signal(signal_name, self._steps)
+        self._signal(signal_name, self._steps)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(step.process.poll() is None for step in self._steps):
             time.sleep(_POLL_S)
 
     def _signal(self, name: str, steps: Sequence[Step]) -> None:
-        running = {step.name for step in steps if step.process.poll() is None}
+        """A signal to all tasks of steps that run. One that Slurm does not take is no reason for the run to end: what must
+        get it is told again, and the end of the job ends all steps.
+        """
+        running = {step.name for step in steps if step.process.poll() is None and step.is_to_be_told(name)}
         if not running:
             return
-        listed = slurm_command("squeue", "--noheader", "--steps", f"--jobs={self._jobs()}", "--format=%i %j")
-        numbers = [number for number, step in (line.split(maxsplit=1) for line in listed.splitlines()) if step in running]
-        if numbers:
-            with contextlib.suppress(AlignerError):  # it has ended meanwhile
+        with contextlib.suppress(AlignerError):
+            listed = slurm_command("squeue", "--noheader", "--steps", f"--jobs={self._jobs()}", "--format=%i %j")
+            numbers = [number for number, step in (line.split(maxsplit=1) for line in listed.splitlines()) if step in running]
+            if numbers:
                 slurm_command("scancel", f"--signal={name}", *numbers)
 
     def _jobs(self) -> str:
@@ -149,5 +150,7 @@ class SlurmSteps:
         is_contained = (settings.image or self._config.cluster.slurm.image) is not None
         return role_command(role, self._paths.config, ("aligner",) if is_contained else None)
 
-    def _threads(self) -> int:
-        return self._config.cluster.threads_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    def _threads(self, place: Place, nodes: Nodes) -> int:
+        """As on one machine: the node's cores, as many as the job has, shared by the ranks there."""
+        ranks = self._layout.components[place.component].ranks_per_node
+        return self._config.cluster.threads_per_rank or max(1, nodes.cpus // ranks)

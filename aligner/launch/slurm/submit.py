@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
 from aligner.config.model_source import NOTHING, Coming
-from aligner.config.paths import RunPaths, run_paths
+from aligner.config.paths import RunPaths, cache_directory, run_paths
 from aligner.config.prerequisites import RunPlan
+from aligner.config.resume import resume_problems
+from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.launch.lock import refuse_locked
+from aligner.launch.lock import locked, refuse_locked
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.script import render_script
 
-SCRIPT = "job.sh"
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 def checked_script(plan: RunPlan, described: Coming = NOTHING) -> str:
@@ -36,39 +41,58 @@ def checked_script(plan: RunPlan, described: Coming = NOTHING) -> str:
 def submit(plan: RunPlan) -> None:
     """Queue the run, and print its job and how to follow it.
 
-    Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is not there then.
+    Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is then as it was before.
     """
-    paths = run_paths(plan.config)
+    config, paths = plan.config, run_paths(plan.config)
     refuse_locked(paths.root)
     script = checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
     _ask_slurm(script)
-    created = not paths.root.exists()
-    try:
+    is_new = not paths.root.exists()
+    with locked(paths.root), _undone_when_refused(paths, is_new):
+        if problems := list(resume_problems(config)):  # looked for before, when others could still come to the directory
+            raise ConfigError("\n".join(problems))
         paths.logs.mkdir(parents=True, exist_ok=True)
-        save_config(plan.config, paths.config)
-        create_access_key(plan.config)
-        write_file(paths.root / SCRIPT, script)
-        job = _number(_sbatch("--parsable", str(paths.root / SCRIPT)))
-    except AlignerError:
-        if created:
+        cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
+        save_config(config, paths.config)
+        create_access_key(config)
+        write_file(paths.job_script, script)
+        job = _number(_sbatch("--parsable", str(paths.job_script)))
+        paths.status.unlink(missing_ok=True)  # that of the start before this one
+    print(_told(job, config))
+
+
+@contextlib.contextmanager
+def _undone_when_refused(paths: RunPaths, is_new: bool) -> Iterator[None]:
+    """What a run directory says of its run stays what it was, unless the block succeeds."""
+    before = {file: file.read_bytes() if file.exists() else None for file in (paths.config, paths.job_script)}
+    try:
+        yield
+    except BaseException:
+        for file, content in before.items():
+            if content is None:
+                file.unlink(missing_ok=True)
+            else:
+                write_file(file, content)
+        if is_new:
             shutil.rmtree(paths.root)
         raise
-    print(_told(job, paths))
 
 
 def _ask_slurm(script: str) -> None:
     """Whether Slurm would take the job, before anything is written where the run will be."""
     with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / SCRIPT
+        file = Path(place) / "job.sh"
         file.write_text(script)
         _sbatch("--test-only", str(file))
 
 
 def _sbatch(*arguments: str) -> str:
     """What it prints. Raises ConfigError with Slurm's message."""
+    # What a shell inside another job has of that one, such as how its tasks are bound, is not for this one.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
     try:
-        return slurm_command("sbatch", *arguments)
+        return slurm_command("sbatch", *arguments, environment=kept)
     except ConfigError:
         raise
     except AlignerError as error:
@@ -80,15 +104,17 @@ def _number(parsable: str) -> str:
     return parsable.splitlines()[-1].partition(";")[0]
 
 
-def _told(job: str, paths: RunPaths) -> str:
+def _told(job: str, config: Config) -> str:
+    paths = run_paths(config)
+    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
     return "\n".join(
         (
             f"job {job}",
-            f"script: {paths.root / SCRIPT}",
+            f"script: {paths.job_script}",
             f"log:    {paths.job_log(job)}",
             f"follow: tail -F {paths.job_log(job)}",
             f"status: squeue --jobs={job}; aligner status {paths.root}",
-            f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; the job is queued again",
+            f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
             f"end:    scancel {job}",
         )
     )
