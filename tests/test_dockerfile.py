@@ -89,6 +89,17 @@ def test_an_image_checks_itself_and_runs_as_no_root(target: str) -> None:
     assert not any(line.startswith("RUN ") for line in lines[lines.index("USER 10001") :])
 
 
+@pytest.mark.parametrize("target", ["trainer", "server"])
+def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(target: str) -> None:
+    lines = stages()["common"] + stages()[target]
+    last = max(index for index, line in enumerate(lines) if "pip install" in line and "--requirement" in line)
+    before = [source for line in lines[:last] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert before == ["pyproject.toml", "constraints.txt", "container/pins.py"]
+    after = [source for line in lines[last:] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert after == ["--from=wheel", "/wheels", "container/check_image.py"]
+    assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN ")][-1]
+
+
 def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "container" / "check_image.py"), *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
