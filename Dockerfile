@@ -15,8 +15,9 @@ COPY aligner aligner
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS common
-# The release image may own user id 1000 already.
-RUN useradd --create-home --uid 10001 aligner
+# The release image may own user id 1000 already. `docker run --user` may give any other: all may write to this home.
+RUN useradd --create-home --uid 10001 aligner \
+    && chmod 1777 /home/aligner
 WORKDIR /opt/aligner
 # Dependencies come first, with no more of the repository than says what they are: edits elsewhere leave their layers alone.
 COPY pyproject.toml constraints.txt ./
@@ -33,6 +34,9 @@ COPY --from=wheel /wheels /wheels
 COPY container/check_image.py container/
 RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
     && python3 container/check_image.py trainer held.txt
+# A user without an entry in /etc/passwd has no home for JIT caches otherwise, and getpass finds no name. Not in `common`: what
+# root imports while the image is built would leave directories there that are root's.
+ENV HOME=/home/aligner USER=aligner LOGNAME=aligner
 USER 10001
 WORKDIR /home/aligner
 
@@ -43,5 +47,6 @@ COPY --from=wheel /wheels /wheels
 COPY container/check_image.py container/
 RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
     && python3 container/check_image.py server held.txt
+ENV HOME=/home/aligner USER=aligner LOGNAME=aligner
 USER 10001
 WORKDIR /home/aligner

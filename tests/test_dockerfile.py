@@ -100,6 +100,19 @@ def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(tar
     assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN ")][-1]
 
 
+@pytest.mark.parametrize("target", ["trainer", "server"])
+def test_a_user_whom_the_image_does_not_know_has_a_name_and_a_home_to_write_to(target: str) -> None:
+    lines = stages()[target]
+    (index,) = [index for index, line in enumerate(lines) if line.startswith("ENV ")]
+    assert dict(pair.split("=") for pair in lines[index].split()[1:]) == {
+        "HOME": "/home/aligner",
+        "USER": "aligner",
+        "LOGNAME": "aligner",
+    }
+    assert not any(line.startswith("RUN ") for line in lines[index:]), "what root does must leave nothing in that home"
+    assert "chmod 1777 /home/aligner" in " ".join(stages()["common"])
+
+
 def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "container" / "check_image.py"), *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
