@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from container.check_image import EVERYWHERE
 from container.pins import pinned, plan, wanted
 
 REPOSITORY = Path(__file__).parents[1]
@@ -18,6 +19,15 @@ DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)).splitlines()
 PINS = pinned((REPOSITORY / "constraints.txt").read_text())
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+# What tells that an extra is there; ray, tensorrt_llm's, is looked up only.
+MODULES = {
+    "sentiment": "vaderSentiment",
+    "verify": "math_verify",
+    "wandb": "wandb",
+    "mlflow": "mlflow.tracking",
+    "report": "plotly.offline",
+}
 
 
 def copied() -> list[str]:
@@ -59,10 +69,14 @@ def test_every_package_is_installed_at_the_version_that_the_tests_ran_with() -> 
     assert {name for name, _ in named} == {"hatchling", "megatron-core"}
     for name, version in named:
         assert PINS[name] == version
-    assert set(extras("common")) == {"sentiment", "verify", "tensorrt_llm"} and extras("server") == ["server"]
+    assert set(extras("common")) == {*MODULES, "tensorrt_llm"} and extras("server") == ["server"]
     for stage in ("common", "server"):
         _, missing = plan({}, PINS, wanted(PROJECT, extras(stage)))
         assert missing.keys() >= {"torch", "hydra-core", "tritonclient"}
+
+
+def test_both_images_are_checked_for_all_that_their_extras_bring() -> None:
+    assert set(EVERYWHERE) >= set(MODULES.values())
 
 
 def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
