@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from packaging.version import InvalidVersion, Version
 
 from container.check_image import EVERYWHERE
 from container.pins import pinned, plan, wanted
@@ -86,6 +87,22 @@ def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
     assert missing["nvidia-pytriton"] == "0.7.0" and "torch" not in missing
     with pytest.raises(SystemExit, match=r"constraints\.txt has no version of torch"):
         plan({}, {}, ["torch"])
+
+
+@pytest.mark.parametrize("version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"])
+def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(version: str) -> None:
+    with pytest.raises(InvalidVersion):
+        Version(version)
+    held, missing = plan({"torch": version, "numpy": "1.26.3"}, PINS, ["torch", "numpy"])
+    assert "torch" not in held and held["numpy"] == "1.26.3" and not missing
+
+
+@pytest.mark.parametrize(
+    "version", ["2.9.0a0+145a3a7bda.nv25.10", "1!2.0", "2024.6.2", "1.0.post1.dev3", "1.0-1", "V1.0-Alpha_2", "0.1.0+Abc_1"]
+)
+def test_every_version_that_pip_reads_holds(version: str) -> None:
+    Version(version)
+    assert plan({"torch": version}, PINS, ["torch"])[0]["torch"] == version
 
 
 def test_the_base_image_is_one_version_and_can_be_given_with_its_digest() -> None:
