@@ -15,6 +15,16 @@ from pathlib import Path
 
 import tomllib
 
+# PEP 440's, for an image need not have packaging.
+_VERSION = re.compile(
+    r"v?([0-9]+!)?[0-9]+(\.[0-9]+)*"
+    r"([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?[0-9]*)?"
+    r"(-[0-9]+|[-_.]?(post|rev|r)[-_.]?[0-9]*)?"
+    r"([-_.]?dev[-_.]?[0-9]*)?"
+    r"(\+[a-z0-9]+([-_.][a-z0-9]+)*)?",
+    re.IGNORECASE | re.ASCII,
+)
+
 
 def canonical(name: str) -> str:
     """A distribution's name as packaging compares it."""
@@ -40,11 +50,16 @@ def wanted(project: Mapping[str, object], extras: Sequence[str]) -> list[str]:
 
 
 def plan(has: Mapping[str, str], pins: Mapping[str, str], names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What holds, and of it what is to be installed. Raises SystemExit for a dependency without a pin."""
+    """What holds, and what is to be installed of the pins. Raises SystemExit for a dependency without a pin.
+
+    Nothing holds a package of the base image whose version is none of PEP 440's, such as Debian's `1.7build1`: one such line,
+    and pip refuses the whole file.
+    """
     lacking = [name for name in names if name not in has]
     if unpinned := [name for name in lacking if name not in pins]:
         sys.exit(f"constraints.txt has no version of {', '.join(unpinned)}; pin it there")
-    return {**pins, **has}, {name: pins[name] for name in lacking}
+    holds = {name: version for name, version in {**pins, **has}.items() if _VERSION.fullmatch(version)}
+    return holds, {name: pins[name] for name in lacking}
 
 
 def main(held: Path, requirements: Path, *extras: str) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from packaging.version import InvalidVersion, Version
 
+from container.check_image import EVERYWHERE
 from container.pins import pinned, plan, wanted
 
 REPOSITORY = Path(__file__).parents[1]
@@ -18,6 +20,15 @@ DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)).splitlines()
 PINS = pinned((REPOSITORY / "constraints.txt").read_text())
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+# What tells that an extra is there; ray, tensorrt_llm's, is looked up only.
+MODULES = {
+    "sentiment": "vaderSentiment",
+    "verify": "math_verify",
+    "wandb": "wandb",
+    "mlflow": "mlflow.tracking",
+    "report": "plotly.offline",
+}
 
 
 def copied() -> list[str]:
@@ -59,10 +70,14 @@ def test_every_package_is_installed_at_the_version_that_the_tests_ran_with() -> 
     assert {name for name, _ in named} == {"hatchling", "megatron-core"}
     for name, version in named:
         assert PINS[name] == version
-    assert set(extras("common")) == {"sentiment", "verify", "tensorrt_llm"} and extras("server") == ["server"]
+    assert set(extras("common")) == {*MODULES, "tensorrt_llm"} and extras("server") == ["server"]
     for stage in ("common", "server"):
         _, missing = plan({}, PINS, wanted(PROJECT, extras(stage)))
         assert missing.keys() >= {"torch", "hydra-core", "tritonclient"}
+
+
+def test_both_images_are_checked_for_all_that_their_extras_bring() -> None:
+    assert set(EVERYWHERE) >= set(MODULES.values())
 
 
 def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
@@ -72,6 +87,22 @@ def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
     assert missing["nvidia-pytriton"] == "0.7.0" and "torch" not in missing
     with pytest.raises(SystemExit, match=r"constraints\.txt has no version of torch"):
         plan({}, {}, ["torch"])
+
+
+@pytest.mark.parametrize("version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"])
+def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(version: str) -> None:
+    with pytest.raises(InvalidVersion):
+        Version(version)
+    held, missing = plan({"torch": version, "numpy": "1.26.3"}, PINS, ["torch", "numpy"])
+    assert "torch" not in held and held["numpy"] == "1.26.3" and not missing
+
+
+@pytest.mark.parametrize(
+    "version", ["2.9.0a0+145a3a7bda.nv25.10", "1!2.0", "2024.6.2", "1.0.post1.dev3", "1.0-1", "V1.0-Alpha_2", "0.1.0+Abc_1"]
+)
+def test_every_version_that_pip_reads_holds(version: str) -> None:
+    Version(version)
+    assert plan({"torch": version}, PINS, ["torch"])[0]["torch"] == version
 
 
 def test_the_base_image_is_one_version_and_can_be_given_with_its_digest() -> None:
@@ -87,6 +118,30 @@ def test_an_image_checks_itself_and_runs_as_no_root(target: str) -> None:
     assert f"check_image.py {target} held.txt" in " ".join(lines)
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
     assert not any(line.startswith("RUN ") for line in lines[lines.index("USER 10001") :])
+
+
+@pytest.mark.parametrize("target", ["trainer", "server"])
+def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(target: str) -> None:
+    lines = stages()["common"] + stages()[target]
+    last = max(index for index, line in enumerate(lines) if "pip install" in line and "--requirement" in line)
+    before = [source for line in lines[:last] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert before == ["pyproject.toml", "constraints.txt", "container/pins.py"]
+    after = [source for line in lines[last:] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert after == ["--from=wheel", "/wheels", "container/check_image.py"]
+    assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN ")][-1]
+
+
+@pytest.mark.parametrize("target", ["trainer", "server"])
+def test_a_user_whom_the_image_does_not_know_has_a_name_and_a_home_to_write_to(target: str) -> None:
+    lines = stages()[target]
+    (index,) = [index for index, line in enumerate(lines) if line.startswith("ENV ")]
+    assert dict(pair.split("=") for pair in lines[index].split()[1:]) == {
+        "HOME": "/home/aligner",
+        "USER": "aligner",
+        "LOGNAME": "aligner",
+    }
+    assert not any(line.startswith("RUN ") for line in lines[index:]), "what root does must leave nothing in that home"
+    assert "chmod 1777 /home/aligner" in " ".join(stages()["common"])
 
 
 def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:

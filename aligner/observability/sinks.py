@@ -145,24 +145,51 @@ class TensorBoardSink:
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._shown = _shown_steps(directory)
         self._events = EventFileWriter(str(directory), flush_secs=5)
 
     def write(self, step: int, record: Record) -> None:
-        """Write a scalar each."""
+        """Write a scalar each; a step that TensorBoard shows already stays as it is."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if step in self._shown:
+            return
         values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items()]
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._events.flush()
+        self._shown.add(step)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Tell TensorBoard where the run starts again, so that it hides what an earlier attempt wrote beyond."""
+        """Tell TensorBoard where the run starts again, so that it hides what an earlier attempt wrote beyond. That is at the
+        first step that it lacks: from there on all are written again, in their order.
+        """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        step = int(kept[-1]["step"]) if kept else 0
-        self._events.add_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        steps = [int(record["step"]) for record in kept]
+        after = steps[-1] + 1 if steps else 0
+        start = next((step for step in steps if step not in self._shown), after)
+        self._events.add_event(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
+        self._events.flush()
+        self._shown = {step for step in self._shown if step < start}
+        for step, record in zip(steps, kept, strict=True):
+            self.write(step, {key: value for key, value in record.items() if key != "step"})
 
     def close(self, failed: bool) -> None:
         """Write out what the writer still holds."""
         self._events.close()
+
+
+def _shown_steps(directory: Path) -> set[int]:
+    """What TensorBoard shows of a directory's event files: from where a run started again, nothing of before."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    shown: set[int] = set()
+    for file in sorted(directory.glob("*tfevents*")):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            if event.session_log.status == SessionLog.START:
+                shown = {step for step in shown if step < event.step}
+            elif event.HasField("summary"):
+                shown.add(event.step)
+    return shown

@@ -17,9 +17,17 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsWriter, read_metrics
 from aligner.observability.mlflow_sink import MlflowSink
-from aligner.observability.sinks import BackgroundSink, MetricsSink, Record, open_sinks
+from aligner.observability.sinks import BackgroundSink, MetricsSink, Record, TensorBoardSink, open_sinks
 from aligner.observability.wandb_sink import SUPERSEDED
-from tests.observability.trackers import Steps, mlflow_client, mlflow_steps, wandb_records, wandb_steps
+from tests.observability.trackers import (
+    Steps,
+    mlflow_client,
+    mlflow_steps,
+    tensorboard_steps,
+    tensorboard_writes,
+    wandb_records,
+    wandb_steps,
+)
 
 TRACKERS: dict[str, Callable[[RunPaths], Steps]] = {"wandb": wandb_steps, "mlflow": mlflow_steps}
 ON = [f"logging.{name}.enabled=true" for name in TRACKERS]
@@ -195,6 +203,89 @@ def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_be
             time.sleep(0.05)
         is_back.set()
     assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
+
+
+def in_tensorboard(step: int, more: float = 0.0) -> dict[str, float]:
+    """Metrics that 32 bits hold."""
+    return {"reward/mean": step + more, "policy/loss": -0.5}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_path: Path) -> None:
+    paths = run_paths(configured(tmp_path / "run"))
+    away = paths.root / "away"
+    sink = BackgroundSink(
+        "tensorboard", lambda: TensorBoardSink(paths.tensorboard), lambda: read_metrics(paths.metrics), retry_s=0.0
+    )
+    with MetricsWriter(paths, [sink]) as writer:
+        writer.truncate_after(0)
+        for step in (0, 1, 2):
+            writer.write(step, in_tensorboard(step))
+        wait_until(lambda: paths.tensorboard.exists() and tensorboard_writes(paths) == [0, 1, 2])
+        time.sleep(1.1)  # the files of one second are read in an order of their own
+        paths.tensorboard.rename(away)
+        paths.tensorboard.write_text("in the way")
+        for step in (3, 4, 5):
+            writer.write(step, in_tensorboard(step))
+        wait_until(lambda: sink.failures >= 2)
+        paths.tensorboard.unlink()
+        away.rename(paths.tensorboard)
+        for step in (6, 7):
+            writer.write(step, in_tensorboard(step))
+    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 8
+    assert tensorboard_writes(paths) == [*range(8)]
+
+
+def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_later_before(tmp_path: Path) -> None:
+    paths = run_paths(configured(tmp_path / "run"))
+    with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer:
+        for step in range(1, 6):
+            writer.write(step, in_tensorboard(step))
+    time.sleep(1.1)
+    is_back = threading.Event()
+
+    def open_sink() -> MetricsSink:
+        if not is_back.is_set():
+            raise OSError("away")
+        return TensorBoardSink(paths.tensorboard)
+
+    sink = BackgroundSink("tensorboard", open_sink, lambda: read_metrics(paths.metrics), retry_s=0.0)
+    with MetricsWriter(paths, [sink]) as writer:
+        writer.truncate_after(2)
+        for step in (3, 4):
+            writer.write(step, in_tensorboard(step, more=0.5))
+        wait_until(lambda: sink.failures == 3)
+        is_back.set()
+    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 4
+    assert tensorboard_writes(paths) == [1, 2, 3, 4, 5, 3, 4]
+
+
+def test_a_resumed_run_gives_tensorboard_what_the_attempts_before_could_not(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", "logging.tensorboard=true")
+    paths = run_paths(config)
+    with MetricsWriter(paths) as writer:
+        for step in range(1, 6):
+            writer.write(step, in_tensorboard(step))
+    before = TensorBoardSink(paths.tensorboard)
+    for step in (1, 2, 5):  # not 3 and 4
+        before.write(step, in_tensorboard(step))
+    before.close(failed=True)
+    (file,) = paths.tensorboard.iterdir()
+    with file.open("ab") as end:
+        end.write(b"\x10\x00")  # of a record that was being written at the end
+    time.sleep(1.1)
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        writer.truncate_after(4)
+        writer.write(5, in_tensorboard(5, more=0.5))
+    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 5
+    assert tensorboard_writes(paths) == [1, 2, 5, 3, 4, 5]
 
 
 class Silent:

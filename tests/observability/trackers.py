@@ -50,6 +50,28 @@ def mlflow_steps(paths: RunPaths) -> Steps:
     found: list[tuple[int, str, float]] = []
     for key in client.get_run(run).data.metrics:
         found += [(metric.step, key, metric.value) for metric in client.get_metric_history(run, key)]
+    return _by_step(found)
+
+
+def tensorboard_steps(paths: RunPaths) -> Steps:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    found = [(event.step, key, event.value) for key in events.Tags()["scalars"] for event in events.Scalars(key)]
+    return _by_step(found)
+
+
+def tensorboard_writes(paths: RunPaths) -> list[int]:
+    """The steps of all that was written for TensorBoard, whether it shows them or not."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    files = sorted(paths.tensorboard.iterdir())
+    return [event.step for file in files for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
+
+
+def _by_step(found: list[tuple[int, str, float]]) -> Steps:
     assert len({(step, key) for step, key, _ in found}) == len(found), "a step is there twice"
     return [
         {"step": step, **{key: value for at, key, value in found if at == step}} for step in sorted({at for at, _, _ in found})
