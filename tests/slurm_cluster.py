@@ -62,10 +62,14 @@ class SlurmCluster:
         assert ended.returncode == 0, f"{words}: {ended.stderr}"
         return ended.stdout.strip()
 
+    def states(self, job: str) -> list[dict[str, str]]:
+        """What Slurm knows of a job's components."""
+        lines = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()
+        return [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
+
     def state(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job, of a heterogeneous one's first component."""
-        line = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
-        return dict(field.partition("=")[::2] for field in line.split())
+        return self.states(job)[0]
 
     def steps(self, job: str) -> dict[str, str]:
         """The steps that run, of all components, by name."""
