@@ -10,13 +10,14 @@ from typing import Any
 from rich.table import Table
 
 from aligner.config.checks import check
+from aligner.config.described import described_inputs
 from aligner.config.dry_run import settings
 from aligner.config.dry_run.data import with_present_data
 from aligner.config.dry_run.layouts import with_fitting_layouts
 from aligner.config.dry_run.shapes import Models, with_positions, with_tiny_models
 from aligner.config.keys import schema_keys, value_at, with_values
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import Coming, described_models, directory_shape
+from aligner.config.model_source import Coming, directory_shape
 from aligner.config.prerequisites import RunPlan
 from aligner.config.reward_sources import RemoteSource, model_sources, reward_sources
 from aligner.config.schema import Config
@@ -50,7 +51,7 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
     `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
     """
-    coming = plan.coming(described_models(plan.config))
+    coming = plan.coming(described_inputs(plan.config))
     given, notes = with_present_data(plan.config, coming)
     models = Models(check(given, coming, is_starting=False), _reward_shapes(given, coming))
     unreachable = [url for url in _urls(given) if not is_reachable(url)]
