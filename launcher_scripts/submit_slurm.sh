@@ -19,6 +19,9 @@ for name in account partition qos reservation constraint time image; do
     [[ -z ${!variable:-} ]] || overrides+=("cluster.slurm.$name=${!variable@Q}")
 done
 [[ -z ${SLURM_MOUNTS:-} ]] || overrides+=("cluster.slurm.mounts=[$SLURM_MOUNTS]")
+if [[ -n ${SLURM_SBATCH:-} ]]; then
+    overrides+=("cluster.slurm.sbatch=[$(IFS=, && echo "${SLURM_SBATCH[*]@Q}")]")
+fi
 [[ -z ${DEVICES_PER_NODE:-} ]] || overrides+=("cluster.devices_per_node=$DEVICES_PER_NODE")
 [[ -z ${DEVICE_MEMORY_GIB:-} ]] || overrides+=("cluster.device_memory_gib=$DEVICE_MEMORY_GIB")
 exec aligner launch cluster=slurm "experiment=$1" "${overrides[@]}" "${@:2}"

@@ -106,13 +106,15 @@ def _validate(parsed: argparse.Namespace) -> None:
 
 
 def _described(plan: RunPlan) -> Coming:
-    """The shapes of models that are not there yet, from the configuration; a person is told of each."""
-    from aligner.config.model_source import described_models
+    """What is not there yet and goes by the configuration; a person is told of each."""
+    from aligner.config.described import described_inputs
+    from aligner.config.model_source import is_coming
 
     results = plan.results()
-    described = {path: shape for path, shape in described_models(plan.config).items() if path not in results}
-    for path in described:
-        print(f"aligner: note: {path} is not there yet: its shape is taken from the configuration", file=sys.stderr)
+    described = {path: shape for path, shape in described_inputs(plan.config).items() if not is_coming(path, results)}
+    for path, shape in described.items():
+        how = "its records are not checked" if shape is None else "its shape is taken from the configuration"
+        print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)
     return described
 
 

@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from aligner.config.algorithms import algorithm_problems, policy_updates, rows_together
+from aligner.config.algorithms import algorithm_problems, policy_updates
 from aligner.config.data_sources import data_problems
 from aligner.config.devices import device_of
-from aligner.config.engines import cache_bytes_per_token, engine_kind_problems, engine_machine_problems
+from aligner.config.engines import engine_kind_problems, engine_machine_problems
 from aligner.config.evaluation import evaluation_problems
 from aligner.config.frozen import frozen_names
 from aligner.config.keys import Key, schema_keys, value_at
 from aligner.config.layouts import engine_problems, layout_problems, tensor_sizes
+from aligner.config.lengths import length_problems
 from aligner.config.lora import lora_problems
 from aligner.config.memory import memory_problems
 from aligner.config.model_shape import ModelShape
@@ -24,7 +25,7 @@ from aligner.config.model_source import NOTHING, Coming, critic_shape, random_re
 from aligner.config.offline import offline_problems
 from aligner.config.ports import port_problems
 from aligner.config.resume import resume_problems
-from aligner.config.reward_sources import has_reward_model, reward_problems
+from aligner.config.reward_sources import reward_problems
 from aligner.config.schema import Config, Optimizer, Rollout, TrainedModel
 from aligner.config.slurm import slurm_problems
 from aligner.config.tls import tls_problems
@@ -68,7 +69,7 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     if shape is not None:
         problems += _layouts(config, shape)
         if config.algorithm.generates:
-            problems += _lengths(config, shape)
+            problems += length_problems(config, shape, coming)
         else:
             problems += offline_problems(config, shape, coming)
     if config.algorithm.generates:
@@ -228,6 +229,13 @@ def _generator(config: Config) -> Iterator[str]:
             yield f"engine.in_flight=interrupt: {why}: finish"
         if config.rollout.spare_prompts:
             yield f"rollout.spare_prompts={config.rollout.spare_prompts}: {why}: 0"
+        # It serves once it is built; one on the trainer's ranks starts with these, which nobody waits for to be healthy.
+        starts, may_take = config.server.start_timeout_s, engine.tensorrt_llm.timeout_s
+        if starts < may_take:
+            yield (
+                f"server.start_timeout_s={starts:g}: the generator is healthy once its engine has started, which may take"
+                f" engine.tensorrt_llm.timeout_s={may_take:g} s; give {may_take:g} or more"
+            )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -242,34 +250,6 @@ def _batches(config: Config) -> Iterator[str]:
         yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
     elif samples % replicas:
         yield f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do not divide by {replicas}"
-
-
-def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    longest = prompt + response
-    described = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
-    if longest > shape.max_positions:
-        yield f"{described}: {longest} tokens, but the model has {shape.max_positions} positions"
-    budget, token = config.engine.kv_cache_mib, _cache_bytes_per_token(config, shape)
-    if budget is not None and token * (longest - 1) > budget << 20:
-        yield (
-            f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens ({described}), need"
-            f" {token * (longest - 1) / 2**20:.1f} MiB"
-        )
-    roles = {"actor": rows_together(config)}
-    if config.algorithm.has_critic:
-        roles["critic"] = 1
-    if has_reward_model(config.reward):
-        roles["reward"] = 1
-    for role, together in roles.items():
-        tokens = value_at(config, f"{role}.micro_batch_tokens")
-        if tokens < together * longest:
-            what = "the longest sequence" if together == 1 else f"{together} of the longest sequence together"
-            yield f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens ({described})"
-
-
-def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    return cache_bytes_per_token(shape, config.engine.parallel.tensor, device_of(config, config.engine.precision).itemsize)
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from aligner.config.families import read_config
 from aligner.config.gguf_header import gguf_shape
@@ -65,23 +64,6 @@ def read_shape(config: Config, coming: Coming = NOTHING) -> ModelShape:
     if model.path is None:
         raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
     return directory_shape(Path(model.path), "model.path", coming)
-
-
-def described_models(config: Config) -> Coming:
-    """The model directories that are named and not there, with the shapes that `model.config` and `reward.config` describe.
-
-    They are enough to check a run and its layout; to start it the directories must be there.
-    """
-    named: list[tuple[str, str | None, Mapping[str, Any]]] = []
-    if config.model.source == "directory":
-        named.append(("model", config.model.path, config.model.config))
-    if config.reward.kind == "model":
-        named.append(("reward", config.reward.path, config.reward.config))
-    return {
-        str(Path(path)): read_config(entries, f"{key}.config")
-        for key, path, entries in named
-        if path is not None and entries and not Path(path).exists()
-    }
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:

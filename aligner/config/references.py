@@ -59,6 +59,18 @@ def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
     return config
 
 
+def read_paths(config: Config) -> dict[str, str]:
+    """Each path that the run reads, by its key."""
+    found: dict[str, str] = {}
+
+    def note(key: str, path: str) -> str:
+        found[key] = path
+        return path
+
+    map_paths(config, note)
+    return found
+
+
 def _is_read(config: Config, pattern: str) -> bool:
     if pattern.startswith("reward."):
         wanted = "combined" if "*" in pattern else "model"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from aligner.config.layouts import layout_problems
+from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import NOTHING, Coming, directory_shape
 from aligner.config.normalization import read_normalization
 from aligner.config.schema import Config, Parallel, Reward
@@ -80,6 +81,12 @@ def reward_sources(reward: Reward) -> tuple[Source, ...]:
 def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
     """Those that are Megatron models."""
     return tuple(source for source in sources if isinstance(source, ModelSource))
+
+
+def reward_shapes(config: Config, coming: Coming = NOTHING) -> dict[ModelSource, ModelShape]:
+    """The models that score, with their shapes. Raises ConfigError for one that is not there."""
+    sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
+    return {source: directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources}
 
 
 def has_reward_model(reward: Reward) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.config.paths import cache_directory, run_paths
+from aligner.config.placement import has_generator
+from aligner.config.references import read_paths
 from aligner.config.schema import Config
-from aligner.config.slurm_layout import slurm_layout, slurm_role
+from aligner.config.slurm_layout import Layout, slurm_layout, slurm_role
 from aligner.errors import ConfigError
 
 _TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
@@ -20,7 +22,7 @@ def slurm_problems(config: Config) -> Iterator[str]:
     """One line for each thing about cluster.slurm that is wrong, as far as the machine that submits can tell."""
     slurm = config.cluster.slurm
     try:
-        slurm_layout(config)
+        yield from _replica_problems(config, slurm_layout(config))
     except ConfigError as error:
         yield str(error)
     if slurm.time is not None:
@@ -65,6 +67,24 @@ def _seconds(time: str) -> float:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
+def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
+    """TensorRT-LLM starts a replica's workers on the machine of its first rank."""
+    engine = config.engine
+    if engine.kind != "tensorrt_llm" or not config.algorithm.generates:
+        return
+    role = "generator" if has_generator(config) else "trainer"
+    place, settings, tensor = layout.places[role], slurm_role(config, role), engine.parallel.tensor
+    if place.nodes == 1 or place.ranks_per_node % tensor == 0:
+        return
+    key = "cluster.devices_per_node" if settings.devices is None else f"cluster.slurm.roles.{role}.devices"
+    key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
+    yield (
+        f"engine.parallel.tensor={tensor}: a replica of TensorRT-LLM must be on one node, but the {role} has"
+        f" {place.ranks_per_node} ranks on each of {place.nodes} nodes ({key}); give more ranks a node, or a size that divides"
+        f" {place.ranks_per_node}"
+    )
+
+
 def container_mounts(config: Config) -> list[str]:
     """What a container sees: the run directory and the cache, at their own places, and what is configured."""
     always = [str(path) for path in (run_paths(config).root, cache_directory())]
@@ -92,7 +112,6 @@ def _mount_problems(config: Config) -> Iterator[str]:
         seen.append(target)
     if config.cluster.slurm.mount_home:
         seen.append(str(Path.home()))
-    named = {"model.path": config.model.path, "reward.path": config.reward.path, "data.path": config.data.path}
-    for key, path in named.items():
-        if path and Path(path).exists() and not any(Path(path).is_relative_to(target) for target in seen if target):
+    for key, path in read_paths(config).items():
+        if Path(path).exists() and not any(Path(path).is_relative_to(target) for target in seen if target):
             yield f"{key}={path}: the container does not see it; give an absolute path that cluster.slurm.mounts has"

@@ -166,12 +166,13 @@ def _check_shared(config: Config, host: str, places: Mapping[str, Place]) -> Non
     if all(role_of(group) == host for group in places):
         return
     nodes = 1 + max(place.node_range[-1] for group, place in places.items() if role_of(group) == host)
+    is_divided = len({role_of(group) for group in places if _needs_device(config, group)}) > 1
     owners: dict[int, str] = {}
     for group, place in places.items():
         role, key = role_of(group), f"cluster.slurm.roles.{role_of(group)}"
         if place.node_range[-1] >= nodes:
             raise ConfigError(f"{key}.beside={host}: it needs {place.node_range[-1] + 1} nodes, {host} has {nodes}")
-        if not _needs_device(config, group):
+        if not _needs_device(config, group) or not is_divided:
             continue
         if place.devices is None:
             raise ConfigError(f"{key}.devices=null: {host} shares its nodes; say which devices are whose, such as 0-3")

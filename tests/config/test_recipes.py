@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 
 from aligner.config.checks import check
 from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.described import described_inputs
 from aligner.config.memory import memory_needs
-from aligner.config.model_source import described_models
+from aligner.config.model_shape import ModelShape
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
+from aligner.launch.slurm.script import render_script
 
 ENTRIES = sorted((file.parent.name, file.stem) for file in built_in_directory().glob("*/*.yaml"))
 RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.startswith("llama3_")]
@@ -39,19 +42,42 @@ def test_every_option_of_every_group_makes_a_valid_run(
     (tmp_path / "preferences.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     chosen = [f"experiment={name}"] if group == "experiment" else ["experiment=tiny_ppo", f"{group}={name}"]
     plan = plan_run(compose_config([*chosen, *WITH.get((group, name), [])]))
-    assert plan.check(described_models(plan.config)).num_layers > 0
+    assert plan.check(described_inputs(plan.config)).num_layers > 0
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_devices_with_room_to_spare(name: str) -> None:
     config = compose_config([f"experiment={name}"])
-    described = described_models(config)
+    described = described_inputs(config)
     shape = check(config, described)
     limit = config.cluster.device_memory_gib
     assert limit is not None
     for role in memory_needs(config, shape, described):
-        # What is not counted, a GPU's context, communication buffers and fragments, has room.
-        assert role.peak.total < (limit - 8) * 2**30, role
+        # The limit leaves a GPU's context and communication buffers out; fragments, which are not counted, have room.
+        assert role.peak.total < (limit - 4) * 2**30, role
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_waits_for_what_takes_long_and_loses_little(name: str) -> None:
+    config = compose_config([f"experiment={name}"])
+    server, cluster = config.server, config.cluster
+    assert server.start_timeout_s >= config.engine.tensorrt_llm.timeout_s
+    # The trainer's other ranks wait in a collective for what its first one waits for.
+    assert cluster.collective_timeout_s > max(server.start_timeout_s, server.request_timeout_s)
+    assert 0 < config.checkpoint.every <= config.run.steps // 10
+    assert cluster.slurm.grace_s >= 900
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_nodes_are_its_own(name: str) -> None:
+    script = render_script(compose_config([f"experiment={name}"]))
+    assert script.count("#SBATCH --exclusive\n") == script.count("#SBATCH --mem=0\n") == script.count("#SBATCH --nodes=")
+
+
+def test_what_fits_one_node_asks_for_one() -> None:
+    script = render_script(compose_config(["experiment=llama3_8b_grpo"]))
+    asked = [line for line in script.splitlines() if line.startswith(("#SBATCH --nodes", "#SBATCH --gpus", "#SBATCH hetjob"))]
+    assert asked == ["#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,6 +87,7 @@ def test_a_recipe_does_not_start_without_its_weights(name: str) -> None:
         check(config)
     problems = str(caught.value).splitlines()
     assert f"model.path={config.model.path}: no such model directory" in problems
+    assert "data.path=data/prompts.jsonl: no such file" in problems
     if config.reward.kind == "model":
         assert f"reward.path={config.reward.path}: no such model directory" in problems
 
@@ -69,6 +96,31 @@ def test_a_directory_that_is_there_counts_and_not_what_describes_it(tmp_path: Pa
     small = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
     small |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1024, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    config = compose_config(["experiment=llama3_8b_grpo", f"model.path={tmp_path}"])
-    assert described_models(config) == {}
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    there = ["experiment=llama3_8b_grpo", f"model.path={tmp_path}"]
+    config = compose_config([*there, f"data.path={tmp_path}/prompts.jsonl"])
+    assert described_inputs(config) == {}
     assert check(config).vocab_size == 1024
+    config = compose_config(there)
+    with pytest.raises(ConfigError, match=r"^data\.path=data/prompts\.jsonl: no such file$"):
+        check(config, described_inputs(config))
+
+
+def test_a_reward_models_description_is_the_policys_but_for_what_it_says_itself() -> None:
+    def described(name: str, *overrides: str) -> tuple[ModelShape, ModelShape]:
+        config = compose_config([f"experiment={name}", *overrides])
+        shapes = described_inputs(config)
+        assert config.model.path is not None and config.reward.path is not None
+        policy, reward = shapes[config.model.path], shapes[config.reward.path]
+        assert policy is not None and reward is not None
+        return policy, reward
+
+    policy, reward = described("llama3_8b_ppo")
+    assert policy == reward
+    assert described("llama3_8b_ppo", "+reward.config.num_hidden_layers=16") == (
+        policy,
+        dataclasses.replace(policy, num_layers=16),
+    )
+    policy, reward = described("llama3_405b_ppo")
+    assert (policy.num_layers, reward.num_layers) == (126, 80)
+    assert reward == described("llama3_70b_ppo")[1]

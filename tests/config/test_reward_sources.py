@@ -129,3 +129,21 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
     assert [place.role for place in placements(config)] == ["trainer", "critic"]
     assert placements(config)[1].runs == f"value model, {runs}"
     assert list(role_ranks(config)) == ["critic", "trainer"]
+
+
+def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path, reward_model):
+    """Embeddings are padded, by more in one size of a family than in another: the tokenizer says what is written."""
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    entries = json.loads((reward_model / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(entries | {"vocab_size": 96}))
+    given = ("model.source=directory", f"model.path={policy}", "reward.kind=model", f"reward.path={reward_model}")
+    with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 96"):
+        check(compose(tmp_path, *given))
+    words = {"model": {"vocab": {chr(65 + token): token for token in range(60)}}, "added_tokens": [{"id": 59}, {"id": 63}]}
+    (policy / "tokenizer.json").write_text(json.dumps(words))
+    check(compose(tmp_path, *given))
+    words["added_tokens"] = [{"id": token} for token in range(60, 70)]
+    (policy / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 70"):
+        check(compose(tmp_path, *given))

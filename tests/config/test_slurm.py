@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.compose import compose_config
+from aligner.config.compose import built_in_directory, compose_config
 from aligner.config.keys import with_values
 from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
@@ -16,6 +18,7 @@ from aligner.config.slurm_layout import Place, slurm_layout
 from aligner.errors import ConfigError
 
 NODES = "cluster.slurm.roles"
+REPLICAS_OF_4 = ("engine=tensorrt_llm", "engine.parallel.tensor=4", "engine.parallel.data=2")
 
 
 def layout(*overrides: str):
@@ -53,6 +56,13 @@ def test_roles_share_nodes_by_ranges_of_devices() -> None:
     ]
     assert found.places["trainer"].devices == (0, 1, 2, 3, 4, 5)
     assert found.places["critic"] == Place(0, 0, 1, 2, (6, 7))
+
+
+def test_a_function_beside_the_only_role_with_devices_divides_none() -> None:
+    found = layout("algorithm=grpo", "actor.parallel.data=16", "engine.parallel.data=16", f"{NODES}.reward.beside=trainer")
+    assert [(part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [(2, 9, 8)]
+    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
+    assert found.places["reward"] == Place(0, 0, 1, 1, None)
 
 
 def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> None:
@@ -129,6 +139,19 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         (["cluster.slurm.image='a b'"], "cluster.slurm.image=a b: neither a file nor an image's name"),
         (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"], "/nowhere:/data: /nowhere does not exist"),
         (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"], "cluster.slurm.mounts: /tmp is not SOURCE:TARGET"),
+        (
+            [*REPLICAS_OF_4, "actor.parallel.data=8", "cluster.devices_per_node=2"],
+            "engine.parallel.tensor=4: a replica of TensorRT-LLM must be on one node, but the trainer has 2 ranks on each of 4"
+            " nodes (cluster.devices_per_node); give more ranks a node, or a size that divides 2",
+        ),
+        (
+            [*REPLICAS_OF_4, "actor.parallel.data=8", f"{NODES}.trainer.devices=0-1"],
+            "the trainer has 2 ranks on each of 4 nodes (cluster.slurm.roles.trainer.devices)",
+        ),
+        (
+            [*REPLICAS_OF_4, "engine.placement=server", "engine.sleep=false", f"{NODES}.generator.nodes=8"],
+            "the generator has 1 ranks on each of 8 nodes (cluster.slurm.roles.generator.nodes)",
+        ),
         (["server.tls.certificate=a.pem"], "server.tls.certificate: with TLS a server's health"),
     ],
 )
@@ -143,6 +166,43 @@ def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> No
     given = (f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", f"data.path={prompts}")
     assert f"data.path={prompts}: the container does not see it" in problems(*given)
     assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
+
+
+def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    (tmp_path / "judge").mkdir()
+    told = problems(
+        *(f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", "reward=combined"),
+        *("data.prompts=[]", f"+data.sources.mine.path={prompts}", f"evaluation.path={prompts}", "evaluation.every=1"),
+        f"+reward.sources.judge={{kind: model, path: {tmp_path}/judge}}",
+    )
+    for key, path in (
+        ("data.sources.mine.path", prompts),
+        ("evaluation.path", prompts),
+        ("reward.sources.judge.path", tmp_path / "judge"),
+    ):
+        assert f"{key}={path}: the container does not see it" in told
+
+
+def test_a_replica_within_a_node_or_of_the_embedded_engine_is_not_refused() -> None:
+    given = ("run.dir=/tmp/never-made", *REPLICAS_OF_4, "actor.parallel.data=8")
+    assert problems(*given, "cluster.devices_per_node=4") == ""
+    assert problems(*given, "cluster.devices_per_node=2", "engine=embedded") == ""
+
+
+def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
+    command = tmp_path / "aligner"
+    command.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    command.chmod(0o755)
+    scripts = built_in_directory().parent / "launcher_scripts"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_CLUSTER": str(scripts / "clusters/example_h100.sh")}
+    called = ["bash", scripts / "submit_slurm.sh", "tiny_ppo", "run.name=mine"]
+    given = subprocess.run(called, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert given[0] == "launch"
+    config = compose_config(given[1:])
+    assert config.cluster.slurm.sbatch == ["--exclusive", "--mem=0"]
+    assert (config.cluster.slurm.partition, config.cluster.device_memory_gib, config.run.name) == ("gpu", 76, "mine")
 
 
 def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:

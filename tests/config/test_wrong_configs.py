@@ -6,6 +6,7 @@ runs in a directory with the files that `place` makes, and those of `_EXPERIMENT
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,10 +48,29 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ),
     ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
     ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must hold", "32 tokens"),
+    ("server.max_sequence_length=31", "server.max_sequence_length=31: the servers would refuse", "give 32 or more"),
+    (
+        "server.max_request_tokens=1000 server.max_batch_size=8",
+        "server.max_request_tokens=1000: a request for an update of the critic with 32 rows of up to 32 tokens",
+        "give 1024 or more, or more algorithm.minibatches",
+    ),
+    ("server.max_request_tokens=1000", "a request for scores or values of 32 rows", "or a smaller server.max_batch_size"),
+    (
+        "server.max_request_tokens=100 engine.placement=server rollout.prompts_per_step=32",
+        "a request for samples for 16 rows of up to 16 tokens",
+        "give 256 or more, or more rollout.micro_batches",
+    ),
+    ("reward.kind=model reward.path=short", "reward.path=short: it has 31 positions, the longest sequence 32 tokens"),
+    ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a reward"),
     # Keys that contradict each other.
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
     ("engine.in_flight=interrupt", "engine.in_flight=interrupt", "engine.in_flight=finish"),
     ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
+    (
+        "engine=tensorrt_llm engine.placement=server engine.sleep=false",
+        "server.start_timeout_s=180: the generator is healthy once its engine has started",
+        "engine.tensorrt_llm.timeout_s=900 s; give 900 or more",
+    ),
     ("critic.ports.http=29991 reward.ports.http=29991", "reward.ports.http=29991: critic.ports.http has the same port"),
     ("critic.ports.http={port}", "critic.ports.http={port}: the port is in use", "0 for a free one"),
     ("server.interface=eth99", "server.interface=eth99", "lo (127.0.0.1)"),
@@ -91,6 +111,17 @@ _EXPERIMENTS = {
 }
 
 
+_JUDGE = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("place")
@@ -98,6 +129,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bert/config.json": '{"architectures": ["BertForMaskedLM"]}',
         "broken/config.json": "{",
         "empty/README": "no model",
+        "short/config.json": json.dumps(_JUDGE | {"max_position_embeddings": 31}),
+        "narrow/config.json": json.dumps(_JUDGE | {"vocab_size": 32}),
         "full/thesis.tex": "not to be written over",
         "prompts.csv": "prompt",
         "empty.txt": "",

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from aligner.config.checks import check
+from aligner.config.described import described_inputs
 from aligner.config.dry_run import settings
 from aligner.config.dry_run.data import with_present_data
 from aligner.config.dry_run.layouts import with_fitting_layouts
 from aligner.config.dry_run.shapes import Models, with_positions, with_tiny_models
 from aligner.config.keys import schema_keys, value_at, with_values
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import Coming, described_models, directory_shape
 from aligner.config.prerequisites import RunPlan
-from aligner.config.reward_sources import RemoteSource, model_sources, reward_sources
+from aligner.config.reward_sources import RemoteSource, reward_shapes, reward_sources
 from aligner.config.schema import Config
 
 _LONGEST_SHOWN = 200
@@ -50,9 +49,10 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
     `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
     """
-    coming = plan.coming(described_models(plan.config))
+    coming = plan.coming(described_inputs(plan.config))
     given, notes = with_present_data(plan.config, coming)
-    models = Models(check(given, coming, is_starting=False), _reward_shapes(given, coming))
+    policy = check(given, coming, is_starting=False)
+    models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, coming).items()})
     unreachable = [url for url in _urls(given) if not is_reachable(url)]
     tiny_config, tiny = tiny_run(given, models, unreachable)
     notes = (*notes, *_exchanges(given, tiny_config, unreachable))
@@ -72,13 +72,6 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
     config = with_values(config, settings.models(config, tiny))
     config = with_values(config, settings.batches(config))
     return with_values(config, settings.schedules(config)), tiny
-
-
-def _reward_shapes(config: Config, coming: Coming) -> dict[str, ModelShape]:
-    if not config.algorithm.generates:
-        return {}
-    sources = model_sources(reward_sources(config.reward))
-    return {source.key: directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources}
 
 
 def _urls(config: Config) -> list[str]:

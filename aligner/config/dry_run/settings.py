@@ -16,7 +16,7 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import critic_shape
 from aligner.config.paths import run_paths
 from aligner.config.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
-from aligner.config.schema import TLS, Config, Ports, Run
+from aligner.config.schema import TLS, Config, Ports, Run, Server
 from aligner.config.weights import Head, TensorSpec, weight_table
 
 Values = dict[str, Any]
@@ -77,6 +77,7 @@ def _services(config: Config) -> Values:
         "server.request_timeout_s": max(server.request_timeout_s, _PATIENCE_S),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
+        "server.max_request_tokens": max(server.max_request_tokens, Server.max_request_tokens),
         **{f"{role}.ports": Ports() for role in ("engine", "critic", "reward")},
     }
 

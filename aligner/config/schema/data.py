@@ -23,7 +23,7 @@ class Model:
     config: dict[str, Any] = option(
         {},
         "Hugging Face config.json as YAML (source=random); with source=directory what `aligner validate` goes by while there"
-        " is no such directory",
+        " is no such directory; the data need not be there then either",
     )
     initializer_std: float = option(0.02, "standard deviation of the random weights (source=random)", minimum=0)
 

@@ -48,7 +48,9 @@ class Reward(MegatronModel):
     function: str = option("digit_fraction", "a built-in scorer's name, or module:callable (kind=function)")
     path: str | None = option(None, "reward model directory (kind=model)")
     config: dict[str, Any] = option(
-        {}, "its config.json as YAML, which `aligner validate` goes by while there is no such directory (kind=model)"
+        {},
+        "its config.json as YAML, which `aligner validate` goes by while there is no such directory; what it does not say is"
+        " as in model.config, all of it when empty (kind=model)",
     )
     url: str | None = option(None, "address that takes queries and answers rewards, as OpenRLHF's remote_rm_url (kind=remote)")
     timeout_s: float = option(60.0, "deadline of a request to the remote scorer, retries included (kind=remote)", minimum=0.1)

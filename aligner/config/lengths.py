@@ -1,0 +1,114 @@
+"""What the longest sequences need: positions, memory for keys and values, room in micro-batches and in servers' requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from aligner.config.algorithms import rows_together
+from aligner.config.devices import device_of
+from aligner.config.engines import cache_bytes_per_token
+from aligner.config.keys import value_at
+from aligner.config.model_shape import ModelShape
+from aligner.config.model_source import Coming
+from aligner.config.placement import has_generator
+from aligner.config.reward_sources import has_reward_model, reward_shapes
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+
+def length_problems(config: Config, shape: ModelShape, coming: Coming) -> Iterator[str]:
+    """One line for each thing that prompts and responses at their longest do not fit into."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = prompt + response
+    described = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+    if longest > shape.max_positions:
+        yield f"{described}: {longest} tokens, but the model has {shape.max_positions} positions"
+    budget, token = config.engine.kv_cache_mib, _cache_bytes_per_token(config, shape)
+    if budget is not None and token * (longest - 1) > budget << 20:
+        yield (
+            f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens ({described}), need"
+            f" {token * (longest - 1) / 2**20:.1f} MiB"
+        )
+    yield from _micro_batches(config, longest, described)
+    taken = config.server.max_sequence_length
+    if taken is not None and taken < longest:
+        yield (
+            f"server.max_sequence_length={taken}: the servers would refuse the longest sequence, {longest} tokens"
+            f" ({described}); give {longest} or more, or leave it out"
+        )
+    yield from _requests(config, longest)
+    yield from _reward_models(config, shape, coming, longest, described)
+
+
+def _cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    return cache_bytes_per_token(shape, config.engine.parallel.tensor, device_of(config, config.engine.precision).itemsize)
+
+
+def _micro_batches(config: Config, longest: int, described: str) -> Iterator[str]:
+    roles = {"actor": rows_together(config)}
+    if config.algorithm.has_critic:
+        roles["critic"] = 1
+    if has_reward_model(config.reward):
+        roles["reward"] = 1
+    for role, together in roles.items():
+        tokens = value_at(config, f"{role}.micro_batch_tokens")
+        if tokens < together * longest:
+            what = "the longest sequence" if together == 1 else f"{together} of the longest sequence together"
+            yield f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens ({described})"
+
+
+def _requests(config: Config, longest: int) -> Iterator[str]:
+    """Requests that the servers would refuse whole: padding counts, so every row may be as long as the longest."""
+    rollout, server, critic = config.rollout, config.server, config.algorithm.has_critic
+    prompts = rollout.prompts_per_step // rollout.micro_batches
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    # Of a batch that was drawn ahead the values are asked for when it is taken, as a whole.
+    asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
+    requests = [("scores or values of", min(asked, server.max_batch_size), longest, "a smaller server.max_batch_size")]
+    if critic:
+        rows = samples // config.algorithm.minibatches
+        requests.append(("an update of the critic with", rows, longest, "more algorithm.minibatches"))
+    if has_generator(config):
+        rows = prompts + rollout.spare_prompts
+        requests.append(("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches"))
+    for what, rows, tokens, instead in requests:
+        if rows * tokens > server.max_request_tokens:
+            yield (
+                f"server.max_request_tokens={server.max_request_tokens}: a request for {what} {rows} rows of up to {tokens}"
+                f" tokens would be refused; give {rows * tokens} or more, or {instead}"
+            )
+
+
+def _reward_models(config: Config, shape: ModelShape, coming: Coming, longest: int, described: str) -> Iterator[str]:
+    try:
+        shapes = reward_shapes(config, coming)
+    except ConfigError:
+        return  # told with the other problems of the reward
+    vocabulary = _used_vocabulary(config, shape) if shapes else 0
+    for source, model in shapes.items():
+        named = f"{source.key}.path={source.path}"
+        if model.max_positions < longest:
+            yield (
+                f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens ({described}); give"
+                " shorter ones, or another model"
+            )
+        if model.vocab_size < vocabulary:
+            yield (
+                f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a reward model of the"
+                " policy's vocabulary (model.path)"
+            )
+
+
+def _used_vocabulary(config: Config, shape: ModelShape) -> int:
+    """How many tokens the policy writes: those of its tokenizer, where its embeddings have rows to spare."""
+    if config.model.source != "directory" or config.model.path is None:
+        return shape.vocab_size
+    try:
+        tokenizer = json.loads((Path(config.model.path) / "tokenizer.json").read_bytes())
+        words, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return shape.vocab_size  # there is none yet, or it is not as it must be, which is told when it is opened
+    ids = set(words.values()) if isinstance(words, dict) else set(range(len(words)))
+    return min(shape.vocab_size, len(ids | added))
