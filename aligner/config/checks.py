@@ -237,7 +237,7 @@ def _batches(config: Config) -> Iterator[str]:
             f"rollout.min_response_tokens={rollout.min_response_tokens}: it is above"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
-    samples = rollout.prompts_per_step // parts * rollout.samples_per_prompt
+    samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
         yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
     elif samples % replicas:

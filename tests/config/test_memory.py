@@ -183,10 +183,19 @@ def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
 
 def test_the_cache_is_what_is_used_within_its_limit() -> None:
     token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, their size, fp32
-    used = 64 * (16 + 16 - 1) * token  # all samples of a step at once
-    assert needs("experiment=tiny_ppo")["trainer"].phases[0].cache == used
-    assert needs("experiment=tiny_ppo", "engine.batch_size=8")["trainer"].phases[0].cache == used // 8
-    assert needs("experiment=tiny_ppo", "engine.kv_cache_mib=1")["trainer"].phases[0].cache == 1 << 20
+    row = (16 + 16 - 1) * token
+
+    def used(*overrides: str) -> int:
+        return needs("experiment=tiny_ppo", *overrides)["trainer"].phases[0].cache
+
+    assert used() == 32 * row, "one of two rollout micro-batches of a step's 64 samples"
+    assert used("rollout.micro_batches=1") == 64 * row
+    assert used("engine.batch_size=8") == 8 * row
+    assert used("rollout.micro_batches=1", "engine.kv_cache_mib=1") == 1 << 20
+    assert used("evaluation.every=1") == 64 * row, "how many prompts that has is not known: engine.batch_size"
+    ahead = ["engine.placement=server", "engine.parallel.data=2", "rollout.max_staleness=2", "rollout.spare_prompts=3"]
+    generator = needs("experiment=tiny_ppo", *ahead)["generator"]
+    assert generator.phases[0].cache == (8 + 3) * 4 // 2 * row, "one batch is drawn after another, however far ahead"
     generator = needs("experiment=llama3_70b_ppo")["generator"].phases[0]
     rest = 80 * GIB - needs("experiment=llama3_70b_ppo", "engine.kv_cache_mib=1")["generator"].phases[1].total + (1 << 20)
     assert generator.cache == pytest.approx(0.4 * (rest - generator.activations), rel=1e-6)
@@ -249,7 +258,7 @@ def test_what_does_not_fit_is_refused_with_a_change_that_does(name: str) -> None
 
 
 def test_a_colocated_engine_is_put_to_sleep_where_that_is_enough() -> None:
-    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "engine=embedded", "cluster.device_memory_gib=70"]
+    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "engine=embedded", "cluster.device_memory_gib=60"]
     problem = next(memory_problems(*described("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)))
     assert "trainer needs" in problem and "it fits with engine.sleep=true" in problem
 
