@@ -40,6 +40,7 @@ _AT_MOST_ONE = (
     "rollout.top_p",
     "actor.optimizer.offload_fraction",
     "critic.optimizer.offload_fraction",
+    "engine.tensorrt_llm.free_memory_fraction",
 )
 _ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
 _BELOW_ONE = (
