@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from aligner.config.algorithms import algorithm_problems, policy_updates, rows_together
@@ -66,17 +67,8 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
         shape = read_shape(config, coming)
     except ConfigError as error:
         problems.append(str(error))
-    if shape is not None:
-        problems += _layouts(config, shape)
-        if config.algorithm.generates:
-            problems += _lengths(config, shape)
-        else:
-            problems += offline_problems(config, shape, coming)
-    if config.algorithm.generates:
-        problems += _online(config, shape, coming)
+    problems += _parts(config, shape, coming)
     problems += [*_schedule(config), *data_problems(config, coming), *evaluation_problems(config, coming)]
-    if config.cluster.kind == "slurm":
-        problems += slurm_problems(config)
     problems += [*port_problems(config), *tls_problems(config), *tracker_problems(config)]
     if is_starting:
         problems += resume_problems(config)
@@ -84,14 +76,33 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     if shape is None:  # its problem was raised above
         raise AssertionError
     # Last: what is counted must fit together.
-    _raise_all(memory_problems(config, shape, coming))
+    _raise_all(memory_problems(config, shape, coming, partial(_is_possible, shape=shape, coming=coming)))
     return shape
+
+
+def _is_possible(config: Config, shape: ModelShape, coming: Coming) -> bool:
+    """Whether a configuration that differs from a valid one in layouts, batches or the engine is valid too."""
+    return not any((*_bounds(config), *_parts(config, shape, coming)))
 
 
 def _raise_all(problems: Iterator[str] | list[str]) -> None:
     found = list(problems)
     if found:
         raise ConfigError("\n".join(found))
+
+
+def _parts(config: Config, shape: ModelShape | None, coming: Coming) -> Iterator[str]:
+    """What concerns the roles' sizes and how they go together: all that a change of layouts or batches could make wrong."""
+    if shape is not None:
+        yield from _layouts(config, shape)
+        if config.algorithm.generates:
+            yield from _lengths(config, shape)
+        else:
+            yield from offline_problems(config, shape, coming)
+    if config.algorithm.generates:
+        yield from _online(config, shape, coming)
+    if config.cluster.kind == "slurm":
+        yield from slurm_problems(config)
 
 
 def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterator[str]:

@@ -71,6 +71,15 @@ def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) ->
     return tuple(roles)
 
 
+def section_shapes(config: Config, shape: ModelShape, coming: Coming, section: str) -> list[ModelShape]:
+    """The models that run at a section's layout, `shape` being that of `model`."""
+    if section == "reward":
+        return _reward_shapes(config, coming)
+    if section == "critic":
+        return [critic_shape(config, shape), *(_reward_shapes(config, coming) if config.critic.with_reward else ())]
+    return [critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape]
+
+
 def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
     stage = max(range(len(stages)), key=lambda at: stages[at].peak.total)
     return replace(stages[stage], stages=len(stages), stage=stage)
@@ -78,7 +87,7 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
-    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
+    (shape,) = section_shapes(config, shape, NOTHING, "actor")
     device = device_of(config, actor.precision)
     part = Stage(shape, head, actor, stage, _policy_load(config), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
