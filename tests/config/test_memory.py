@@ -157,7 +157,8 @@ def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() 
     phases = {phase.name: phase for phase in trainer.phases}
     assert set(phases) == {"training", "reference"}, "the engine is elsewhere"
     assert phases["reference"].weights == 2 * phases["training"].weights
-    assert trainer.host == 3 * phases["training"].weights, "beside it two snapshots of the weights for the generator"
+    kept = trainer.host - phases["training"].optimizer  # as much is copied for a checkpoint, which replicas share as well
+    assert kept == 3 * phases["training"].weights, "beside it two snapshots of the weights for the generator"
     adapted = needs("experiment=llama3_70b_ppo", "actor.lora.rank=16")["trainer"]
     assert [phase.name for phase in adapted.phases] == ["training"], "the model without its adapters is the reference"
 
@@ -172,6 +173,22 @@ def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     assert asleep["publishing"].cache == 0 and asleep["publishing"].engine > asleep["generation"].engine
     in_place = {phase.name: phase for phase in needs("experiment=tiny_ppo", "engine.update=in_place")["trainer"].phases}
     assert 2 * in_place["generation"].engine == awake["generation"].engine
+
+
+def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory() -> None:
+    asleep, awake = (needs("experiment=llama3_8b_grpo", f"engine.sleep={sleep}")["trainer"] for sleep in ("true", "false"))
+    engine = {phase.name: phase for phase in asleep.phases}["generation"].engine
+    assert asleep.host - awake.host == engine > 0
+    embedded = [f"engine.{key}" for key in ("kind=embedded", "update=in_place", "sleep=true")]
+    assert needs("experiment=llama3_8b_grpo", *embedded)["trainer"].host == awake.host, "whose weights are dropped"
+
+
+def test_a_checkpoints_copy_is_shared_by_replicas_and_has_what_is_not_trained_as_it_is() -> None:
+    whole, shared = (trained_states(GPT_22B, "vocabulary", Actor(parallel=Parallel(data=data)), 0, BF16) for data in (1, 4))
+    assert (whole.snapshot, shared.snapshot) == (6 * whole.weights, 6 * whole.weights / 4)  # 12 bytes a weight
+    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(Actor(), lora=_lora(16)), 0, BF16)
+    assert adapted.snapshot == whole.weights + 6 * (adapted.weights - whole.weights)
+    assert trained_states(GPT_22B, "vocabulary", Actor(), 0, BF16, steps=False).snapshot == 0
 
 
 def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
@@ -216,7 +233,8 @@ def test_a_critic_and_a_reward_model_take_turns_on_shared_devices() -> None:
     training, scoring = together["critic"].phases
     assert training == apart["critic"].phases[0]
     assert (scoring.weights, scoring.gradients, scoring.optimizer) == (training.weights, 0, training.optimizer)
-    assert together["critic"].host == training.weights
+    assert apart["critic"].host == training.optimizer, "a checkpoint that is being written"
+    assert together["critic"].host == training.optimizer + 2 * training.weights, "one goes out before the other comes in"
 
 
 def test_the_fullest_stage_is_told() -> None:
