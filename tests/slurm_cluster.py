@@ -120,7 +120,7 @@ class SlurmCluster:
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/munge",
-            f"AuthInfo=socket={directory}/munged.sock",
+            f"AuthInfo=socket={directory}/munged.sock,cred_expire=15",  # a job that is queued again waits so long
             "CredType=cred/munge",
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from aligner.config.algorithms import algorithm_problems, policy_updates
@@ -41,6 +42,7 @@ _AT_MOST_ONE = (
     "rollout.top_p",
     "actor.optimizer.offload_fraction",
     "critic.optimizer.offload_fraction",
+    "engine.tensorrt_llm.free_memory_fraction",
 )
 _ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
 _BELOW_ONE = (
@@ -66,17 +68,8 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
         shape = read_shape(config, coming)
     except ConfigError as error:
         problems.append(str(error))
-    if shape is not None:
-        problems += _layouts(config, shape)
-        if config.algorithm.generates:
-            problems += length_problems(config, shape, coming)
-        else:
-            problems += offline_problems(config, shape, coming)
-    if config.algorithm.generates:
-        problems += _online(config, shape, coming)
+    problems += _parts(config, shape, coming)
     problems += [*_schedule(config), *data_problems(config, coming), *evaluation_problems(config, coming)]
-    if config.cluster.kind == "slurm":
-        problems += slurm_problems(config)
     problems += [*port_problems(config), *tls_problems(config), *tracker_problems(config)]
     if is_starting:
         problems += resume_problems(config)
@@ -84,14 +77,33 @@ def check(config: Config, coming: Coming = NOTHING, *, is_starting: bool = True)
     if shape is None:  # its problem was raised above
         raise AssertionError
     # Last: what is counted must fit together.
-    _raise_all(memory_problems(config, shape, coming))
+    _raise_all(memory_problems(config, shape, coming, partial(_is_possible, shape=shape, coming=coming)))
     return shape
+
+
+def _is_possible(config: Config, shape: ModelShape, coming: Coming) -> bool:
+    """Whether a configuration that differs from a valid one in layouts, batches or the engine is valid too."""
+    return not any((*_bounds(config), *_parts(config, shape, coming)))
 
 
 def _raise_all(problems: Iterator[str] | list[str]) -> None:
     found = list(problems)
     if found:
         raise ConfigError("\n".join(found))
+
+
+def _parts(config: Config, shape: ModelShape | None, coming: Coming) -> Iterator[str]:
+    """What concerns the roles' sizes and how they go together: all that a change of layouts or batches could make wrong."""
+    if shape is not None:
+        yield from _layouts(config, shape)
+        if config.algorithm.generates:
+            yield from length_problems(config, shape, coming)
+        else:
+            yield from offline_problems(config, shape, coming)
+    if config.algorithm.generates:
+        yield from _online(config, shape, coming)
+    if config.cluster.kind == "slurm":
+        yield from slurm_problems(config)
 
 
 def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterator[str]:
@@ -245,7 +257,7 @@ def _batches(config: Config) -> Iterator[str]:
             f"rollout.min_response_tokens={rollout.min_response_tokens}: it is above"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
-    samples = rollout.prompts_per_step // parts * rollout.samples_per_prompt
+    samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
         yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
     elif samples % replicas:

@@ -154,7 +154,7 @@ class Rollouts:
     def _ask(self, asked: _Asked, count: int) -> None:
         """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
         settings = self._settings
-        size = settings.prompts_per_step // settings.micro_batches
+        size = settings.prompts_per_micro_batch
         for _ in range(0, count, size):
             prompts, samples = self._draw(size)
             batch = collate(samples, self._pad_token_id)

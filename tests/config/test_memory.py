@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from aligner.config import devices
 from aligner.config.checks import check
@@ -14,13 +18,13 @@ from aligner.config.compose import compose_config
 from aligner.config.described import described_inputs
 from aligner.config.devices import Device
 from aligner.config.families import read_config
+from aligner.config.keys import with_values
 from aligner.config.memory import RoleMemory, memory_needs
 from aligner.config.memory.activations import Load, Stage
-from aligner.config.memory.fitting import memory_problems
 from aligner.config.memory.layer import Layer
 from aligner.config.memory.states import engine_weights, shared_weights, trained_states, weight_census
-from aligner.config.model_source import read_shape
-from aligner.config.schema import Actor, Optimizer, Parallel
+from aligner.config.model_source import Coming, read_shape
+from aligner.config.schema import Actor, Config, Optimizer, Parallel
 from aligner.errors import ConfigError
 
 BF16 = Device(gpus=True, itemsize=2)
@@ -154,7 +158,8 @@ def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() 
     phases = {phase.name: phase for phase in trainer.phases}
     assert set(phases) == {"training", "reference"}, "the engine is elsewhere"
     assert phases["reference"].weights == 2 * phases["training"].weights
-    assert trainer.host == 3 * phases["training"].weights, "beside it two snapshots of the weights for the generator"
+    kept = trainer.host - phases["training"].optimizer  # as much is copied for a checkpoint, which replicas share as well
+    assert kept == 3 * phases["training"].weights, "beside it two snapshots of the weights for the generator"
     adapted = needs("experiment=llama3_70b_ppo", "actor.lora.rank=16")["trainer"]
     assert [phase.name for phase in adapted.phases] == ["training"], "the model without its adapters is the reference"
 
@@ -171,6 +176,22 @@ def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     assert 2 * in_place["generation"].engine == awake["generation"].engine
 
 
+def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory() -> None:
+    asleep, awake = (needs("experiment=llama3_8b_grpo", f"engine.sleep={sleep}")["trainer"] for sleep in ("true", "false"))
+    engine = {phase.name: phase for phase in asleep.phases}["generation"].engine
+    assert asleep.host - awake.host == engine > 0
+    embedded = [f"engine.{key}" for key in ("kind=embedded", "update=in_place", "sleep=true")]
+    assert needs("experiment=llama3_8b_grpo", *embedded)["trainer"].host == awake.host, "whose weights are dropped"
+
+
+def test_a_checkpoints_copy_is_shared_by_replicas_and_has_what_is_not_trained_as_it_is() -> None:
+    whole, shared = (trained_states(GPT_22B, "vocabulary", Actor(parallel=Parallel(data=data)), 0, BF16) for data in (1, 4))
+    assert (whole.snapshot, shared.snapshot) == (6 * whole.weights, 6 * whole.weights / 4)  # 12 bytes a weight
+    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(Actor(), lora=_lora(16)), 0, BF16)
+    assert adapted.snapshot == whole.weights + 6 * (adapted.weights - whole.weights)
+    assert trained_states(GPT_22B, "vocabulary", Actor(), 0, BF16, steps=False).snapshot == 0
+
+
 def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
     _, shape, _ = described("experiment=tiny_ppo")
     whole = engine_weights(shape, 1)
@@ -184,10 +205,19 @@ def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
 
 def test_the_cache_is_what_is_used_within_its_limit() -> None:
     token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, their size, fp32
-    used = 64 * (16 + 16 - 1) * token  # all samples of a step at once
-    assert needs("experiment=tiny_ppo")["trainer"].phases[0].cache == used
-    assert needs("experiment=tiny_ppo", "engine.batch_size=8")["trainer"].phases[0].cache == used // 8
-    assert needs("experiment=tiny_ppo", "engine.kv_cache_mib=1")["trainer"].phases[0].cache == 1 << 20
+    row = (16 + 16 - 1) * token
+
+    def used(*overrides: str) -> int:
+        return needs("experiment=tiny_ppo", *overrides)["trainer"].phases[0].cache
+
+    assert used() == 32 * row, "one of two rollout micro-batches of a step's 64 samples"
+    assert used("rollout.micro_batches=1") == 64 * row
+    assert used("engine.batch_size=8") == 8 * row
+    assert used("rollout.micro_batches=1", "engine.kv_cache_mib=1") == 1 << 20
+    assert used("evaluation.every=1") == 64 * row, "how many prompts that has is not known: engine.batch_size"
+    ahead = ["engine.placement=server", "engine.parallel.data=2", "rollout.max_staleness=2", "rollout.spare_prompts=3"]
+    generator = needs("experiment=tiny_ppo", *ahead)["generator"]
+    assert generator.phases[0].cache == (8 + 3) * 4 // 2 * row, "one batch is drawn after another, however far ahead"
     generator = needs("experiment=llama3_70b_ppo")["generator"].phases[0]
     rest = 76 * GIB - needs("experiment=llama3_70b_ppo", "engine.kv_cache_mib=1")["generator"].phases[1].total + (1 << 20)
     assert generator.cache == pytest.approx(0.85 * (rest - generator.activations), rel=1e-6)
@@ -204,7 +234,8 @@ def test_a_critic_and_a_reward_model_take_turns_on_shared_devices() -> None:
     training, scoring = together["critic"].phases
     assert training == apart["critic"].phases[0]
     assert (scoring.weights, scoring.gradients, scoring.optimizer) == (training.weights, 0, training.optimizer)
-    assert together["critic"].host == training.weights
+    assert apart["critic"].host == training.optimizer, "a checkpoint that is being written"
+    assert together["critic"].host == training.optimizer + 2 * training.weights, "one goes out before the other comes in"
 
 
 def test_the_fullest_stage_is_told() -> None:
@@ -224,6 +255,23 @@ def test_offline_trainers_have_what_they_need() -> None:
     assert sampling.phases[0].optimizer == 0, "nothing is trained"
 
 
+TOLD = re.compile(r"cluster\.device_memory_gib=\S+: (\w+) needs ([\d.]+) GiB a device.*; it fits with (.+), ([\d.]+) GiB")
+
+
+def refused(*overrides: str) -> list[str]:
+    """The lines that say what does not fit; none where everything does."""
+    config, _, coming = described(*overrides)
+    return problems_of(config, coming)
+
+
+def problems_of(config: Config, coming: Coming) -> list[str]:
+    try:
+        check(config, coming)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
 TOO_LARGE = {
     "optimizer": (["critic.optimizer.distributed=false", "cluster.device_memory_gib=60"], "critic.optimizer.distributed=true"),
     "recompute": (["actor.recompute=none", "actor.micro_batch_tokens=65536"], "actor.micro_batch_tokens=2048"),
@@ -237,26 +285,111 @@ TOO_LARGE = {
 def test_what_does_not_fit_is_refused_with_a_change_that_does(name: str) -> None:
     overrides, change = TOO_LARGE[name]
     overrides = ["experiment=llama3_70b_ppo", *overrides]
-    config, shape, coming = described(*overrides)
-    with pytest.raises(ConfigError) as caught:
-        check(config, coming)
-    (problem,) = str(caught.value).splitlines()
-    told = re.fullmatch(r"cluster\.device_memory_gib=\d+: (\w+) needs ([\d.]+) GiB a device.*; it fits with (.+), .*", problem)
+    (problem,) = refused(*overrides)
+    told = TOLD.fullmatch(problem)
     assert told is not None, problem
-    peak = next(role for role in memory_needs(config, shape, coming) if role.role == told[1]).peak
-    assert f"{peak.total / GIB:.1f}" == told[2]
+    assert f"{needs(*overrides)[told[1]].peak.total / GIB:.1f}" == told[2]
     assert told[3].startswith(change)
-    check(*described(*overrides, *told[3].split())[::2])
+    changed = [*overrides, *told[3].split()]
+    assert refused(*changed) == []
+    assert f"{needs(*changed)[told[1]].peak.total / GIB:.1f}" == told[4]
+
+
+def drawn(base: Config, draw: random.Random) -> Config:
+    """A configuration like another one with layouts, an engine and devices that are drawn; perhaps not a valid one."""
+
+    def layout(tensors: Sequence[int], section: str) -> dict[str, Any]:
+        tensor = draw.choice(tensors)
+        sizes = {"tensor": tensor, "sequence": tensor > 1 and draw.random() < 0.8}
+        sizes |= {"pipeline": draw.choice((1, 1, 2)), "data": draw.choice((1, 2, 4)), "last_stage_layers": None}
+        return {f"{section}.parallel.{name}": size for name, size in sizes.items()}
+
+    def training(section: str) -> dict[str, Any]:
+        return layout((1, 2, 4, 8), section) | {
+            f"{section}.recompute": draw.choice(("none", "selective", "full")),
+            f"{section}.micro_batch_tokens": draw.choice((2048, 8192, 16384)),
+            f"{section}.optimizer.distributed": draw.random() < 0.5,
+        }
+
+    values = training("actor") | training("critic") | layout((1, 2, 8), "reward")
+    if draw.random() < 0.3:
+        values["critic.with_reward"], values["rollout.max_staleness"] = True, 0
+        values |= {key.replace("critic", "reward"): size for key, size in values.items() if key.startswith("critic.parallel")}
+    kind, placement = draw.choice(("embedded", "tensorrt_llm")), draw.choice(("colocated", "server"))
+    values |= {"engine.kind": kind, "engine.placement": placement, "engine.parallel.tensor": draw.choice((1, 2, 8))}
+    values["engine.update"] = "in_place" if kind == "tensorrt_llm" else draw.choice(("atomic", "in_place"))
+    values["engine.sleep"] = placement == "colocated" and draw.random() < 0.5
+    values["engine.batch_size"], values["rollout.micro_batches"] = draw.choice((64, 256, 1024)), draw.choice((1, 2, 4))
+    values["engine.kv_cache_mib"] = draw.choice((None, None, 30000, 60000))
+    if placement == "colocated":
+        values["rollout.max_staleness"] = 0
+    values["cluster.device_memory_gib"] = draw.choice((24, 40, 48, 80, 140, 180))
+    values["cluster.devices_per_node"] = draw.choice((4, 8, 16))
+    config = with_values(base, values)
+    ranks = config.actor.parallel.ranks if placement == "colocated" else draw.choice((8, 16))
+    return with_values(config, {"engine.parallel.data": max(1, ranks // config.engine.parallel.tensor)})
+
+
+@pytest.mark.parametrize("recipe", ["llama3_8b_grpo", "llama3_8b_ppo", "llama3_70b_ppo", "llama3_405b_ppo"])
+def test_the_advice_taken_as_it_is_printed_makes_a_valid_run_that_fits(recipe: str) -> None:
+    base, _, coming = described(f"experiment={recipe}")
+    draw, helped = random.Random(recipe), 0
+    while helped < 12:
+        config = drawn(base, draw)
+        problems = problems_of(config, coming)
+        if not problems or not all(problem.startswith("cluster.device_memory_gib=") for problem in problems):
+            continue
+        told = [TOLD.fullmatch(problem) for problem in problems]
+        changes = [change.partition("=") for line in told if line is not None for change in line[3].split()]
+        assert len({key for key, _, _ in changes}) == len(changes), "no key is told twice"
+        changed = with_values(config, {key: yaml.safe_load(value) for key, _, value in changes})
+        beyond_help = [problem.split(":")[1].split()[0] for problem, line in zip(problems, told, strict=True) if line is None]
+        left = [problem.split(":")[1].split()[0] for problem in problems_of(changed, coming)]
+        assert left == beyond_help, (problems, problems_of(changed, coming))
+        helped += len(told) - len(beyond_help)
+
+
+def test_a_stage_of_fewer_layers_is_proposed_where_no_other_layout_divides_the_samples() -> None:
+    """126 layers go evenly on 14 stages, but 14 replicas of the engine do not share 512 samples."""
+    trainer = ["actor.parallel={tensor: 8, sequence: true, pipeline: 2, data: 1}"]
+    samples = ["rollout.prompts_per_step=512", "rollout.samples_per_prompt=2"]
+    engine = ["engine.placement=colocated", "engine.sleep=true", "engine.parallel.data=0", "rollout.max_staleness=0"]
+    devices = ["algorithm=grpo", "algorithm.kl_coefficient=0.01", "cluster.device_memory_gib=180"]
+    (problem,) = refused("experiment=llama3_405b_ppo", *trainer, *samples, *engine, *devices)
+    layout = "actor.parallel.pipeline=16 actor.parallel.last_stage_layers=6 engine.parallel.data=16"
+    assert f"it fits with {layout}, " in problem
+
+
+def test_tensor_ranks_are_proposed_as_far_as_a_node_has_devices() -> None:
+    too_small = ["experiment=llama3_70b_ppo", "reward.parallel={tensor: 1, data: 1}", "cluster.device_memory_gib=40"]
+    assert "reward needs" in (problem := refused(*too_small)[-1]) and "it fits with reward.parallel.tensor=4, " in problem
+    problem = refused(*too_small, "cluster.devices_per_node=2")[-1]
+    assert "it fits with reward.parallel.tensor=2 reward.parallel.pipeline=2, " in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change"),
+    [
+        (["engine=embedded", "engine.sleep=true", "cluster.device_memory_gib=64"], "engine.batch_size=128"),
+        (["engine.sleep=false", "engine.kv_cache_mib=60000"], "engine.kv_cache_mib=15000"),
+    ],
+    ids=["embedded", "tensorrt-llm"],
+)
+def test_a_colocated_engine_with_too_large_a_cache_is_told_to_have_a_smaller_one(overrides: list[str], change: str) -> None:
+    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "cluster.device_memory_gib=72"]
+    rows = ["engine.batch_size=512", "rollout.micro_batches=1"]
+    (problem,) = refused("experiment=llama3_8b_grpo", *smallest, *rows, *overrides)
+    assert "trainer needs" in problem and f"it fits with {change}" in problem, problem
 
 
 def test_a_colocated_engine_is_put_to_sleep_where_that_is_enough() -> None:
-    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "engine=embedded", "cluster.device_memory_gib=70"]
-    problem = next(memory_problems(*described("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)))
+    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "engine=embedded", "cluster.device_memory_gib=60"]
+    (problem,) = refused("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)
     assert "trainer needs" in problem and "it fits with engine.sleep=true" in problem
 
 
 def test_what_no_layout_of_a_node_holds_is_said() -> None:
-    (problem,) = memory_problems(*described("experiment=llama3_405b_ppo", "cluster.device_memory_gib=80"))
+    (problem,) = refused("experiment=llama3_405b_ppo", "cluster.device_memory_gib=80")
     assert problem.startswith("cluster.device_memory_gib=80: generator needs")
     assert problem.endswith("no layout within a node would fit; give devices with more memory, or a smaller model")
 

@@ -36,6 +36,8 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
+    ("engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
+    ("engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
     ("engine.kind=vllm", "engine.kind=vllm: allowed: embedded, tensorrt_llm"),
     ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
     # Layouts and sizes that do not go together.

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from aligner.config.families import read_config
+from aligner.config.keys import with_values
+from aligner.config.memory.engine import engine_memory
 from aligner.config.memory.states import engine_weights, shared_weights
-from aligner.config.schema import Engine, EngineParallel, Parallel
+from aligner.config.schema import Config, Engine, EngineParallel, Parallel
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.embedded.weights import parameters
+from aligner.engines.protocol import SamplingOptions
+from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.samplers import ColocatedSampler
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
+from tests.rollout.fakes import Scorers, Stream
 
 MODELS = {"llama": LLAMA, "tied": TIED, "qwen3": QWEN3, "neox": NEOX, "gpt2": GPT2, "mixtral": MIXTRAL}
 PADDING = 0.01
@@ -34,3 +40,31 @@ def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)
     rest = engine_weights(shape, 1) - shared_weights(shape, Parallel(), 0, 1)
     assert 4 * rest <= engine.nbytes <= (1 + PADDING) * 4 * rest
+
+
+@pytest.mark.parametrize(
+    ("values", "rows"),
+    [
+        ({}, 4),
+        ({"rollout.micro_batches": 1}, 8),
+        ({"rollout.spare_prompts": 1}, 6),
+        ({"engine.batch_size": 3}, 3),
+    ],
+    ids=["micro-batches", "at-once", "spare-prompts", "batch-size"],
+)
+def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, int], rows: int) -> None:
+    shape = read_config(LLAMA, "test")
+    sizes = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "data.max_prompt_tokens": 1}
+    config = with_values(Config(), {**sizes, "rollout.max_response_tokens": 5, **values})
+    engine = EmbeddedEngine(shape, config.engine, 0, 1)
+    empty, update = engine.nbytes, engine.begin_update(0)
+    for view in update.views(list(engine.weights)).values():
+        view.fill_(0.01)
+    update.load(list(engine.weights))
+    update.commit()
+    sampler, options = ColocatedSampler(engine, EngineParallel(), 0), SamplingOptions(max_new_tokens=5)
+    source = Rollouts(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
+    for _ in range(2):
+        source.take()
+    assert engine.nbytes - empty == engine_memory(config, shape).cache
+    assert engine_memory(config, shape).cache == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4

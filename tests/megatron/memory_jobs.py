@@ -14,6 +14,7 @@ from aligner.config.families import read_config
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Actor, Critic, Lora, Optimizer, Parallel
 from aligner.config.weights import Head
+from aligner.megatron import checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
@@ -100,6 +101,7 @@ def measure(
         "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
         "optimizer": _bytes(_optimizer_state(runner)),
         "saved": saved.peak,
+        "snapshot": _bytes(_snapshot(runner)),
         "stage": runner.world.place.pipeline,
     }
     worlds.shutdown()
@@ -124,6 +126,13 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
             yield from (main for main in group["params"] if main.untyped_storage().data_ptr() not in own)
         for state in part.optimizer.state.values():
             yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
+
+
+def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
+    """What this rank copies for a checkpoint."""
+    adam = checkpoint._adam(runner)
+    units, _ = checkpoint._share_out(runner, adam)
+    yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
 
 
 def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> Actor | Critic:

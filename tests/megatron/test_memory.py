@@ -46,6 +46,8 @@ BOUND = 0.02
 """Relative error of the tensors that autograd saves: a few indices and statistics a token are not counted."""
 EXPERTS_BOUND = 0.06
 """The same where a router chooses experts, which are taken to be used evenly."""
+SNAPSHOT_BOUND = 0.04
+"""By how much less is copied for a checkpoint: what several ranks hold alike is counted on each, and written by one."""
 FROZEN_BOUND = 0.12
 """By how much less is kept under frozen weights, which is not counted: it depends on which these are."""
 
@@ -90,6 +92,7 @@ def test_a_models_memory_is_what_was_computed(pool, name):
     device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
     load = Load(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
     ranks = pool.run(memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH)
+    written = 0
     for measured in ranks:
         stage = measured["stage"]
         states = trained_states(shape, head, role, stage, device)
@@ -99,9 +102,13 @@ def test_a_models_memory_is_what_was_computed(pool, name):
         above = FROZEN_BOUND if settings.keys() & {"lora", "frozen"} else bound
         print(f"{name} stage {stage}: saved {measured['saved']}, computed {activations.saved}")
         assert (1 - bound) * measured["saved"] < activations.saved < (1 + above) * measured["saved"]
+        written += states.snapshot
         if not role.optimizer.distributed:
             assert measured["optimizer"] == states.optimizer
     if role.optimizer.distributed:  # each rank has its share of the whole, cut where the gradient buffer is
         replicas = parallel.data * parallel.context
         whole = replicas * trained_states(shape, head, role, 0, device).optimizer
         assert math.isclose(sum(rank["optimizer"] for rank in ranks), whole, rel_tol=1e-3)
+    saved = sum(rank["snapshot"] for rank in ranks)
+    print(f"{name}: snapshot {saved}, computed {written}")
+    assert saved <= written < (1 + SNAPSHOT_BOUND) * saved

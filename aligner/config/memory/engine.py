@@ -43,11 +43,11 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
     # An engine that sleeps drops its weights, and what comes next has nothing to be atomic with.
     if engine.update == "atomic" and not engine.sleep:
         weights *= 2
-    tokens, transfer = min(_PROMPT_TOKENS, _rows(config) * config.data.max_prompt_tokens), min(bucket, weights)
+    tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
         transfer += max(bucket, itemsize * largest_tensor(shape))
-    logits = _rows(config) * shape.vocab_size * (4 + itemsize / tensor)
+    logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
     held = weights + transfer + work + beside
     return EngineMemory(weights, transfer, _cache(config, shape, itemsize, held), work)
@@ -63,14 +63,14 @@ def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
         return limit
     if engine.kind == "tensorrt_llm" and memory is not None:
         return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
-    used = _rows(config) * row
+    used = rows_at_once(config) * row
     return used if limit is None else min(used, limit)
 
 
-def _rows(config: Config) -> int:
-    """Sequences that a rank decodes at a time."""
+def rows_at_once(config: Config) -> int:
+    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after another, ahead or in turn."""
     rollout = config.rollout
-    samples = (rollout.prompts_per_step + rollout.spare_prompts) * rollout.samples_per_prompt
+    samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
     if config.evaluation.every:  # how many prompts it has is not known here
         return config.engine.batch_size
     return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))

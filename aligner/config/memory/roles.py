@@ -48,7 +48,8 @@ class RoleMemory:
     stage: int = 0
     """Its pipeline stage."""
     host: int = 0
-    """Bytes in host memory that one rank keeps: copies of weights, offloaded optimizer state."""
+    """Bytes in host memory of one rank, and of its engine's worker, at most: copies of weights, offloaded optimizer state, a
+    checkpoint that is being written."""
 
     @property
     def peak(self) -> Phase:
@@ -71,6 +72,15 @@ def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) ->
     return tuple(roles)
 
 
+def section_shapes(config: Config, shape: ModelShape, coming: Coming, section: str) -> list[ModelShape]:
+    """The models that run at a section's layout, `shape` being that of `model`."""
+    if section == "reward":
+        return _reward_shapes(config, coming)
+    if section == "critic":
+        return [critic_shape(config, shape), *(_reward_shapes(config, coming) if config.critic.with_reward else ())]
+    return [critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape]
+
+
 def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
     stage = max(range(len(stages)), key=lambda at: stages[at].peak.total)
     return replace(stages[stage], stages=len(stages), stage=stage)
@@ -78,11 +88,11 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
-    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
+    (shape,) = section_shapes(config, shape, NOTHING, "actor")
     device = device_of(config, actor.precision)
     part = Stage(shape, head, actor, stage, _policy_load(config), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
-    phases, host = [], states.on_host
+    phases, host = [], states.on_host + states.snapshot
     if trainer != "preferences":
         phases.append(_held("training", states, part.training().total))
     if trainer in ("online", "dpo") and not actor.lora.rank:
@@ -92,6 +102,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         host += states.weights
     if config.algorithm.generates and not has_generator(config):
         phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
+        if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
+            host += phases[-1].engine  # which it copies there also when the weights are published anew
     if has_generator(config):
         host += _snapshots(config, states)
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
@@ -136,12 +148,12 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
     training = Stage(shape, "scalar", critic, stage, _update_load(config, critic), device).training()
-    phases, host = [_held("training", states, training.total)], states.on_host
+    phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
     if critic.with_reward and rewards:
         scoring = _scoring(config, rewards, critic.parallel, stage)
         # Critic and reward models take turns: of the critic the optimizer's state stays.
         phases.append(replace(scoring, optimizer=states.optimizer))
-        host += max(scoring.weights, states.weights)
+        host += scoring.weights + states.weights  # one goes out before the other comes in
     return RoleMemory("critic", tuple(phases), host=host)
 
 

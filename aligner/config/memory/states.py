@@ -108,6 +108,8 @@ class States:
     optimizer: int = 0
     on_host: int = 0
     """Optimizer state in host memory (optimizer.offload_fraction)."""
+    snapshot: int = 0
+    """Of a checkpoint, in host memory until it is written."""
 
 
 def frozen_states(shape: ModelShape, head: Head, layout: Parallel, stage: int, device: Device) -> States:
@@ -121,7 +123,7 @@ def trained_states(
 ) -> States:
     """Of a model that is trained.
 
-    `steps` is false where the optimizer is made but never takes a step, and so has no moments.
+    `steps` is false where the optimizer is made but never takes a step, and so has no moments, and nothing is saved.
     """
     layout = settings.parallel
     base, trained = weight_census(shape, head), weight_census(shape, head, tuple(settings.frozen))
@@ -132,12 +134,16 @@ def trained_states(
         held = held + changed
     state = (_MAIN_COPY if device.itemsize < _GRADIENT else 0) + (_MOMENTS if steps else 0)
     kept = _optimizer_numbers(changed, layout, settings.optimizer) * state
+    # Main weights and moments are saved in fp32, what is not trained as it is.
+    saved = _share(changed, layout)
+    snapshot = (_MAIN_COPY + _MOMENTS) * saved + device.itemsize * (_share(held, layout) - saved)
     offloaded = int(kept * settings.optimizer.offload_fraction) if device.gpus else 0
     return States(
         weights=device.itemsize * _on_rank(held, layout),
         gradients=_GRADIENT * _on_rank(changed, layout),
         optimizer=kept - offloaded,
         on_host=offloaded,
+        snapshot=snapshot if steps else 0,
     )
 
 
@@ -147,9 +153,12 @@ def _on_rank(numbers: Numbers, layout: Parallel) -> int:
 
 def _optimizer_numbers(numbers: Numbers, layout: Parallel, optimizer: Optimizer) -> int:
     """Trained weights of which a rank keeps the state."""
+    return _share(numbers, layout) if optimizer.distributed else _on_rank(numbers, layout)
+
+
+def _share(numbers: Numbers, layout: Parallel) -> int:
+    """Of what a rank and its replicas hold alike, a rank's part."""
     dense, experts = numbers.dense(layout), numbers.of_experts(layout)
-    if not optimizer.distributed:
-        return dense + experts
     ranks = layout.tensor * layout.data * layout.context
     replicas = ranks // (layout.expert * layout.expert_tensor_size)
     return math.ceil(dense / (layout.data * layout.context)) + math.ceil(experts / replicas)

@@ -47,6 +47,11 @@ class Rollout:
     truncate_after: int = option(16, "response tokens in which truncate_token does not count yet", minimum=0)
 
     @property
+    def prompts_per_micro_batch(self) -> int:
+        """Prompts that are drawn together, beside the spare ones."""
+        return self.prompts_per_step // self.micro_batches
+
+    @property
     def steps_ahead(self) -> int:
         """A batch is begun when weights so many versions older serve than those which its step trains.
 
