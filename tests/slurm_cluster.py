@@ -125,7 +125,7 @@ class SlurmCluster:
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "SchedulerType=sched/backfill",
-            "SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,bf_hetjob_immediate",
+            "SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=1,batch_sched_delay=0,bf_hetjob_immediate",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",  # nodes with more CPUs than this machine has

@@ -24,7 +24,7 @@ class Placement:
     layout: str
     runs: str
     device: str
-    threads: int
+    threads: int | None
 
 
 def describe_layout(parallel: Parallel) -> str:
@@ -64,7 +64,7 @@ def role_ranks(config: Config) -> dict[str, int]:
 
 
 def threads_per_rank(config: Config) -> int:
-    """OpenMP threads of each process: as configured, else this process's cores over all ranks."""
+    """OpenMP threads of each process of a run on this machine: as configured, else this process's cores over all ranks."""
     ranks = sum(role_ranks(config).values())
     return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
 
@@ -83,7 +83,10 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "reward_model": "reward model",
     }
     sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
-    device, threads = "cuda" if uses_gpus(config) else "cpu", threads_per_rank(config)
+    device = "cuda" if uses_gpus(config) else "cpu"
+    # A job's nodes are not known yet: their cores over the ranks there.
+    is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
+    threads = threads_per_rank(config) if is_known else None
     trainer = Placement(
         "trainer",
         config.actor.parallel.ranks,
@@ -123,7 +126,14 @@ def placement_table(config: Config) -> Table:
     for column in ("role", "ranks", "layout", "runs", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
     for place in placements(config):
-        table.add_row(place.role, str(place.ranks), place.layout, place.runs, place.device, str(place.threads))
+        table.add_row(
+            place.role,
+            str(place.ranks),
+            place.layout,
+            place.runs,
+            place.device,
+            "-" if place.threads is None else str(place.threads),
+        )
     return table
 
 

@@ -355,6 +355,7 @@ def test_a_stage_of_fewer_layers_is_proposed_where_no_other_layout_divides_the_s
     samples = ["rollout.prompts_per_step=512", "rollout.samples_per_prompt=2"]
     engine = ["engine.placement=colocated", "engine.sleep=true", "engine.parallel.data=0", "rollout.max_staleness=0"]
     devices = ["algorithm=grpo", "algorithm.kl_coefficient=0.01", "cluster.device_memory_gib=180"]
+    devices += ["algorithm.critic_warmup_steps=0"]
     (problem,) = refused("experiment=llama3_405b_ppo", *trainer, *samples, *engine, *devices)
     layout = "actor.parallel.pipeline=16 actor.parallel.last_stage_layers=6 engine.parallel.data=16"
     assert f"it fits with {layout}, " in problem
@@ -363,7 +364,7 @@ def test_a_stage_of_fewer_layers_is_proposed_where_no_other_layout_divides_the_s
 def test_tensor_ranks_are_proposed_as_far_as_a_node_has_devices() -> None:
     too_small = ["experiment=llama3_70b_ppo", "reward.parallel={tensor: 1, data: 1}", "cluster.device_memory_gib=40"]
     assert "reward needs" in (problem := refused(*too_small)[-1]) and "it fits with reward.parallel.tensor=4, " in problem
-    problem = refused(*too_small, "cluster.devices_per_node=2")[-1]
+    problem = refused(*too_small, "cluster.devices_per_node=2", "engine.kind=embedded")[-1]
     assert "it fits with reward.parallel.tensor=2 reward.parallel.pipeline=2, " in problem
 
 

@@ -19,7 +19,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
-    ("+run.color=red", "run.color: unknown key; allowed in run: changes, dir, experiment"),
+    ("+run.color=red", "run.color: unknown key; allowed in run: changes, command, dir, experiment"),
     ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
     ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
     ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
@@ -102,6 +102,13 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
     ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
+    # What a Slurm job could not be.
+    ("cluster=slurm cluster.slurm.time=5", "cluster.slurm.time=5: the job is told to stop", "smaller grace_s"),
+    ("cluster.kind=slurm", "server.interface=127.0.0.1: servers are asked at their nodes' own addresses", "give 0.0.0.0"),
+    (
+        "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",
+        "cluster.slurm.roles.reward.nodes=3: 2 replicas of 1 ranks do not go evenly",
+    ),
 )
 
 _EXPERIMENTS = {
