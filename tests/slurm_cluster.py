@@ -62,14 +62,16 @@ class SlurmCluster:
         assert ended.returncode == 0, f"{words}: {ended.stderr}"
         return ended.stdout.strip()
 
-    def states(self, job: str) -> list[dict[str, str]]:
-        """What Slurm knows of a job's components."""
-        lines = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()
-        return [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
-
     def state(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job, of a heterogeneous one's first component."""
-        return self.states(job)[0]
+        line = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
+        return dict(field.partition("=")[::2] for field in line.split())
+
+    def start_soon(self, job: str) -> None:
+        """Have the scheduler look at a job that is queued again: without a change it does so every few minutes."""
+        while self.state(job)["JobState"] == "PENDING":
+            self.command("scontrol", "update", f"JobId={job}", "Comment=look")
+            time.sleep(1)
 
     def steps(self, job: str) -> dict[str, str]:
         """The steps that run, of all components, by name."""

@@ -1,6 +1,9 @@
 """The only room that imports megatron.core."""
 
+import contextlib
+import sys
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -13,19 +16,38 @@ warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_
 warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
-def _import_without_compiler() -> None:
-    """Import megatron-core with `torch.compile` as no decoration at all.
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """`torch.compile` is no decoration at all inside.
 
-    What it decorates is for GPUs. Decorating alone imports the compiler: two seconds of every rank's start.
+    What megatron-core decorates is for GPUs. Decorating alone imports the compiler: two seconds of every rank's start.
     """
     compiler = torch.compile
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
     try:
-        from megatron.core import jit
+        yield
     finally:
         torch.compile = compiler
-    jit.disable_jit_fuser()  # for its modules that are imported later
 
+
+@contextlib.contextmanager
+def _without_wandb() -> Iterator[None]:
+    """wandb is not to be had inside, unless it is there already.
+
+    megatron-core imports it where it is installed, for an inference engine of its own: a second of every rank's start.
+    """
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
+
+
+with _without_wandb(), contextlib.nullcontext() if torch.cuda.is_available() else _without_compiler():
+    from megatron.core import jit
 
 if not torch.cuda.is_available():
-    _import_without_compiler()
+    jit.disable_jit_fuser()  # for its modules that are imported later
