@@ -62,7 +62,7 @@ def _micro_batches(config: Config, longest: int, described: str) -> Iterator[str
 def _requests(config: Config, longest: int) -> Iterator[str]:
     """Requests that the servers would refuse whole: padding counts, so every row may be as long as the longest."""
     rollout, server, critic = config.rollout, config.server, config.algorithm.has_critic
-    prompts = rollout.prompts_per_step // rollout.micro_batches
+    prompts = rollout.prompts_per_micro_batch
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     # Of a batch that was drawn ahead the values are asked for when it is taken, as a whole.
     asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt

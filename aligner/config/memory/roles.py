@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from aligner.config.algorithms import rows_together
 from aligner.config.devices import device_of, uses_gpus
@@ -13,9 +12,9 @@ from aligner.config.memory.activations import Load, Stage
 from aligner.config.memory.engine import engine_memory
 from aligner.config.memory.states import States, frozen_states, trained_states
 from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import NOTHING, Coming, critic_shape, directory_shape
+from aligner.config.model_source import NOTHING, Coming, critic_shape
 from aligner.config.placement import has_generator, server_ranks
-from aligner.config.reward_sources import model_sources, reward_sources
+from aligner.config.reward_sources import reward_shapes
 from aligner.config.schema import Config, MegatronModel, Parallel
 from aligner.config.weights import Head
 
@@ -62,7 +61,7 @@ def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) ->
     roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
     if has_generator(config):
         roles.append(_generator(config, shape))
-    rewards = _reward_shapes(config, coming)
+    rewards = list(reward_shapes(config, coming).values())
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic.with_reward:
@@ -75,9 +74,9 @@ def memory_needs(config: Config, shape: ModelShape, coming: Coming = NOTHING) ->
 def section_shapes(config: Config, shape: ModelShape, coming: Coming, section: str) -> list[ModelShape]:
     """The models that run at a section's layout, `shape` being that of `model`."""
     if section == "reward":
-        return _reward_shapes(config, coming)
+        return list(reward_shapes(config, coming).values())
     if section == "critic":
-        return [critic_shape(config, shape), *(_reward_shapes(config, coming) if config.critic.with_reward else ())]
+        return [critic_shape(config, shape), *(reward_shapes(config, coming).values() if config.critic.with_reward else ())]
     return [critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape]
 
 
@@ -168,13 +167,6 @@ def _scoring(config: Config, shapes: Sequence[ModelShape], layout: Parallel, sta
     weights = sum(frozen_states(shape, "scalar", layout, stage, device).weights for shape in shapes)
     activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
     return Phase("scoring", weights, activations=activations)
-
-
-def _reward_shapes(config: Config, coming: Coming) -> list[ModelShape]:
-    if not config.algorithm.generates:
-        return []
-    sources = model_sources(reward_sources(config.reward))
-    return [directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources]
 
 
 def _longest(config: Config) -> int:
