@@ -18,7 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import remove_shared_memory
+from aligner.config.leftovers import claim_shared_memory, remove_shared_memory
 from aligner.config.ports import http_address
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError, TransientError
@@ -73,6 +73,7 @@ class TritonHost:
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         ensure_server_environment()
+        claim_shared_memory()
         here = self.endpoint
         self._triton = Triton(
             config=TritonConfig(
