@@ -63,6 +63,8 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     told = describe_status(status)
     assert told.startswith("run: running  step 1/7  reward 0.100  KL 0.0100  0.50 s/step  ETA 0:00:03  last step 0:00:")
     assert told.endswith(" ago  [critic healthy, reward healthy, trainer healthy]")
+    # A server that the launcher has not seen healthy yet would be starting, not silent.
+    wait_for(lambda: (state := read_state(run / "status.json")) and state.roles["critic"].healthy, "the launcher's own look")
     rank_of(run, "critic").suspend()
     assert healths(run) == {"critic": "not answering", "reward": "healthy", "trainer": "healthy"}
     rank_of(run, "critic").resume()
