@@ -86,7 +86,6 @@ def _reward_models(config: Config, shape: ModelShape, coming: Coming, longest: i
         shapes = reward_shapes(config, coming)
     except ConfigError:
         return  # told with the other problems of the reward
-    vocabulary = _used_vocabulary(config, shape) if shapes else 0
     for source, model in shapes.items():
         named = f"{source.key}.path={source.path}"
         if model.max_positions < longest:
@@ -94,7 +93,8 @@ def _reward_models(config: Config, shape: ModelShape, coming: Coming, longest: i
                 f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens ({described}); give"
                 " shorter ones, or another model"
             )
-        if model.vocab_size < vocabulary:
+        # The tokenizer, which is large, is read only where embeddings alone do not settle it.
+        if model.vocab_size < shape.vocab_size and model.vocab_size < (vocabulary := _used_vocabulary(config, shape)):
             yield (
                 f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a reward model of the"
                 " policy's vocabulary (model.path)"

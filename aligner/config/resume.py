@@ -12,6 +12,7 @@ from aligner.config.compose import load_config
 from aligner.config.keys import schema_keys, schema_sections, value_at
 from aligner.config.paths import LOCK, RunPaths, can_resume, run_paths
 from aligner.config.schema import Config
+from aligner.errors import ConfigError
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "upwards; the learning rates then decay to the new last step"),
@@ -63,6 +64,15 @@ def resume_problems(config: Config) -> Iterator[str]:
         yield f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from the beginning"
     else:
         yield from _changes(config, load_config(paths.config))
+
+
+def check_directory(config: Config) -> None:
+    """For whoever has the run directory for itself by now: others could still come to it when it was looked into before.
+
+    Raises ConfigError with all that `resume_problems` finds.
+    """
+    if problems := list(resume_problems(config)):
+        raise ConfigError("\n".join(problems))
 
 
 def settled(config: Config) -> Config:

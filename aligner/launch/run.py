@@ -12,7 +12,7 @@ from rich.console import Console
 from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
 from aligner.config.paths import RunPaths, run_paths
-from aligner.config.resume import is_unused, resume_problems, settled
+from aligner.config.resume import check_directory, is_unused, settled
 from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts
@@ -53,8 +53,7 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
             raise error
 
     with locked(paths.root, wait):
-        if problems := list(resume_problems(config)):  # looked for before, when others could still come to the directory
-            raise ConfigError("\n".join(problems))
+        check_directory(config)
         is_new, config = is_unused(paths), settled(config)
         if not config.run.resumes:
             _forget_training(paths)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aligner.launch.state import RoleState, RunState
 
 _WATCH_S = 5.0
+_GOES_ON = ("starting", "running")
 _OVER = ("finished", "failed", "stopped")
 
 
@@ -91,7 +92,7 @@ def read_status(run: Path) -> RunStatus:
         steps=config.run.steps,
         metrics=metrics[-1] if metrics else {},
         seconds_per_step=pace.seconds_per_step,
-        seconds_left=pace.seconds_left if state in ("starting", "running") else None,
+        seconds_left=pace.seconds_left if state in _GOES_ON else None,
         last_step_age_s=None if last_step is None else max(0.0, now - last_step),
         roles={} if launcher is None else _roles(config, paths, launcher, state),
         job=None if launcher is None else launcher.job,
@@ -114,7 +115,7 @@ def describe_status(status: RunStatus) -> str:
     if status.job is not None:
         parts.append(f"job {status.job}")
     line = f"{status.name}: {'  '.join(parts)}"
-    if status.roles and status.state in ("starting", "running"):
+    if status.roles and status.state in _GOES_ON:
         line += "  [" + ", ".join(f"{name} {_describe_role(role)}" for name, role in status.roles.items()) + "]"
     return line if status.note is None else f"{line}\n  {status.note}"
 
@@ -147,7 +148,7 @@ def _roles(config: Config, paths: RunPaths, launcher: RunState, state: str) -> d
     endpoints = load_endpoints(paths.endpoints) if paths.endpoints.is_file() else {}
 
     def health(name: str, role: RoleState) -> str:
-        if state in (*_OVER, "queued"):
+        if state not in _GOES_ON:
             return "gone"
         if name not in endpoints:
             return "healthy" if state == "running" else "starting"

@@ -40,11 +40,13 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     if job is None:
         raise AlignerError("SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job")
     is_heterogeneous = "SLURM_HET_SIZE" in environment
-    variables = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(layout.components))]
-    lists = [environment.get(name, "") for name in (variables if is_heterogeneous else ["SLURM_JOB_NODELIST"])]
-    names = [expand(text) if text else [] for text in lists]
-    variables = [f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{index}" for index in range(len(layout.components))]
-    counts = [environment.get(name, "1") for name in (variables if is_heterogeneous else ["SLURM_JOB_CPUS_PER_NODE"])]
+
+    def of_components(variable: str) -> list[str]:
+        each = [f"{variable}_HET_GROUP_{index}" for index in range(len(layout.components))]
+        return [environment.get(name, "") for name in (each if is_heterogeneous else [variable])]
+
+    names = [expand(text) if text else [] for text in of_components("SLURM_JOB_NODELIST")]
+    cpus = [_fewest(text) if text else 1 for text in of_components("SLURM_JOB_CPUS_PER_NODE")]
     given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
     if given != wanted:
         raise AlignerError(f"the job's components have {given} nodes, the configuration needs {wanted}")
@@ -53,8 +55,7 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     def nodes(place: Place) -> Nodes:
         part = names[place.component]
         own = tuple(part[index] for index in place.node_range)
-        cpus = _fewest(counts[place.component])
-        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]], cpus)
+        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]], cpus[place.component])
 
     return Allocation(job, {group: nodes(place) for group, place in layout.places.items()})
 

@@ -14,7 +14,7 @@ from aligner.config.compose import save_config
 from aligner.config.model_source import NOTHING, Coming
 from aligner.config.paths import RunPaths, cache_directory, run_paths
 from aligner.config.prerequisites import RunPlan
-from aligner.config.resume import resume_problems
+from aligner.config.resume import check_directory
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
@@ -50,8 +50,7 @@ def submit(plan: RunPlan) -> None:
     _ask_slurm(script)
     is_new = not paths.root.exists()
     with locked(paths.root), _undone_when_refused(paths, is_new):
-        if problems := list(resume_problems(config)):  # looked for before, when others could still come to the directory
-            raise ConfigError("\n".join(problems))
+        check_directory(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
         cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
         save_config(config, paths.config)
