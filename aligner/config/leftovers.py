@@ -16,7 +16,8 @@ def claim_shared_memory() -> None:
 
     Containers may share their machine's memory, but not its process ids: those of this process's own world alone are judged.
     """
-    _claim(os.getpid()).touch()
+    with contextlib.suppress(PermissionError):  # another user's process had this number, and was killed
+        _claim(os.getpid()).touch()
     for claim in _PLACE.glob(_claim("*").name):
         pid = int(claim.name.rpartition("-")[2])
         if not psutil.pid_exists(pid):
