@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from safetensors.torch import save_file
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import MegatronModel, Parallel
 from aligner.config.weights import weight_table
+from aligner.launch.free_ports import FreePorts
 
 
 def make_shape(hidden: int, layers: int, vocabulary: int) -> ModelShape:
@@ -127,12 +127,9 @@ def main() -> None:
     args = parser.parse_args()
     layout = Parallel(tensor=args.tensor, pipeline=args.pipeline)
     shape = make_shape(args.hidden, args.layers, args.vocabulary)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, FreePorts() as ports:
         write_model(shape, Path(directory))
-        mp.spawn(measure, (port, directory, shape, layout, args.json), nprocs=layout.ranks)
+        mp.spawn(measure, (next(ports), directory, shape, layout, args.json), nprocs=layout.ranks)
 
 
 if __name__ == "__main__":

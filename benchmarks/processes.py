@@ -6,14 +6,14 @@ it is told over a pipe.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from aligner.launch.free_ports import FreePorts
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,6 @@ def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> N
         pipe.send((False, traceback.format_exc()))
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on now."""
-    with contextlib.ExitStack() as held:
-        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
-
-
 class Group:
     """The processes of one way, as a context manager; they end with it."""
 
@@ -60,10 +51,11 @@ class Group:
         """Each process calls `make`, and then the methods of what it returns."""
         self.way, self._make = way, make
         self._workers: list[tuple[Any, Any]] = []
+        self._ports = FreePorts()
 
     def __enter__(self) -> Group:
         context = multiprocessing.get_context("spawn")
-        (port,) = free_ports(1)
+        port = next(self._ports)
         for rank in range(self.way.processes):
             environment = {
                 "RANK": str(rank),

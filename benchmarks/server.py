@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -36,10 +37,11 @@ from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.endpoints import Endpoint
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.launch.free_ports import FreePorts
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model
-from benchmarks.processes import Group, Way, free_ports
+from benchmarks.processes import Group, Way
 
 _SHAPES = {"tiny": (64, 512), "smollm2_135m": (32, 128)}
 _REPEATS = {"tiny": 30, "smollm2_135m": 5}
@@ -53,7 +55,8 @@ class Served:
 
     def __init__(self, directory: Path, model: str, *overrides: str) -> None:
         self._directory, self._log = directory, directory / "server.log"
-        *ports, self._master_port = free_ports(4)
+        self._ports = FreePorts()
+        *ports, self._master_port = itertools.islice(self._ports, 4)
         self.config = compose_config(
             [
                 *("experiment=tiny_ppo", "model.source=directory", f"model.path={directory / model}", f"run.dir={directory}"),

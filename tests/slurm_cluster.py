@@ -13,6 +13,8 @@ from types import TracebackType
 
 import psutil
 
+from tests.worker_pool import free_port
+
 NODES = 4
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _START_S, _STOP_S = 30, 20
@@ -110,7 +112,8 @@ class SlurmCluster:
             process.send_signal(signal.SIGKILL)
 
     def _write_configuration(self) -> None:
-        directory, host, (control, *nodes) = self._directory, socket.gethostname().partition(".")[0], _ports(NODES + 1)
+        directory, host = self._directory, socket.gethostname().partition(".")[0]
+        control, *nodes = (free_port() for _ in range(NODES + 1))
         lines = [
             "ClusterName=aligner",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -146,14 +149,6 @@ class SlurmCluster:
         for number in range(8):
             (directory / f"gpu{number}").symlink_to("/dev/null")
         (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")
-
-
-def _ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def _name(process: psutil.Process) -> str:

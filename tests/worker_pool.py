@@ -6,19 +6,22 @@ import gc
 import importlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from aligner.launch.free_ports import FreePorts
+
 MAX_WORLD = 4
 
 
+_PORTS = FreePorts()
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port of loopback that no test nor run has or will have while this process lives."""
+    return next(_PORTS)
 
 
 def _serve(pipe: Any) -> None:

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import http.client
-import random
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from aligner.config.endpoints import Endpoint
 from aligner.config.placement import server_ranks
-from aligner.config.ports import (
-    LOOPBACK,
-    client_address,
-    explicit_ports,
-    group_ports,
-    http_address,
-    listening_addresses,
-    port_is_free,
-)
+from aligner.config.ports import LOOPBACK, client_address, explicit_ports, group_ports, http_address, listening_addresses
 from aligner.config.schema import Config
-
-# Below the range from which the kernel gives ports to outgoing connections: a port picked there would often be gone
-# again by the time a server has started.
-_FIRST_PORT, _LAST_PORT = 20000, 32000
+from aligner.launch.free_ports import PORTS, FreePorts
 
 
-def free_ports(config: Config) -> Iterator[int]:
-    """Distinct ports that are free now where the servers listen and, for process groups, on loopback; in random order."""
-    candidates = list(range(_FIRST_PORT, _LAST_PORT))
-    random.SystemRandom().shuffle(candidates)
-    fixed = set(explicit_ports(config).values())
+def free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:
+    """Ports that are free where the servers listen and, for process groups, on loopback; none that is configured."""
     addresses = {*listening_addresses(config).values(), LOOPBACK}
-    for port in candidates:
-        if port not in fixed and all(port_is_free(address, port) for address in addresses):
-            yield port
+    return FreePorts(addresses, set(candidates).difference(explicit_ports(config).values()))
 
 
 def local_hosts(config: Config) -> dict[str, str]:

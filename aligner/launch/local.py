@@ -13,6 +13,7 @@ from aligner.config.prerequisites import RunPlan
 from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
 from aligner.launch.endpoints import free_ports, local_hosts, pick_endpoints
+from aligner.launch.free_ports import FreePorts
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import refuse_locked
 from aligner.launch.prerequisites import complete
@@ -54,27 +55,28 @@ def _run(config: Config, command: Command, interrupts: Interrupts, console: Cons
     with (
         run_directory(config, console) as config,
         StateRecorder(paths.status, role_ranks(config)) as state,
-        LocalRanks(config, paths, command) as ranks,
+        free_ports(config) as ports,
+        LocalRanks(config, paths, command, ports) as ranks,
     ):
         supervisor = Supervisor(config, paths, ranks, state, interrupts, console)
-        return supervisor.run(lambda: pick_endpoints(config, local_hosts(config), ranks.ports))
+        return supervisor.run(lambda: pick_endpoints(config, local_hosts(config), ports))
 
 
 class LocalRanks(Processes):
     """The ranks of a run as processes of this machine; leaving the `with` block ends all of them."""
 
-    def __init__(self, config: Config, paths: RunPaths, command: Command) -> None:
+    def __init__(self, config: Config, paths: RunPaths, command: Command, ports: FreePorts) -> None:
         super().__init__(config.cluster.stop_timeout_s)
         self._config = config
         self._paths = paths
         self._command = command
         self._threads = threads_per_rank(config)
         self._sizes = {"prepare": 1, **role_ranks(config)}
-        self.ports = free_ports(config)
+        self._ports = ports
 
     def start(self, role: str, restarts: int = 0) -> list[Rank]:
         """See `Ranks`."""
-        command, port, ranks = self._command(role, self._paths.config), next(self.ports), self._sizes[role]
+        command, port, ranks = self._command(role, self._paths.config), next(self._ports), self._sizes[role]
         started: list[Rank] = []
         for rank in range(ranks):
             log = self._paths.log(role, rank)

@@ -3,16 +3,25 @@ from __future__ import annotations
 import itertools
 import socket
 
+import pytest
+
 from aligner.config.compose import compose_config
 from aligner.config.endpoints import Endpoint, replicas
+from aligner.config.schema import Config
+from aligner.errors import AlignerError
 from aligner.launch.endpoints import free_ports, health_address, is_ready, local_hosts, pick_endpoints
+
+
+def endpoints_of(config: Config) -> dict[str, Endpoint]:
+    with free_ports(config) as ports:
+        return pick_endpoints(config, local_hosts(config), ports)
 
 
 def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
-    ports = free_ports(config)
-    endpoints = pick_endpoints(config, local_hosts(config), ports)
-    masters = list(itertools.islice(ports, 4))
+    with free_ports(config) as ports:
+        endpoints = pick_endpoints(config, local_hosts(config), ports)
+        masters = list(itertools.islice(ports, 4))
     chosen = [*masters, *(port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics))]
     assert endpoints["critic"].grpc == 20123
     assert len(set(chosen)) == 10
@@ -23,21 +32,30 @@ def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
 
 def test_a_port_that_is_taken_on_loopback_alone_is_no_process_groups_either() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=127.0.0.2"])
-    port = next(free_ports(config))
-    with socket.create_server(("127.0.0.1", port)):
-        assert port not in set(free_ports(config))
+    with free_ports(config) as ports:
+        taken, free = itertools.islice(ports, 2)
+    with socket.create_server(("127.0.0.1", taken)), free_ports(config, [taken, free]) as ports:
+        assert next(ports) == free
+        with pytest.raises(AlignerError):
+            next(ports)
+
+
+def test_a_configured_port_is_nobody_elses() -> None:
+    config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
+    with free_ports(config, [20123]) as ports, pytest.raises(AlignerError):
+        next(ports)
 
 
 def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
-    endpoint = pick_endpoints(config, local_hosts(config), free_ports(config))["reward"]
+    endpoint = endpoints_of(config)["reward"]
     assert endpoint.host == "127.0.0.1"
     assert not is_ready(health_address(config, endpoint), "reward_model")
 
 
 def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
     config = compose_config(["experiment=tiny_ppo"])
-    endpoint = pick_endpoints(config, local_hosts(config), free_ports(config))["critic"]
+    endpoint = endpoints_of(config)["critic"]
     with socket.socket() as listener:
         listener.bind((endpoint.host, endpoint.http))
         listener.listen()
@@ -47,7 +65,7 @@ def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
 def test_every_replica_has_ports_of_its_own() -> None:
     ports = ("reward.ports.http=20200", "reward.ports.grpc=20201")
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
-    endpoints = pick_endpoints(config, local_hosts(config), free_ports(config))
+    endpoints = endpoints_of(config)
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
     assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
     assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12

@@ -13,7 +13,7 @@ from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
 from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.endpoints import pick_endpoints
+from aligner.launch.endpoints import free_ports, pick_endpoints
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.run import interruptible, run_directory
 from aligner.launch.slurm.allocation import Allocation, read_allocation
@@ -48,11 +48,12 @@ def supervise(directory: Path) -> int:
         with (
             run_directory(config, console, _PATIENCE_S) as settled,
             StateRecorder(paths.status, role_ranks(settled), allocation.job) as state,
-            SlurmSteps(settled, paths, layout, allocation) as steps,
+            free_ports(settled) as ports,
+            SlurmSteps(settled, paths, layout, allocation, ports) as steps,
         ):
             supervisor = Supervisor(settled, paths, steps, state, interrupts, console)
             hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-            is_finished = supervisor.run(lambda: pick_endpoints(settled, hosts, steps.ports))
+            is_finished = supervisor.run(lambda: pick_endpoints(settled, hosts, ports))
             if not is_finished and requeue:  # first of all: the grace period may end before what else is to be done
                 _requeue(allocation)
                 state.queued_again()

@@ -16,7 +16,7 @@ from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
 from aligner.config.slurm_layout import Layout, Place, slurm_role
 from aligner.errors import AlignerError
-from aligner.launch.endpoints import free_ports
+from aligner.launch.free_ports import FreePorts
 from aligner.launch.ranks import Rank, append_restart
 from aligner.launch.roles import role_command, task_environment
 from aligner.launch.slurm.allocation import Allocation, Nodes
@@ -30,14 +30,14 @@ _KILL_TIMEOUT_S = 30.0
 class SlurmSteps:
     """See `aligner.launch.ranks.Ranks`; leaving the `with` block ends all of them."""
 
-    def __init__(self, config: Config, paths: RunPaths, layout: Layout, allocation: Allocation) -> None:
+    def __init__(self, config: Config, paths: RunPaths, layout: Layout, allocation: Allocation, ports: FreePorts) -> None:
         self._config = config
         self._paths = paths
         self._layout = layout
         self._allocation = allocation
         self._steps: list[Step] = []
         self._started = 0
-        self.ports = free_ports(config)
+        self._ports = ports
 
     def __enter__(self) -> SlurmSteps:
         return self
@@ -58,7 +58,7 @@ class SlurmSteps:
         threads = self._threads(place, nodes)
         command = srun_command(self._config, self._paths, role, place, nodes, ranks, threads, name, self._command(role))
         environment = {
-            **task_environment(ranks, place.ranks_per_node, nodes.address, next(self.ports), threads),
+            **task_environment(ranks, place.ranks_per_node, nodes.address, next(self._ports), threads),
             **configured_environment(self._config, role, place),
         }
         for log in logs:

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from aligner.errors import AlignerError
+from aligner.launch.free_ports import FreePorts
+
+_CLAIMS = "from aligner.launch.free_ports import FreePorts; ports = FreePorts(candidates=[{}]); print(next(ports)); input()"
+
+
+def pick(count: int) -> list[int]:
+    with FreePorts() as ports:
+        return list(itertools.islice(ports, count))
+
+
+def is_given(port: int) -> bool:
+    with FreePorts(candidates=[port]) as ports:
+        try:
+            return next(ports) == port
+        except AlignerError as error:
+            assert str(error) == "no port is left that is free on 127.0.0.1"
+            return False
+
+
+def test_a_port_is_given_once_on_a_machine_until_it_is_given_up() -> None:
+    with FreePorts() as ports:
+        port = next(ports)
+        assert not is_given(port)
+    assert is_given(port)
+
+
+def test_what_a_killed_process_was_given_is_free_again() -> None:
+    (port,) = pick(1)
+    command = [sys.executable, "-uc", _CLAIMS.format(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == f"{port}\n"
+            assert not is_given(port)
+        finally:
+            other.kill()
+    assert is_given(port)
+
+
+def test_a_port_that_is_listened_on_is_not_given() -> None:
+    taken, free = pick(2)
+    with socket.create_server(("127.0.0.1", taken)), FreePorts(candidates=[taken, free]) as ports:
+        assert next(ports) == free
+        with pytest.raises(AlignerError):
+            next(ports)
+
+
+def test_an_address_that_this_machine_does_not_have_is_an_error() -> None:
+    with FreePorts(["192.0.2.1"]) as ports, pytest.raises(OSError, match="Cannot assign requested address"):
+        next(ports)
