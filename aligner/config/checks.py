@@ -116,6 +116,7 @@ def _online(config: Config, shape: ModelShape | None, coming: Coming) -> Iterato
         yield from engine_machine_problems(config.engine)
     yield from algorithm_problems(config)
     yield from _engine_update(config)
+    yield from _engine_start(config)
     yield from _spare_prompts(config.rollout)
     yield from reward_problems(config, coming)
     yield from _batches(config)
@@ -248,6 +249,16 @@ def _generator(config: Config) -> Iterator[str]:
                 f"server.start_timeout_s={starts:g}: the generator is healthy once its engine has started, which may take"
                 f" engine.tensorrt_llm.timeout_s={may_take:g} s; give {may_take:g} or more"
             )
+
+
+def _engine_start(config: Config) -> Iterator[str]:
+    """Who waits for a TensorRT-LLM engine to start: its replica's other ranks, in a collective."""
+    engine, waits = config.engine, config.cluster.collective_timeout_s
+    if engine.kind == "tensorrt_llm" and engine.parallel.tensor > 1 and waits <= engine.tensorrt_llm.timeout_s:
+        yield (
+            f"cluster.collective_timeout_s={waits:g}: a replica's other ranks wait so long for its engine to start, which may"
+            f" take engine.tensorrt_llm.timeout_s={engine.tensorrt_llm.timeout_s:g} s; give more than that"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

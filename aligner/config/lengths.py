@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,12 +74,25 @@ def _requests(config: Config, longest: int) -> Iterator[str]:
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
         requests.append(("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches"))
+    if config.evaluation.every:
+        requests += _evaluation_requests(config, longest)
     for what, rows, tokens, instead in requests:
         if rows * tokens > server.max_request_tokens:
             yield (
                 f"server.max_request_tokens={server.max_request_tokens}: a request for {what} {rows} rows of up to {tokens}"
                 f" tokens would be refused; give {rows * tokens} or more, or {instead}"
             )
+
+
+def _evaluation_requests(config: Config, longest: int) -> Iterator[tuple[str, int, int, str]]:
+    """Those of held-out prompts, all of which are asked for at once. How many a file has is not known before it is read."""
+    settings, instead = config.evaluation, "a smaller evaluation.count"
+    prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
+    if settings.function is None:
+        rows = min(prompts * settings.samples, config.server.max_batch_size)
+        yield "the evaluation's scores of", rows, longest, "a smaller server.max_batch_size"
+    if has_generator(config) and prompts < sys.maxsize:
+        yield "the evaluation's samples for", prompts, config.data.max_prompt_tokens, instead
 
 
 def _reward_models(config: Config, shape: ModelShape, coming: Coming, longest: int, described: str) -> Iterator[str]:

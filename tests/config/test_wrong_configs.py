@@ -62,6 +62,16 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "a request for samples for 16 rows of up to 16 tokens",
         "give 256 or more, or more rollout.micro_batches",
     ),
+    (
+        "server.max_request_tokens=2000 engine.placement=server evaluation.every=1 evaluation.path=a.txt evaluation.count=200",
+        "a request for the evaluation's samples for 200 rows of up to 16 tokens",
+        "give 3200 or more, or a smaller evaluation.count",
+    ),
+    (
+        "server.max_request_tokens=2000 evaluation.every=1 evaluation.path=a.txt evaluation.samples=70",
+        "a request for the evaluation's scores of 256 rows of up to 32 tokens",
+        "or a smaller server.max_batch_size",
+    ),
     ("reward.kind=model reward.path=short", "reward.path=short: it has 31 positions, the longest sequence 32 tokens"),
     ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a reward"),
     # Keys that contradict each other.
@@ -72,6 +82,11 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "engine=tensorrt_llm engine.placement=server engine.sleep=false",
         "server.start_timeout_s=180: the generator is healthy once its engine has started",
         "engine.tensorrt_llm.timeout_s=900 s; give 900 or more",
+    ),
+    (
+        "engine=tensorrt_llm engine.parallel.tensor=2 actor.parallel.data=2 cluster.collective_timeout_s=900",
+        "cluster.collective_timeout_s=900: a replica's other ranks wait so long for its engine to start",
+        "engine.tensorrt_llm.timeout_s=900 s; give more than that",
     ),
     ("critic.ports.http=29991 reward.ports.http=29991", "reward.ports.http=29991: critic.ports.http has the same port"),
     ("critic.ports.http={port}", "critic.ports.http={port}: the port is in use", "0 for a free one"),
