@@ -51,8 +51,8 @@ class Layout:
 
 
 def role_of(group: str) -> str:
-    """The role of a server group: `reward` for the replica `reward.1`."""
-    return group.partition(".")[0]
+    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so in the trainer's place."""
+    return "trainer" if group == "prepare" else group.partition(".")[0]
 
 
 def numbers(text: str) -> Iterator[int]:
@@ -66,6 +66,11 @@ def slurm_role(config: Config, group: str) -> SlurmRole:
     """The settings of a group's role."""
     settings: SlurmRole = getattr(config.cluster.slurm.roles, role_of(group))
     return settings
+
+
+def container_image(config: Config, group: str) -> str | None:
+    """What a group's ranks run in; None: nothing but their node."""
+    return slurm_role(config, group).image or config.cluster.slurm.image
 
 
 def slurm_layout(config: Config) -> Layout:

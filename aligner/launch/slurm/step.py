@@ -14,7 +14,7 @@ from pathlib import Path
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.config.slurm import container_mounts
-from aligner.config.slurm_layout import Place, numbers, slurm_role
+from aligner.config.slurm_layout import Place, container_image, numbers, slurm_role
 from aligner.launch.slurm.allocation import Nodes
 from aligner.launch.task import DEVICES
 
@@ -102,7 +102,7 @@ def srun_command(
     command: Sequence[str],
 ) -> list[str]:
     """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does."""
-    slurm, settings = config.cluster.slurm, slurm_role(config, "trainer" if role == "prepare" else role)
+    slurm, settings = config.cluster.slurm, slurm_role(config, role)
     flags = [
         f"--job-name={name}",
         "--export=ALL",  # also in a job that was submitted with less
@@ -121,8 +121,7 @@ def srun_command(
         f"--output={paths.logs / f'{role}-%t.log'}",
         "--open-mode=append",
     ]
-    image = settings.image or slurm.image
-    if image is not None:
+    if (image := container_image(config, role)) is not None:
         flags += [
             f"--container-image={image}",
             f"--container-mounts={','.join(container_mounts(config))}",
@@ -136,7 +135,7 @@ def srun_command(
 
 def configured_environment(config: Config, role: str, place: Place) -> Mapping[str, str]:
     """What the configuration adds to a role's environment."""
-    settings = slurm_role(config, "trainer" if role == "prepare" else role)
+    settings = slurm_role(config, role)
     chosen = {} if place.devices is None else {DEVICES: ",".join(map(str, place.devices))}
     given = {**config.cluster.slurm.environment, **settings.environment}
     return chosen | {name: str(value) for name, value in given.items()}

@@ -14,7 +14,7 @@ from aligner.config.paths import RunPaths
 from aligner.config.placement import role_ranks
 from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
-from aligner.config.slurm_layout import Layout, Place, slurm_role
+from aligner.config.slurm_layout import Layout, Place, container_image
 from aligner.errors import AlignerError
 from aligner.launch.free_ports import FreePorts
 from aligner.launch.ranks import Rank, append_restart
@@ -146,8 +146,7 @@ class SlurmSteps:
 
     def _command(self, role: str) -> tuple[str, ...]:
         """In a container the image's own `aligner`."""
-        settings = slurm_role(self._config, "trainer" if role == "prepare" else role)
-        is_contained = (settings.image or self._config.cluster.slurm.image) is not None
+        is_contained = container_image(self._config, role) is not None
         return role_command(role, self._paths.config, ("aligner",) if is_contained else None)
 
     def _threads(self, place: Place, nodes: Nodes) -> int:
