@@ -96,7 +96,7 @@ class RunCheckpoints:
         The highest value is the best one, but for losses, perplexities and distances from another distribution.
         """
         name = str(self._settings.best_metric)
-        sign = -1 if name.endswith(("loss", "perplexity")) or name.startswith(("kl/", "mismatch/")) else 1
+        sign = -1 if name.endswith(("loss", "perplexity", "_kl")) or name.startswith(("kl/", "mismatch/")) else 1
         values = {}
         for step in self.steps():
             metric = self._read(step)["metric"]

@@ -49,8 +49,9 @@ def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tm
     assert checkpoints(tmp_path).metric({}) is None
 
 
-def test_of_a_loss_the_lowest_is_the_best(tmp_path):
-    kept = checkpoints(tmp_path, keep=1, best_metric="eval/loss")
+@pytest.mark.parametrize("name", ["eval/loss", "policy/approx_kl", "mismatch/kl", "eval/reference_perplexity"])
+def test_of_a_loss_a_distance_or_a_perplexity_the_lowest_is_the_best(tmp_path, name):
+    kept = checkpoints(tmp_path, keep=1, best_metric=name)
     for step, loss in enumerate((0.3, 0.1, 0.2), 1):
         commit(kept, step, loss)
     assert kept.best() == 2
