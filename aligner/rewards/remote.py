@@ -19,6 +19,8 @@ from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequ
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _SHOWN_BYTES = 200
 _LARGEST_ANSWER = 16 * 2**20  # bytes
+_LATER = (http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY, http.HTTPStatus.TOO_MANY_REQUESTS)
+"""Statuses below 500 that ask for another attempt."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class RemoteScorer:
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
         """One score a request.
 
-        No connection, a lost one and the statuses 5xx are tried again until the deadline, and then raise ScorerUnavailable.
+        No connection, a lost one and the statuses 408, 425, 429 and 5xx are tried again until the deadline, after a pause that
+        is no shorter than what the answer asks for (Retry-After, in seconds), and then raise ScorerUnavailable.
         Any other status and an answer of another shape or beyond 16 MiB raise ScoringError at once. Both tell the address.
         """
         body = {
@@ -52,21 +55,23 @@ class RemoteScorer:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                status, answer = self._post(body, deadline)
+                status, answer, asked_s = self._post(body, deadline)
             except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem, asked_s = f"{type(error).__name__}: {error}", 0.0
             else:
                 if status == http.HTTPStatus.OK:
                     return answer
                 problem = f"status {status}, {_shown(answer)}"
-                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
+                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LATER:
                     raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
-            if time.monotonic() + pause_s >= deadline:
+            wait_s = max(pause_s, asked_s)
+            if time.monotonic() + wait_s >= deadline:
                 raise ScorerUnavailable(f"{self.url} gave no scores within {self.timeout_s:g} s; the last attempt: {problem}")
-            time.sleep(pause_s)
+            time.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _post(self, body: bytes, deadline: float) -> tuple[int, bytes]:
+    def _post(self, body: bytes, deadline: float) -> tuple[int, bytes, float]:
+        """Status, answer, and for how many seconds it asks to be left alone."""
         address = urlsplit(self.url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01))
@@ -83,7 +88,8 @@ class RemoteScorer:
             raise TimeoutError("the answer was not complete by the deadline")
         if response.length:
             raise http.client.IncompleteRead(answer, response.length)
-        return response.status, answer
+        asked = response.getheader("Retry-After", "")
+        return response.status, answer, float(asked) if asked.isdecimal() else 0.0
 
     def _scores(self, answer: bytes, count: int) -> list[float]:
         try:

@@ -27,13 +27,13 @@ class ScoringServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answers: list[tuple[int, bytes]] = []
+        self.answers: list[tuple[int, bytes, str]] = []
         self.asked: list[tuple[str, str, dict[str, object]]] = []
         self.kept_back = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}/get_reward?model=a"
 
-    def answer(self, status: int, body: object) -> None:
-        self.answers.append((status, body if isinstance(body, bytes) else json.dumps(body).encode()))
+    def answer(self, status: int, body: object, retry_after: str = "") -> None:
+        self.answers.append((status, body if isinstance(body, bytes) else json.dumps(body).encode(), retry_after))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -43,11 +43,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, self.headers["Content-Type"], body))
         answers = self.server.answers
-        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        status, answer, retry_after = answers.pop(0) if len(answers) > 1 else answers[0]
         if status == 0:
             return  # hangs up without a word
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer) + self.server.kept_back))
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
         self.end_headers()
         self.wfile.write(answer)
 
@@ -77,6 +79,23 @@ def test_a_lost_connection_and_a_failing_server_are_tried_again(server):
     server.answer(200, {"rewards": [1, 2, 3]})
     assert RemoteScorer(server.url, 10)(REQUESTS) == [1.0, 2.0, 3.0]
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_a_server_that_is_asked_too_often_is_asked_again_when_it_says(server, status):
+    server.answer(status, b"slow down", retry_after="1")
+    server.answer(200, {"rewards": [1, 2, 3]})
+    start = time.monotonic()
+    assert RemoteScorer(server.url, 10)(REQUESTS) == [1.0, 2.0, 3.0]
+    assert time.monotonic() - start >= 1 and len(server.asked) == 2
+
+
+def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
+    server.answer(429, b"slow down", retry_after="3600")
+    start = time.monotonic()
+    with pytest.raises(ScorerUnavailable, match=r"gave no scores within 10 s; the last attempt: status 429, 'slow down'"):
+        RemoteScorer(server.url, 10)(REQUESTS)
+    assert time.monotonic() - start < 5 and len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
