@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aligner.config.schema import Algorithm, Config
+from aligner.config.schema import Algorithm, Config, Preference
 
 _GROUPED = ("rloo", "grpo", "dr_grpo")
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
@@ -80,6 +80,8 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
         yield f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's samples"
     if settings.advantage in _GROUPED and settings.train_on != "all":
         yield f"algorithm.train_on={settings.train_on}: advantage={settings.advantage} compares all of a prompt's samples"
+    if loss == "dpo":
+        yield from preference_loss_problems(settings.preference)
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss != "clip":
@@ -90,6 +92,17 @@ def _loss_problems(settings: Algorithm) -> Iterator[str]:
     if importance not in _CORRECTED.get(loss, ("none",)):
         allowed = "; ".join(f"loss={name}: {', '.join(levels)}" for name, levels in _CORRECTED.items())
         yield f"algorithm.truncated_importance={importance}: got loss={loss}; allowed with {allowed}"
+
+
+def preference_loss_problems(settings: Preference) -> Iterator[str]:
+    """What of algorithm.preference does not fit together."""
+    if not settings.label_smoothing:
+        return
+    key = f"algorithm.preference.label_smoothing={settings.label_smoothing:g}"
+    if settings.kind != "sigmoid":
+        yield f"{key}: read with kind=sigmoid only, got kind={settings.kind}"
+    elif settings.label_smoothing > 0.5:
+        yield f"{key}: must be at most 0.5; above it the labels are turned round"
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:

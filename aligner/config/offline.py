@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from aligner.config.algorithms import preference_loss_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import NOTHING, Coming, is_coming
 from aligner.config.schema import Config
@@ -13,7 +14,8 @@ from aligner.config.schema import Config
 def offline_problems(config: Config, shape: ModelShape | None, coming: Coming = NOTHING) -> Iterator[str]:
     """One line for each thing about a run of algorithm.trainer=sft, dpo or reward_model that does not fit together."""
     yield from _length_problems(config, shape)
-    yield from _preference_problems(config)
+    if config.algorithm.trainer == "dpo":
+        yield from preference_loss_problems(config.algorithm.preference)
     yield from _normalization_problems(config, coming)
     trainer, data = config.algorithm.trainer, config.data
     if trainer == "reward_model" and config.actor.lora.rank:
@@ -35,17 +37,6 @@ def _length_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if budget < together * longest:
         what = "the longest row" if together == 1 else "a pair of the longest rows"
         yield f"actor.micro_batch_tokens={budget}: must hold {what}, {together * longest} tokens ({described})"
-
-
-def _preference_problems(config: Config) -> Iterator[str]:
-    settings = config.algorithm.preference
-    if config.algorithm.trainer != "dpo" or not settings.label_smoothing:
-        return
-    key = f"algorithm.preference.label_smoothing={settings.label_smoothing:g}"
-    if settings.kind != "sigmoid":
-        yield f"{key}: read with kind=sigmoid only, got kind={settings.kind}"
-    elif settings.label_smoothing > 0.5:
-        yield f"{key}: must be at most 0.5; above it the labels are turned round"
 
 
 def _normalization_problems(config: Config, coming: Coming) -> Iterator[str]:

@@ -24,6 +24,11 @@ def composed(*overrides):
         (["algorithm.loss=dpo", "algorithm.advantage=none"], "loss=dpo and train_on=best_and_worst need each other"),
         (["algorithm=rloo", "algorithm.train_on=best"], "algorithm.train_on=best: advantage=rloo compares all"),
         (["algorithm=online_dpo", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=dpo is held by"),
+        (["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"], "label_smoothing=0.7: must be at most 0.5"),
+        (
+            ["algorithm=online_dpo", "algorithm.preference.kind=ipo", "algorithm.preference.label_smoothing=0.1"],
+            "label_smoothing=0.1: read with kind=sigmoid only, got kind=ipo",
+        ),
         (["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no"),
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1: in the loss its gradient is zero"),
         (["algorithm=copg", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator=k3: loss=copg is defined with k1"),
