@@ -38,25 +38,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
-def truncate_at_token(
-    tokens: Tensor, mask: Tensor, token_id: int, after: int, pad_token_id: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Responses cut behind their first `token_id` at position `after` or later: new tokens, new mask, and where it was found.
-
-    `tokens` int64 [B, S]; `mask` bool [B, S-1], true where token t+1 is a response token; a response's first token has
-    position 0. What follows the cut becomes `pad_token_id` and leaves the mask; a response without such a token stays as it
-    is, with False in the third, bool [B] (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8).
-    """
-    if after < 0:
-        raise ValueError(f"after={after} is a position in the response, so it must be 0 or more")
-    inside = mask.bool()
-    position = inside.cumsum(1) - 1
-    hits = inside & (tokens[:, 1:] == token_id) & (position >= after)
-    behind = (hits.cumsum(1) - hits.long()) > 0
-    kept = torch.where(behind, pad_token_id, tokens[:, 1:])
-    return torch.cat((tokens[:, :1], kept), dim=1), inside & ~behind, hits.any(1)
-
-
 def missing_token_penalty(scores: Tensor, found: Tensor, penalty: float = -1.0) -> Tensor:
     """The scores [B], `penalty` taking the place of one whose response lacks the token (`found` bool [B])."""
     return torch.where(found.bool(), scores, penalty)

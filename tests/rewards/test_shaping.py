@@ -9,7 +9,6 @@ from aligner.rewards.shaping import (
     missing_token_penalty,
     overlong_penalty,
     penalized_rewards,
-    truncate_at_token,
 )
 
 
@@ -40,31 +39,6 @@ def test_published_numbers_of_the_overlong_penalty():
 def test_an_overlong_buffer_that_is_none_is_refused(buffer):
     with pytest.raises(ValueError, match=f"buffer={buffer} must be within 1 and max_length=100"):
         overlong_penalty(tensor([5]), max_length=100, buffer=buffer)
-
-
-END, PAD = 7, 0
-
-
-def test_responses_end_with_the_first_such_token_from_a_position_on():
-    tokens = tensor(
-        [
-            [7, 7, 1, 7, 2, 7, 3, 7],  # the prompt's and the early one do not count, the later one stays
-            [7, 7, 7, 1, 2, 3, 4, PAD],  # none from the position on
-            [1, 7, 4, 4, 7, PAD, PAD, PAD],  # exactly there, and last
-        ]
-    )
-    mask = tensor([[0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]]).bool()
-    cut, kept, found = truncate_at_token(tokens, mask, END, after=3, pad_token_id=PAD)
-    assert cut.tolist() == [[7, 7, 1, 7, 2, 7, PAD, PAD], tokens[1].tolist(), tokens[2].tolist()]
-    assert kept.int().tolist() == [[0, 1, 1, 1, 1, 0, 0], mask[1].int().tolist(), mask[2].int().tolist()]
-    assert found.tolist() == [True, False, True]
-    cut, kept, found = truncate_at_token(tokens, mask, END, after=0, pad_token_id=PAD)
-    assert cut[2].tolist() == [1, 7] + [PAD] * 6 and kept.sum(1).tolist() == [2, 1, 1] and found.all()
-
-
-def test_a_negative_position_is_refused():
-    with pytest.raises(ValueError, match="after=-1 is a position in the response"):
-        truncate_at_token(tensor([[1, 2]]), tensor([[True]]), END, after=-1, pad_token_id=PAD)
 
 
 def test_a_response_without_the_token_gets_a_fixed_score():
