@@ -15,16 +15,21 @@ from aligner.data.model_directory import read_shape
 from aligner.errors import AlignerError, ConfigError
 
 
+def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 class Tokenizer:
     """The tokenizer of a model directory; adds no special tokens of its own."""
 
     def __init__(self, directory: Path) -> None:
         shape = read_shape(directory)
         self.directory = directory
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        # A tokenizer.json may carry settings for training batches; a prompt is neither cut nor padded here.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = read_tokenizer(directory)
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
 

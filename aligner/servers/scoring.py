@@ -19,6 +19,7 @@ from aligner.config import reward_sources
 from aligner.config.normalization import read_normalization
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
+from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
@@ -96,7 +97,7 @@ class Scoring:
         return list(zip(texts[::2], texts[1::2], strict=True))
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         lengths, longest = [len(row) for row in rows], self.limits.max_sequence_length
         if min(lengths) < 1 or max(lengths) > longest:
             raise RequestError(f"sentences: got {min(lengths)} to {max(lengths)} tokens, allowed: 1 to {longest}")
@@ -113,7 +114,7 @@ class Scoring:
 def build_scoring(config: Config, build_model: BuildModel) -> Scoring:
     """The reward that the configuration describes. Raises ConfigError when it cannot be had."""
     directory = model_directory(config)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = read_tokenizer(directory)
     limits = model_limits(config, directory, tokenizer.get_vocab_size())
     parts: list[tuple[reward_sources.Source, RewardSource]] = []
     for source in reward_sources.reward_sources(config.reward):

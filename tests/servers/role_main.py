@@ -45,10 +45,10 @@ def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
     ]
 
 
-def scoring(source: RewardSource, limits: Limits = LIMITS) -> Scoring:
+def scoring(source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None) -> Scoring:
     """The raw scores of one source."""
     settings = FunctionSource(name="lengths", key="reward", function="")
-    return Scoring(WeightedSum([(settings, source)]), character_tokenizer(), limits)
+    return Scoring(WeightedSum([(settings, source)]), tokenizer or character_tokenizer(), limits)
 
 
 class SlowModel(TinyValueModel):

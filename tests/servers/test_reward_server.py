@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
+from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.sources import ModelSource
 from aligner.servers.client import RewardClient
 from aligner.servers.connection import RemoteError
@@ -104,6 +106,25 @@ def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
     served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
     with pytest.raises(RequestError, match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's ids\)"):
         served[REWARD_MODEL]({"sentences": np.array([[b"09"], [b"0a"]], dtype=object)})
+
+
+def test_sentences_are_cut_into_tokens_as_training_data_is(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.enable_padding()
+    tokenizer.enable_truncation(2)
+    tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    asked = []
+
+    def call(op, tensors, **arguments):
+        asked.append(tensors)
+        return torch.zeros(2)
+
+    model = ModelSource("tiny", TinyValueModel())
+    scoring(model, tokenizer=read_tokenizer(tmp_path)).endpoints(call)[REWARD_MODEL](
+        {"sentences": np.array([[b"abc"], [b"a"]], dtype=object)}
+    )
+    assert asked[0]["tokens"].tolist() == [[12, 13, 14], [12, 0, 0]] and asked[0]["lengths"].tolist() == [3, 1]
 
 
 CASES = [case for case in REFUSED if case[0] is REWARD_MODEL]
