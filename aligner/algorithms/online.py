@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from aligner.algorithms.checkpoints import RunCheckpoints, RunState
@@ -162,8 +161,7 @@ class OnlineTrainer:
 
     def _scores(self, rollout: Rollout) -> Tensor:
         """Wait for the scores [B], and shape them."""
-        ended = torch.tensor([sample.finish_reason == "stop" for sample in rollout.samples])
-        return self.algorithm.shaped(rollout.scores.result(), rollout.batch, ended)
+        return self.algorithm.shaping(rollout.scores.result(), rollout.samples)
 
     def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
         """The policy's updates and, at the same time on the critic's devices, the critic's."""

@@ -19,7 +19,7 @@ from aligner.config.algorithms import overlong_buffer, rows_together
 from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import PolicyLoss
-from aligner.rewards.shaping import missing_token_penalty, overlong_penalty, penalized_rewards
+from aligner.rewards.shaping import ScoreShaping, penalized_rewards
 
 Aggregation = Literal["token", "sequence", "sum", "constant"]
 Select = Callable[[Tensor, int], Tensor]
@@ -56,17 +56,7 @@ class OnlineAlgorithm:
     whiten_rewards: bool
     whiten_advantages: bool
     whiten_within_prompt: bool
-    missing_end_score: float | None
-    overlong_buffer: int
-    """Tokens; 0: no penalty."""
-
-    def shaped(self, scores: Tensor, batch: SampleBatch, ended: Tensor) -> Tensor:
-        """Scores [B] as they are learned from: what has no end (`ended` bool [B]) and what is long is set back."""
-        if self.missing_end_score is not None:
-            scores = missing_token_penalty(scores, ended, self.missing_end_score)
-        if self.overlong_buffer:
-            scores = scores + overlong_penalty(batch.mask.sum(1), self.max_response_tokens, self.overlong_buffer)
-        return scores
+    shaping: ScoreShaping
 
     def experience(
         self,
@@ -189,9 +179,13 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         whiten_rewards=settings.whiten_rewards,
         whiten_advantages=settings.whiten_advantages,
         whiten_within_prompt=settings.whiten_over == "prompt",
-        missing_end_score=config.reward.missing_end_score,
-        overlong_buffer=overlong_buffer(config),
+        shaping=build_shaping(config),
     )
+
+
+def build_shaping(config: Config) -> ScoreShaping:
+    """What becomes of a run's scores before it learns from them, or compares them."""
+    return ScoreShaping(config.reward.missing_end_score, config.rollout.max_response_tokens, overlong_buffer(config))
 
 
 def build_estimate(settings: Algorithm, samples_per_prompt: int) -> Estimate:

@@ -19,6 +19,7 @@ from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
 from aligner.observability.timeline import Timeline
 from aligner.observability.timer import PhaseTimer
+from aligner.rewards.shaping import ScoreShaping
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services
 from aligner.rollout.weights import Publishes
@@ -96,6 +97,7 @@ class PreferenceSampler:
     publisher: Publishes
     rollouts: Rollouts
     services: Services
+    shaping: ScoreShaping
     recorder: Recorder | None
     writer: PairWriter | None
     timeline: Timeline
@@ -139,7 +141,8 @@ class PreferenceSampler:
 
     def _record(self, step: int, outcome: Outcome, times: dict[str, float], recorder: Recorder, writer: PairWriter) -> None:
         rollout, samples_per_prompt = outcome.rollout, self.config.rollout.samples_per_prompt
-        records, without = preferences(rollout, outcome.scores, samples_per_prompt, writer.tokenizer)
+        shaped = self.shaping(outcome.scores, rollout.samples)
+        records, without = preferences(rollout, shaped, samples_per_prompt, writer.tokenizer)
         writer.write(step, records, rollout, outcome.scores)
         stats = {"preferences/pairs": len(records), "preferences/without_pair": without}
         if records:

@@ -10,7 +10,7 @@ from aligner.algorithms.evaluator import build_evaluator
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.offline import train_offline
 from aligner.algorithms.online import OnlineTrainer, Recorder
-from aligner.algorithms.online_algorithm import build_online_algorithm
+from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.algorithms.preferences import PairWriter, PreferenceSampler
 from aligner.algorithms.publishing import build_colocated_publisher
 from aligner.algorithms.remote_publishing import RemotePublisher
@@ -137,6 +137,7 @@ def build_sampler(
         publisher=publisher,
         rollouts=build_rollouts(config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)),
         services=services,
+        shaping=build_shaping(config),
         recorder=build_recorder(config, tokenizer, world),
         writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
         timeline=timeline,
@@ -164,6 +165,7 @@ def build_rollouts(
         options,
         shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
+        compared=build_shaping(config).of_ends,
         truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
         is_alone=is_alone,
     )

@@ -15,13 +15,13 @@ _CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """One line for each thing about `algorithm` that does not fit together."""
+    yield from _end_problems(config)
     if config.algorithm.trainer == "preferences":
         yield from _preference_problems(config)
         return
     yield from _loss_problems(config.algorithm)
     yield from _sample_problems(config)
     yield from _penalty_problems(config)
-    yield from _end_problems(config)
     if config.critic.with_reward and not config.algorithm.has_critic:
         yield (
             f"critic.with_reward=true: algorithm.advantage={config.algorithm.advantage} has no critic whose processes could"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from aligner.data.types import Sample
 
 
 def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: Tensor) -> Tensor:
@@ -41,6 +44,32 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 def missing_token_penalty(scores: Tensor, found: Tensor, penalty: float = -1.0) -> Tensor:
     """The scores [B], `penalty` taking the place of one whose response lacks the token (`found` bool [B])."""
     return torch.where(found.bool(), scores, penalty)
+
+
+@dataclass(frozen=True)
+class ScoreShaping:
+    """How scores are set back before they are learned from."""
+
+    missing_end_score: float | None
+    """What a response without an end gets instead of its score; None: it keeps it."""
+    max_response_tokens: int
+    overlong_buffer: int
+    """Tokens before the longest response over which a response loses score; 0: it loses none."""
+
+    def __call__(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Scores [B] of these samples as they are learned from."""
+        scores = self.of_ends(scores, samples)
+        if self.overlong_buffer:
+            lengths = torch.tensor([len(sample.response) for sample in samples])
+            scores = scores + overlong_penalty(lengths, self.max_response_tokens, self.overlong_buffer)
+        return scores
+
+    def of_ends(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Scores [B] with those of responses without an end replaced: what dynamic sampling compares, whatever the lengths."""
+        if self.missing_end_score is None:
+            return scores
+        ended = torch.tensor([sample.finish_reason == "stop" for sample in samples])
+        return missing_token_penalty(scores, ended, self.missing_end_score)
 
 
 @dataclass(frozen=True)

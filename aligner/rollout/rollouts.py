@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,13 @@ from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RefusedError
 
 _log = logging.getLogger(__name__)
+
+Compared = Callable[[Tensor, Sequence[Sample]], Tensor]
+"""From the scores [B] of samples to the numbers [B] by which dynamic sampling tells them apart."""
+
+
+def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+    return scores
 
 
 @dataclass(frozen=True)
@@ -95,16 +102,19 @@ class Rollouts:
         pad_token_id: int,
         *,
         dynamic_sampling_rounds: int = 0,
+        compared: Compared = _as_they_are,
         truncate_token: int | None = None,
         is_alone: bool = False,
     ) -> None:
         """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
-        most so many rounds (DAPO: Yu et al. 2025, section 3.2). With `truncate_token` responses are cut behind it.
+        most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared` makes what is compared of their scores. With
+        `truncate_token` responses are cut behind it.
         What is rank 0's `is_alone` tells no other rank, and asks for scores only: values are the newest critic's.
         """
         self._prompts, self._sampler, self._services = prompts, sampler, services
         self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
-        self._rounds, self._truncate_token, self._is_alone = dynamic_sampling_rounds, truncate_token, is_alone
+        self._rounds, self._compared = dynamic_sampling_rounds, compared
+        self._truncate_token, self._is_alone = truncate_token, is_alone
         self.position = 0
         """Prompts taken from the stream so far: what a resumed run sets."""
         self._under_way: tuple[Straggler, ...] = ()
@@ -222,8 +232,9 @@ class Rollouts:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
-            scores = PendingRows(tuple(asked.scores))
-            rows = informative(scores.here() if self._is_alone else scores.result(), each)
+            pending = PendingRows(tuple(asked.scores))
+            scores = pending.here() if self._is_alone else pending.result()
+            rows = informative(self._compared(scores, asked.samples), each)
             found = len(rows) // each
             if found >= wanted:
                 return rows[: wanted * each]

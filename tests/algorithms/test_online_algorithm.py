@@ -11,7 +11,7 @@ import aligner
 from aligner.algorithms.online_algorithm import best, best_and_worst, build_online_algorithm
 from aligner.config.compose import compose_config
 from aligner.config.schema import Parallel
-from aligner.data.types import SampleBatch, response_mask
+from aligner.data.types import Sample, SampleBatch, response_mask
 from tests.algorithms import jobs
 from tests.megatron import families
 
@@ -73,7 +73,7 @@ def step(config, seed=0):
         batch, scores, old, reference, after = (
             part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
         )
-    shaped = algorithm.shaped(scores, batch, torch.ones(len(scores), dtype=torch.bool))
+    shaped = algorithm.shaping(scores, [sample(length, "stop") for length in batch.mask.sum(1).tolist()])
     experience = algorithm.experience(batch, shaped, values, old, reference, config.algorithm.kl_coefficient)
     return algorithm, experience, scores, after
 
@@ -292,15 +292,18 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out(
     assert best(scores, 4).tolist() == [1, 10]
 
 
+def sample(length, finish_reason):
+    tokens = torch.zeros(PROMPT + length, dtype=torch.int64)
+    return Sample(0, 0, tokens, PROMPT, torch.zeros(length), torch.zeros(length, dtype=torch.int64), finish_reason)
+
+
 def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
     config = composed("ppo", "rollout.stop_at_eos=true", "reward.missing_end_score=-1", "algorithm.overlong_fraction=0.67")
-    algorithm = build_online_algorithm(config)
-    lengths = torch.tensor([2, 3, 4, 6])
-    mask = response_mask(PROMPT + lengths, torch.full((4,), PROMPT), PROMPT + LONGEST)
-    tokens, empty = torch.zeros(4, PROMPT + LONGEST, dtype=torch.int64), torch.zeros(mask.shape)
-    batch = SampleBatch(tokens, PROMPT + lengths, mask, torch.full((4,), PROMPT), empty, empty.long())
-    shaped = algorithm.shaped(torch.ones(4), batch, torch.tensor([True, False, True, True]))
-    assert shaped.tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
+    shaping, scores = build_online_algorithm(config).shaping, torch.ones(4)
+    samples = [sample(2, "stop"), sample(3, "length"), sample(4, "stop"), sample(6, "stop")]
+    assert shaping(scores, samples).tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
+    assert shaping.of_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
+    assert build_online_algorithm(composed("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
 
 
 def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():

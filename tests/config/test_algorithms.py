@@ -47,6 +47,10 @@ def composed(*overrides):
             ["reward.missing_end_score=-1"],
             "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
         ),
+        (
+            ["algorithm=preferences", "reward.missing_end_score=-1"],
+            "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
+        ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
         (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3.0: read with loss=clip only"),

@@ -49,6 +49,16 @@ def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_st
     assert len(rollout.all_scores.result()) == EACH * source.position == EACH * 10
 
 
+def test_dynamic_sampling_compares_what_is_made_of_the_scores():
+    def of_ends(scores, samples):
+        return torch.where(torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores)
+
+    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=of_ends)
+    rollout = source.take()
+    assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [5, 9, 10, 12]
+    assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
+
+
 def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
     source = rollouts(mixed={0, 2}, rounds=2)
     with pytest.raises(AlignerError) as caught:
