@@ -39,6 +39,8 @@ class RunState:
     """Numbered updates that the critic had applied: its part of the checkpoint says the same. 0 without a critic."""
     position: int
     """Prompts or examples taken from the data so far."""
+    owes_evaluation: bool = False
+    """Whether the evaluation of this step was left to the run that resumes."""
 
 
 class RunCheckpoints:
@@ -81,7 +83,15 @@ class RunCheckpoints:
             "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,
             "config": asdict(self._config),
         }
-        write_file(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
+        self._write(state.step, content)
+
+    def settle(self, step: int, metric: float | None) -> None:
+        """Note what a checkpoint's evaluation, which was owed, has found."""
+        content = self._read(step)
+        content["state"]["owes_evaluation"] = False
+        if metric is not None:
+            content["metric"] = {"name": self._settings.best_metric, "value": metric}
+        self._write(step, content)
 
     def prune(self) -> None:
         """Delete the checkpoints that are no longer kept."""
@@ -107,6 +117,9 @@ class RunCheckpoints:
     def _kept(self) -> set[int]:
         best = self.best()
         return {*self.steps()[-self._settings.keep :], *(() if best is None else (best,))}
+
+    def _write(self, step: int, content: Mapping[str, Any]) -> None:
+        write_file(self._directory / f"step_{step}" / MANIFEST, json.dumps(content, indent=1) + "\n")
 
     def _read(self, step: int) -> dict[str, Any]:
         file = self._directory / f"step_{step}" / MANIFEST

@@ -120,13 +120,20 @@ class OfflineTrainer:
         """Train from where the run stands to its end."""
         first = self._resume()
         timer = PhaseTimer(listener=self.timeline.add)
+        if self._owes_evaluation:
+            with timer.phase("evaluate"):
+                evaluated = self.evaluate()
+            if self.metrics is not None:
+                self.metrics.amend(first, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
+                self.checkpoints.settle(first, self.checkpoints.metric(evaluated))
         for step in range(first, self.ending.last):
             done = step + 1
             self.timeline.begin_step(done)
             stats, tokens = self.step(timer)
             ends = self.ending.is_after(done)
             saves = ends or _is_due(self.config.checkpoint.every, done)
-            if self.held_out and (saves or _is_due(self.config.evaluation.every, done)):
+            # What is left of a grace period is for the checkpoint.
+            if self.held_out and not self.ending.is_early and (saves or _is_due(self.config.evaluation.every, done)):
                 with timer.phase("evaluate"):
                     stats |= self.evaluate()
             self.checkpoints.check_metric(stats)
@@ -169,10 +176,15 @@ class OfflineTrainer:
             first, self._position = self.saved[-1].step, self.saved[-1].position
             self.task.model.load(self.paths.checkpoint(first, self.task.part))
         if self.metrics is not None:
-            self.metrics.truncate_after(first)
+            self.metrics.truncate_after(first, amends=self._owes_evaluation)
             _log.info("%s", self._announcement(first))
         self.timeline.begin_run(first)
         return first
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """Whether the checkpoint that the run resumes from is still to be evaluated."""
+        return bool(self.held_out) and bool(self.saved) and self.saved[-1].owes_evaluation
 
     def _announcement(self, first: int) -> str:
         data, steps = self.config.data, self.config.run.steps
@@ -187,7 +199,8 @@ class OfflineTrainer:
         metric = self.checkpoints.metric(stats)
         with timer.phase("checkpoint"):
             self.task.model.begin_save(self.paths.checkpoint(step, self.task.part))
-        state = RunState(step, kl_coefficient=0.0, critic_updates=0, position=self._position)
+        owes = bool(self.held_out) and self.ending.is_early
+        state = RunState(step, kl_coefficient=0.0, critic_updates=0, position=self._position, owes_evaluation=owes)
         self._saving = state, metric, self.task.companions()
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)

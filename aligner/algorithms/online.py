@@ -55,9 +55,9 @@ class Recorder:
     samples: SampleWriter
     tokenizer: Tokenizer
 
-    def truncate_after(self, step: int) -> None:
-        """Forget what a resumed run is about to do again."""
-        self.metrics.truncate_after(step)
+    def truncate_after(self, step: int, *, amends: bool = False) -> None:
+        """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
+        self.metrics.truncate_after(step, amends=amends)
         self.samples.truncate_after(step)
 
     def write_samples(self, step: int, outcome: Outcome, count: int) -> None:
@@ -100,6 +100,11 @@ class OnlineTrainer:
             evaluated = self._evaluate(0, timer)
             if self.recorder is not None and evaluated:
                 self.recorder.metrics.write(0, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
+        elif self._owes_evaluation:
+            evaluated = self._evaluate(first, timer)
+            if self.recorder is not None:
+                self.recorder.metrics.amend(first, evaluated | {"time/evaluate": timer.take()["time/evaluate"]})
+                self.checkpoints.settle(first, self.checkpoints.metric(evaluated))
         for step in range(first, self.ending.last):
             done = step + 1
             self.timeline.begin_step(done)
@@ -107,7 +112,8 @@ class OnlineTrainer:
             ends = self.ending.is_after(done)
             with timer.phase("snapshot" if self.rollouts.is_ahead else "reshard"):
                 self.rollouts.publish(version=done, last=ends)
-            outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
+            if not self.ending.is_early:  # what is left of a grace period is for the checkpoint
+                outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
             self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
             self._record(done, outcome, timer.take())
@@ -119,9 +125,17 @@ class OnlineTrainer:
         self._finish_save(timer)
         self.timeline.flush()
 
+    def _is_evaluated(self, step: int) -> bool:
+        return self.evaluator is not None and self.evaluator.is_due(step)
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """Whether the step that the run resumes from is still to be evaluated."""
+        return bool(self.saved) and self.saved[-1].owes_evaluation and self._is_evaluated(self.saved[-1].step)
+
     def _evaluate(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """What the weights of a step are worth, where they are to be evaluated."""
-        if self.evaluator is None or not self.evaluator.is_due(step):
+        if self.evaluator is None or not self._is_evaluated(step):
             return {}
         with timer.phase("evaluate"):
             self.rollouts.await_published()
@@ -205,7 +219,7 @@ class OnlineTrainer:
             self.kl_controller.coefficient = start.kl_coefficient
             self.rollouts.resume(self.paths.checkpoint(first, "rollouts"), first, start.position)
         if self.recorder is not None:
-            self.recorder.truncate_after(first)
+            self.recorder.truncate_after(first, amends=self._owes_evaluation)
         self.timeline.begin_run(first)
         return first
 
@@ -216,7 +230,8 @@ class OnlineTrainer:
             self.rollouts.begin_save(step)
             critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
-        self._saving = RunState(step, self.kl_controller.coefficient, updates, position=0), metric
+        owes = self.ending.is_early and self._is_evaluated(step)
+        self._saving = RunState(step, self.kl_controller.coefficient, updates, position=0, owes_evaluation=owes), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)
 

@@ -52,8 +52,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Every step's metrics, in order."""
-    return read_records(path)
+    """Every step's metrics, in order, with what was added to it (`MetricsWriter.amend`)."""
+    steps: list[dict[str, float]] = []
+    for record in read_records(path):
+        if steps and steps[-1]["step"] == record["step"]:
+            steps[-1] |= record
+        else:
+            steps.append(record)
+    return steps
 
 
 class FileFollower:
@@ -77,6 +83,14 @@ class FileFollower:
         return [json.loads(line) for line in whole.splitlines()]
 
 
+def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:
+    record = {key: float(value) for key, value in stats.items()}
+    for key, value in record.items():
+        if not math.isfinite(value):
+            raise AlignerError(f"step {step}: metric {key} is {value}; the run stops, for training on is meaningless")
+    return record
+
+
 class MetricsWriter:
     """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with` block closes those."""
 
@@ -93,18 +107,28 @@ class MetricsWriter:
 
     def write(self, step: int, stats: Mapping[str, float]) -> None:
         """Record one step. Raises AlignerError, before anything is written, for a value that is not finite."""
-        record = {key: float(value) for key, value in stats.items()}
-        for key, value in record.items():
-            if not math.isfinite(value):
-                raise AlignerError(f"step {step}: metric {key} is {value}; the run stops, for training on is meaningless")
+        record = _finite(step, stats)
         _append(self._path, {"step": step, **record})
         for sink in self._sinks:
             sink.write(step, record)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop what was recorded after `step`, in the sinks too: a resumed run writes it again."""
+    def amend(self, step: int, stats: Mapping[str, float]) -> None:
+        """Add to the last step, on a line of its own: who follows the file would lose its place if the step's own changed.
+
+        Raises as `write` does.
+        """
+        _append(self._path, {"step": step, **_finite(step, stats)})
+        whole = {key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"}
+        for sink in self._sinks:
+            sink.write(step, whole)
+
+    def truncate_after(self, step: int, *, amends: bool = False) -> None:
+        """Drop what was recorded after `step`, in the sinks too: a resumed run writes it again.
+
+        Where `step` itself is to be amended, the sinks get it then: some take a step once.
+        """
         _cut_after(self._path, step)
-        kept = read_metrics(self._path)
+        kept = [record for record in read_metrics(self._path) if not amends or record["step"] < step]
         for sink in self._sinks:
             sink.resume(kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from aligner.config.schema import (
     Reward,
     Run,
 )
+from aligner.config.signals import STOP_SIGNAL
 from aligner.data.examples import Demonstration, LabeledSteps, Preference
 from aligner.data.run_data import RunData
 from aligner.data.streams import ExampleStream
@@ -125,8 +127,8 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
     return scores
 
 
-def train(directory: str, task: str, root: str, **sections: Any) -> None:
-    """A whole run of the trainer, with two examples held out."""
+def train(directory: str, task: str, root: str, told_after: int | None = None, **sections: Any) -> bool:
+    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`; whether it was."""
     chosen = {
         "checkpoint": Checkpoint(every=2),
         "evaluation": Evaluation(every=3),
@@ -134,6 +136,16 @@ def train(directory: str, task: str, root: str, **sections: Any) -> None:
     }
     config = configuration(directory, {}, task, root, **(chosen | sections))
     world = worlds.initialize(Parallel(), seed=1, timeout_s=120)
-    build_trainer(config, world, run_data(examples(task), held_out=2, shuffle=True)).run()
+    trainer = build_trainer(config, world, run_data(examples(task), held_out=2, shuffle=True))
+    take = trainer.examples.take
+
+    def told(position: int, count: int) -> list[Any]:
+        if told_after is not None and position == (told_after - 1) * count:
+            signal.raise_signal(STOP_SIGNAL)
+        return take(position, count)
+
+    trainer.examples.take = told  # type: ignore[method-assign]
+    trainer.run()
     worlds.shutdown()
     assert not list(Path(root).rglob("*.tmp"))
+    return trainer.ending.is_early

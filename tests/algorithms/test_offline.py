@@ -18,6 +18,7 @@ from aligner.algorithms.reward_model import pair_rows, step_rows
 from aligner.algorithms.sft import demonstration_rows
 from aligner.config.normalization import NORMALIZATION
 from aligner.config.paths import RunPaths
+from aligner.config.schema import Checkpoint
 from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.checkpoint_files import CheckpointReader
 from aligner.data.examples import Demonstration, LabeledSteps
@@ -172,7 +173,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
     pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"stop_after": 2})
     pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"resume": "true"})
     assert checkpoint_differences(undisturbed[task], paths, 4) == []
-    # A stopped run evaluates where it stops too.
+    # A run that ends evaluates where it ends too.
     trained = [
         {key: step[key] for key in step if not key.startswith("eval/")} for step in repeatable(read_metrics(paths.metrics))
     ]
@@ -180,6 +181,23 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
         {key: step[key] for key in step if not key.startswith("eval/")}
         for step in repeatable(read_metrics(undisturbed[task].metrics))
     ]
+
+
+def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_it_goes_on(
+    pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    paths, best = RunPaths(tmp_path / "dpo"), Checkpoint(every=2, best_metric="eval/loss")
+    stopped = pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best)
+    kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=best))
+    assert stopped == [True] and [state.owes_evaluation for state in kept.newest()] == [False, True]
+    assert ["eval/loss" in step for step in read_metrics(paths.metrics)] == [False, True, False]
+    assert kept.best() == 2
+    pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), run={"resume": "true"}, checkpoint=best)
+    whole, resumed = (repeatable(read_metrics(run.metrics)) for run in (undisturbed["dpo"], paths))
+    assert resumed == whole and "eval/loss" in resumed[2]
+    assert not any(state.owes_evaluation for state in kept.newest())
+    losses = {step["step"]: step["eval/loss"] for step in resumed if step["step"] > 1}
+    assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
 
 
 def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPaths]) -> None:

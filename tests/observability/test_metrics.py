@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,35 @@ def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> No
     writer.truncate_after(2)
     writer.write(3, {"reward/mean": 30})
     assert [(record["step"], record["reward/mean"]) for record in read_metrics(paths.metrics)] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path) -> None:
+    class Sink:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, dict[str, float]]] = []
+
+        def write(self, step: int, record: Mapping[str, float]) -> None:
+            self.seen.append((step, dict(record)))
+
+        def resume(self, kept: Sequence[Mapping[str, float]]) -> None:
+            self.seen = [(int(record["step"]), {}) for record in kept]
+
+        def close(self, failed: bool) -> None: ...
+
+    paths, sink = RunPaths(tmp_path), Sink()
+    writer = MetricsWriter(paths, [sink])  # type: ignore[list-item]
+    for step in range(1, 4):
+        writer.write(step, {"reward/mean": step})
+    writer.truncate_after(2, amends=True)
+    assert [record["step"] for record in read_metrics(paths.metrics)] == [1, 2]
+    with pytest.raises(AlignerError, match="step 2: metric eval/loss is nan"):
+        writer.amend(2, {"eval/loss": float("nan")})
+    writer.amend(2, {"eval/loss": 0.5})
+    writer.write(3, {"reward/mean": 30})
+    whole = {"reward/mean": 2.0, "eval/loss": 0.5}
+    assert read_metrics(paths.metrics) == [{"step": 1, "reward/mean": 1}, {"step": 2, **whole}, {"step": 3, "reward/mean": 30}]
+    assert sink.seen == [(1, {}), (2, whole), (3, {"reward/mean": 30})]
+    assert len(paths.metrics.read_text().splitlines()) == 4  # nobody who follows the file loses his place
 
 
 def test_resuming_drops_later_samples(tmp_path: Path) -> None:
