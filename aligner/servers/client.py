@@ -102,10 +102,10 @@ class RemoteClient:
             raise AlignerError(f"{count} answers of the {self._role} server were never consumed")
 
     def close(self) -> None:
-        """Give up what is under way, and hang up. Warns of answers that were never looked at."""
+        """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
         self._closing.set()
-        self._parallel.shutdown()
         self._replicas.close()
+        self._parallel.shutdown()
         if self._outstanding:
             warnings.warn(
                 f"{len(self._outstanding)} answers of the {self._role} server were never consumed", ResourceWarning, 2
