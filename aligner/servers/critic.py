@@ -154,7 +154,7 @@ class CriticRank:
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
-        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the step of the last that was begun so."""
+        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the step of the last begun so."""
         saving, self._saving = self._saving, None
         self._model.finish_save()
         if saving is not None:

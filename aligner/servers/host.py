@@ -64,6 +64,7 @@ class TritonHost:
         self._concurrent = concurrent
         self._triton: Any = None
         self._processes: list[psutil.Process] = []
+        self._environments: set[Path] = set()
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
@@ -107,6 +108,7 @@ class TritonHost:
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
+        before = _environments()
         try:
             self._triton._run_server()  # run() does this and connects; a Triton that ends in between is known only here
             with _interrupted_when_triton_ends():
@@ -114,6 +116,8 @@ class TritonHost:
         except (Exception, _TritonEnded) as error:  # often that of the HTTP client which lost Triton
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
+        finally:
+            self._environments = _environments() - before
         self._processes = _triton_processes()
 
     def check(self) -> None:
@@ -141,7 +145,15 @@ class TritonHost:
                 process.kill()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+        for environment in self._environments:
+            with contextlib.suppress(OSError):
+                environment.rmdir()
         remove_shared_memory(os.getpid())
+
+
+def _environments() -> set[Path]:
+    """Where Triton's Python backends would unpack environments, of which we give it none: empty, and left where they are."""
+    return set(Path("/tmp").glob("python_env_*"))  # Triton's own choice, whatever TMPDIR says
 
 
 class _TritonEnded(BaseException):

@@ -4,8 +4,11 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -224,6 +227,25 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
     finally:
         role.stop()
     assert ended(role, 2), role.survivors()
+
+
+_STARTS_AND_STOPS = """
+import os
+from aligner.config.schema import Ports
+from aligner.servers.host import TritonHost
+from aligner.servers.protocol import CONTROL
+host = TritonHost("127.0.0.1", Ports(), 16)
+host.start({CONTROL: lambda request: request})
+host.stop()
+print(*host._environments, flush=True)
+os._exit(0)
+"""
+
+
+def test_tritons_empty_environment_goes_with_it():
+    done = subprocess.run([sys.executable, "-c", _STARTS_AND_STOPS], capture_output=True, text=True, timeout=60, check=True)
+    environments = done.stdout.splitlines()[-1].split()
+    assert environments and not any(Path(environment).exists() for environment in environments)
 
 
 def test_a_port_in_use_is_named_before_anything_starts():
