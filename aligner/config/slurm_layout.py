@@ -28,6 +28,10 @@ class Place:
         """Its nodes' places in the component."""
         return range(self.first_node, self.first_node + self.nodes)
 
+    def meets(self, other: Place) -> bool:
+        """Whether both are on some node."""
+        return self.component == other.component and not {*self.node_range}.isdisjoint(other.node_range)
+
 
 @dataclass(frozen=True)
 class Component:
@@ -48,6 +52,10 @@ class Layout:
 
     components: tuple[Component, ...]
     places: dict[str, Place]
+
+    def is_shared(self, place: Place) -> bool:
+        """Whether more than one role or server group has ranks on the nodes of a place."""
+        return sum(place.meets(other) for other in self.places.values()) > 1
 
 
 def role_of(group: str) -> str:

@@ -65,7 +65,9 @@ def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) ->
 def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
-    return srun_command(made, run_paths(made), role, slurm_layout(made).places[role], nodes, ranks, 6, "name-1", ["a", "b c"])
+    layout = slurm_layout(made)
+    cores = None if layout.is_shared(layout.places[role]) else 6
+    return srun_command(made, run_paths(made), role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"])
 
 
 def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
@@ -74,6 +76,17 @@ def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
     assert wanted | {"--kill-on-bad-exit=0", "--export=ALL", "--cpus-per-task=6"} <= {*command}
     assert command[-2:] == ["a", "b c"]
     assert not [flag for flag in command if flag.startswith("--container")]
+
+
+def test_steps_that_share_a_node_are_not_bound_to_the_same_cores(tmp_path: Path) -> None:
+    beside = ("cluster.slurm.roles.trainer.devices=0-5", "cluster.slurm.roles.critic.devices=6-7")
+    steps = {
+        role: step_of(tmp_path, role, 1, *beside, "cluster.slurm.roles.critic.beside=trainer")
+        for role in ("trainer", "critic", "reward")
+    }
+    for role in ("trainer", "critic"):
+        assert {"--whole", "--cpu-bind=none"} <= {*steps[role]} and "--cpus-per-task=6" not in steps[role]
+    assert "--cpus-per-task=6" in steps["reward"] and "--whole" not in steps["reward"]
 
 
 def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
