@@ -171,7 +171,7 @@ allocation = read_allocation(layout)
 look = "from aligner.launch.task import adopt_task; adopt_task(); import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
     place, nodes = layout.places[role], allocation.nodes[role]
-    command = srun_command(config, paths, role, place, nodes, ranks, 1, role, [sys.executable, "-c", look])
+    command = srun_command(config, paths, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
     world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
     subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)
     paths.log(role, ranks).write_text(str(nodes.cpus))
