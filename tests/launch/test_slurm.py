@@ -212,6 +212,7 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
     stand_in(tmp_path, monkeypatch, "sbatch", refuses)
+    stand_in(tmp_path, monkeypatch, "squeue", "")
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
     with pytest.raises(ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"):
         submit(plan_run(compose_config(given)))
@@ -231,6 +232,7 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", 'env > "$0.env"; echo 7')
+    stand_in(tmp_path, monkeypatch, "squeue", "")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
     monkeypatch.setenv("SLURM_CONF", "here")
     submit(plan_run(compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
 
@@ -45,6 +46,15 @@ def message(printed: str) -> str:
     """What Slurm has said, without its prefixes."""
     lines = [line.partition("error: ")[2] or line for line in printed.strip().splitlines()]
     return "; ".join(lines) or "it failed and said nothing"
+
+
+def job_of(script: Path) -> str | None:
+    """The number of this user's job with that batch script, one that waits or runs; None where there is none."""
+    for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
+        number, _, queued = line.strip().partition(" ")
+        if Path(queued).resolve() == script.resolve():
+            return number.partition("+")[0]  # of a heterogeneous job's component
+    return None
 
 
 def expand(hosts: str) -> list[str]:

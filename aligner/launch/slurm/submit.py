@@ -19,7 +19,7 @@ from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
-from aligner.launch.slurm.commands import slurm_command
+from aligner.launch.slurm.commands import job_of, slurm_command
 from aligner.launch.slurm.script import render_script
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -50,6 +50,7 @@ def submit(plan: RunPlan) -> None:
     _ask_slurm(script)
     is_new = not paths.root.exists()
     with locked(paths.root), _undone_when_refused(paths, is_new):
+        _refuse_queued(paths)
         check_directory(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
         cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
@@ -59,6 +60,15 @@ def submit(plan: RunPlan) -> None:
         job = _number(_sbatch("--parsable", str(paths.job_script)))
         paths.status.unlink(missing_ok=True)  # that of the start before this one
     print(_told(job, config))
+
+
+def _refuse_queued(paths: RunPaths) -> None:
+    """Raise ConfigError where a job of the directory's waits: it has no lock yet, and starts with what it finds there.
+
+    Slurm is asked, and not a file: a job may have been queued again, or by `sbatch RUN/job.sh`.
+    """
+    if (job := job_of(paths.job_script)) is not None:
+        raise ConfigError(f"run.dir={paths.root}: queued already, as job {job}; wait for its end, or `scancel {job}` first")
 
 
 @contextlib.contextmanager
