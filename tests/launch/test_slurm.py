@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from aligner.config.prerequisites import plan_run
 from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import with_log
+from aligner.launch.slurm import submit as submitting
 from aligner.launch.slurm.allocation import Nodes, read_allocation
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.script import render_script
@@ -226,6 +230,63 @@ def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path,
     with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(plan_run(compose_config([*given, "run.resume=true", "run.steps=99"])))
     assert (paths.config.read_text(), paths.job_script.read_text()) == (before, "as it was")
+
+
+ACCEPTS = '[ "$1" = --test-only ]'
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("exec sleep 60", r"sbatch --parsable \S+/run/job.sh: no answer within 0.5 s"),
+        (
+            'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',
+            "sbatch: Batch job submission failed: Socket timed out on send/recv operation",
+        ),
+    ],
+)
+def test_a_run_that_may_be_queued_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, said: str
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", f"{ACCEPTS} || {{ {answers}; }}")
+    stand_in(tmp_path, monkeypatch, "squeue", "")
+    monkeypatch.setattr(submitting, "_QUEUEING_S", 0.5)
+    given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", "run.name=mine"]
+    told = f"{said}: it is not known whether the job is queued; `squeue --me --name=mine` tells"
+    with pytest.raises(AlignerError, match=told):
+        submit(plan_run(compose_config(given)))
+    paths = RunPaths(tmp_path / "run")
+    assert all(path.exists() for path in (paths.config, paths.job_script, paths.access_key, paths.logs))
+    stand_in(tmp_path, monkeypatch, "sbatch", "echo 7")
+    submit(plan_run(compose_config([*given, "run.resume=auto"])))
+
+
+@pytest.mark.parametrize(
+    ("waits", "said", "is_kept"),
+    [
+        ("--test-only", "interrupted", False),
+        (
+            "--parsable",
+            "interrupted: it is not known whether the job is queued; `squeue --me --name=run` tells; where it is not, launch"
+            " again with run.resume=auto",
+            True,
+        ),
+    ],
+)
+def test_an_interrupted_launch_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str, said: str, is_kept: bool
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", f'[ "$1" != {waits} ] || {{ touch "$0.asked"; exec sleep 60; }}')
+    stand_in(tmp_path, monkeypatch, "squeue", "")
+    command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "sbatch.asked").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (130, f"aligner: error: {said}\n")
+    assert (tmp_path / "run" / "config.yaml").exists() == (tmp_path / "run").exists() == is_kept
 
 
 def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
