@@ -222,14 +222,20 @@ def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path,
         submit(plan_run(compose_config(given)))
     assert not (tmp_path / "run").exists()
     paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
+            submit(plan_run(compose_config(given)))
+        assert not [*paths.root.iterdir()]
     (paths.checkpoints / "step_1").mkdir(parents=True)
     (paths.checkpoints / "step_1" / "manifest.json").write_text("{}")
     save_config(compose_config(given), paths.config)
     paths.job_script.write_text("as it was")
-    before = paths.config.read_text()
+    before, files = paths.config.read_text(), {*paths.root.iterdir()}
     with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(plan_run(compose_config([*given, "run.resume=true", "run.steps=99"])))
     assert (paths.config.read_text(), paths.job_script.read_text()) == (before, "as it was")
+    assert {*paths.root.iterdir()} == files
 
 
 ACCEPTS = '[ "$1" = --test-only ]'

@@ -56,11 +56,10 @@ def submit(plan: RunPlan) -> None:
     script = checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
     _ask_slurm(script)
-    is_new = not paths.root.exists()
     with locked(paths.root):
         _refuse_queued(paths)
         check_directory(config)
-        with _undone_when_refused(paths, is_new):
+        with _undone_when_refused(paths):
             paths.logs.mkdir(parents=True, exist_ok=True)
             cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
             save_config(config, paths.config)
@@ -81,21 +80,22 @@ def _refuse_queued(paths: RunPaths) -> None:
 
 
 @contextlib.contextmanager
-def _undone_when_refused(paths: RunPaths, is_new: bool) -> Iterator[None]:
-    """What a run directory says of its run stays what it was, unless the block succeeds, or may have."""
-    before = {file: file.read_bytes() if file.exists() else None for file in (paths.config, paths.job_script)}
+def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
+    """The run directory is as it was before, unless the block succeeds, or may have."""
+    before = {*paths.root.iterdir()}
+    written_over = {file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before}
     try:
         yield
     except _NotKnownError:
         raise
     except BaseException:
-        for file, content in before.items():
-            if content is None:
-                file.unlink(missing_ok=True)
+        for path in {*paths.root.iterdir()} - before:
+            if path.is_dir():
+                shutil.rmtree(path)
             else:
-                write_file(file, content)
-        if is_new:
-            shutil.rmtree(paths.root)
+                path.unlink()
+        for file, content in written_over.items():
+            write_file(file, content)
         raise
 
 
