@@ -129,6 +129,11 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         ([f"{NODES}.critic.beside=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
         ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
+        (
+            [f"{NODES}.trainer.devices=0-300000000000"],
+            "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones from 0 to 7",
+        ),
+        ([f"{NODES}.trainer.devices=3-0"], "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7"),
         ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
         (
             [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
