@@ -60,6 +60,22 @@ def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
     assert f"supervise '{tmp_path}/two words/run'" in script
 
 
+@pytest.mark.parametrize(
+    ("explicit", "cache"),
+    [("", "/home/a user/.cache/aligner"), ("/big/cache", "/big/cache"), ("mine", f"{Path.cwd()}/mine")],
+)
+def test_every_rank_has_the_cache_of_the_launch_wherever_its_home_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit: str, cache: str
+) -> None:
+    for name, value in {"HOME": "/home/a user", "XDG_CACHE_HOME": "", "ALIGNER_CACHE": explicit}.items():
+        monkeypatch.setenv(name, value)
+    script = render_script(config(tmp_path, "cluster.slurm.setup=['module load cuda']"))
+    before, _ = script.split("module load cuda")  # which may know better
+    elsewhere = {"PATH": os.environ["PATH"], "HOME": "/home/aligner"}
+    told = subprocess.run(["bash", "-c", f"{before}\nprintenv ALIGNER_CACHE"], env=elsewhere, capture_output=True, text=True)
+    assert told.stdout == f"{cache}\n"
+
+
 def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) -> None:
     script = render_script(config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres"))
     assert "hetjob" not in script
