@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from aligner.errors import ConfigError
 from aligner.files import write_file
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def built_in_directory() -> Path:
@@ -76,7 +78,8 @@ def load_config(path: Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        with _times_as_text():
+            merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         return _as_config(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
@@ -155,10 +158,26 @@ def _compose(overrides: Sequence[str], directories: Sequence[Path]) -> Config:
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"), _times_as_text():
             return _as_config(compose("config", overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error)) from error
+
+
+@contextlib.contextmanager
+def _times_as_text() -> Iterator[None]:
+    """A time such as 12:00:00 is read as it is written, as on the command line: YAML 1.1 has it as a number to the base 60."""
+    constructors = yaml.constructor.SafeConstructor.yaml_constructors  # of OmegaConf's loader, too
+    numbers = {tag: constructors[tag] for tag in _NUMBERS}
+
+    def as_text(construct: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+
+    constructors.update({tag: as_text(construct) for tag, construct in numbers.items()})
+    try:
+        yield
+    finally:
+        constructors.update(numbers)
 
 
 @functools.cache

@@ -127,8 +127,9 @@ def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
     key = f"cluster.slurm.roles.{role}.devices"
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
-    found = list(numbers(text))
-    if not found or max(found) >= most or len(set(found)) < len(found):
+    is_known = all(int(end) < most for end in re.findall(r"\d+", text))  # first of all: a range may be too long to write out
+    found = list(numbers(text)) if is_known else []
+    if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={text}: allowed are different ones from 0 to {most - 1} (cluster.devices_per_node={most})")
     return tuple(found)
 

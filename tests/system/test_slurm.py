@@ -154,6 +154,23 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     assert status.note is not None and status.note.endswith(f"start it again with: sbatch {job.paths.job_script}")
 
 
+def test_a_run_whose_job_waits_is_not_launched_a_second_time(slurm: SlurmCluster, tmp_path: Path) -> None:
+    directory, given = tmp_path / "two words" / "run", (*FOUR_NODES, "cluster.slurm.sbatch=[--hold]", "run.resume=auto")
+    job = submitted(slurm, directory, *given)
+    before = job.paths.config.read_text(), job.paths.job_script.read_text()
+    (tmp_path / "link").symlink_to(directory)
+    for same in (directory, tmp_path / "link"):
+        second = launched(slurm, same, *given, "run.steps=1000")
+        assert second.returncode == 2
+        told = f"queued already, as job {job.number}; wait for its end, or `scancel {job.number}` first"
+        assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"
+    assert (job.paths.config.read_text(), job.paths.job_script.read_text()) == before
+    slurm.command("scancel", job.number)
+    again = submitted(slurm, directory, *given)
+    assert again.number != job.number
+    slurm.command("scancel", again.number)
+
+
 _SEES = """
 import os, subprocess, sys
 from pathlib import Path

@@ -6,16 +6,27 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
 
-_TIMEOUT_S = 60
+TIMEOUT_S = 60
 _FIRST_PAUSE_S = 1.0
 PATIENT = 5
 """Attempts of what a job that runs cannot do without."""
 
 
-def slurm_command(name: str, *arguments: str, attempts: int = 1, environment: Mapping[str, str] | None = None) -> str:
+class NoAnswerError(AlignerError):
+    """The controller has not answered a command: whether it did what it was asked is not known."""
+
+
+def slurm_command(
+    name: str,
+    *arguments: str,
+    attempts: int = 1,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
     A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
@@ -25,19 +36,21 @@ def slurm_command(name: str, *arguments: str, attempts: int = 1, environment: Ma
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
     for attempt in range(attempts - 1):
         try:
-            return _printed((name, *arguments), environment)
+            return _printed((name, *arguments), environment, timeout_s)
         except AlignerError:
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
-    return _printed((name, *arguments), environment)
+    return _printed((name, *arguments), environment, timeout_s)
 
 
-def _printed(command: Sequence[str], environment: Mapping[str, str] | None) -> str:
+def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired:
-        raise AlignerError(f"{' '.join(command)}: no answer within {_TIMEOUT_S} s") from None
+        raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if ended.returncode:
-        raise AlignerError(f"{command[0]}: {message(ended.stderr or ended.stdout)}")
+        said = message(ended.stderr or ended.stdout)
+        kind = NoAnswerError if "timed out" in said else AlignerError  # the command itself has waited for the controller
+        raise kind(f"{command[0]}: {said}")
     return ended.stdout.strip()
 
 
@@ -45,6 +58,15 @@ def message(printed: str) -> str:
     """What Slurm has said, without its prefixes."""
     lines = [line.partition("error: ")[2] or line for line in printed.strip().splitlines()]
     return "; ".join(lines) or "it failed and said nothing"
+
+
+def job_of(script: Path) -> str | None:
+    """The number of this user's job with that batch script, one that waits or runs; None where there is none."""
+    for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
+        number, _, queued = line.strip().partition(" ")
+        if Path(queued).resolve() == script.resolve():
+            return number.partition("+")[0]  # of a heterogeneous job's component
+    return None
 
 
 def expand(hosts: str) -> list[str]:
