@@ -14,6 +14,7 @@ from aligner.data.export import export, find_source, parse_size
 from aligner.data.model_directory import check_model_directory, prepare_model
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import ConfigError
+from tests.small_disk import small_disk
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,6 +78,16 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         export(source, tmp_path / "other", progress=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/out: cannot be written: Not a directory"):
+        export(find_source(model), tmp_path / "file" / "out")
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(ConfigError, match=r"disk/out: cannot be written: No space left on device$"):
+            export(find_source(model), disk.directory / "out")
+        assert not [*disk.directory.iterdir()]
 
 
 @pytest.mark.parametrize(
