@@ -39,7 +39,11 @@ class Tokenizer:
         return ChatTemplate(self.directory)
 
     def encode(self, text: str) -> Tensor:
-        """int64 [P]; AlignerError where the vocabulary cannot express the text, naming the characters it lacks."""
+        """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a character
+            raise AlignerError(f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}") from error
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         # tokenizers raises nothing more specific than Exception.

@@ -108,6 +108,12 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
         ("p.jsonl", "[1]\n", r"p\.jsonl:1: not a JSON object but list"),
         ("p.jsonl", '{"question": "a"}\n', r"p\.jsonl:1: needs a `prompt` key with a text; it has question"),
         ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: needs a `prompt` key with a text"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n{"prompt": "b", "answer": ["\\ud83d"]}\n',
+            r"p\.jsonl:2: `answer` cannot go to a scorer",
+        ),
+        ("p.jsonl", '{"prompt": "a", "\\ud83d": 1}\n', r"p\.jsonl:1: `.*` cannot go to a scorer"),
         ("p.csv", "a\n", r"unknown kind of file '\.csv'; allowed: \.jsonl, \.txt"),
     ],
 )

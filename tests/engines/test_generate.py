@@ -212,6 +212,12 @@ def save_critic(source: Path, directory: str) -> None:
             ("--prompts-format", "jsonl"),
             "prompts.txt:1: needs a `prompt` key with a text; it has text",
         ),
+        (
+            "model",
+            '{"prompt": "a"}\n{"prompt": "b \\ud83d"}\n',
+            ("--prompts-format", "jsonl"),
+            "prompts.txt:2: 'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
+        ),
         ("model", "hi\n", ("--max-new-tokens", 64), "max_new_tokens=64: the model has 64 positions, prompt included"),
         ("model", "hi\n", ("--max-new-tokens", 0), "--max-new-tokens: 0: must be a whole number of at least 1"),
         ("model", "hi\n", ("--samples", "two"), "--samples: two: must be a whole number of at least 1"),
