@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from aligner.data.user_code import imported
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import RULES, Rule, Unverifiable
@@ -96,12 +96,13 @@ def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
     if not (module and separator and attribute):
         raise ConfigError(f"{key}={name}: must be one of {', '.join(sorted(BUILT_IN))}, or module:callable")
     try:
-        scorer = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        scorer = imported(module, attribute)
+    except ConfigError as error:
         raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
     if not callable(scorer):
         raise ConfigError(f"{key}={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
-    return scorer
+    found: Scorer = scorer
+    return found
 
 
 def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:

@@ -137,6 +137,10 @@ def failing():
     raise KeyError("answers.csv")
 
 
+def leaving():
+    raise SystemExit(3)
+
+
 def bare():
     return ["a"]
 
@@ -156,6 +160,7 @@ def test_a_function_gives_records(tokenizer):
         ("missing", r"has no attribute 'missing'; give function:MODULE:CALLABLE"),
         ("nothing", r":nothing: it gives no record"),
         ("failing", r":failing: it failed with KeyError: 'answers\.csv'"),
+        ("leaving", r":leaving: it failed with SystemExit: 3"),
         ("bare", r":bare\[0\]: expected a mapping of a record's fields, got str"),
         ("binary", r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON serializable"),
     ],
@@ -163,6 +168,13 @@ def test_a_function_gives_records(tokenizer):
 def test_a_function_that_gives_none_is_named(tokenizer, function, message):
     with pytest.raises(ConfigError, match=message):
         open_prompts(Data(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
+
+
+def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "broken_data.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give"):
+        open_prompts(Data(path="function:broken_data:f"), tokenizer, seed=1)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 
 import pytest
 
@@ -68,6 +69,23 @@ def test_a_scorer_is_found_by_import_path():
 def test_an_unknown_scorer_is_refused_by_key(name):
     with pytest.raises(ConfigError, match=r"reward\.function="):
         resolve_scorer(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("def f(:", r"broken_scorer\.py:2: SyntaxError: invalid syntax;"),
+        ("raise SystemExit(3)", r"importing broken_scorer failed with SystemExit: 3;"),
+        ("table = {}['gold']", r"importing broken_scorer failed with KeyError: 'gold';"),
+        ("import no_such_package", r"No module named 'no_such_package';"),
+    ],
+)
+def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(tmp_path, monkeypatch, content, told):
+    (tmp_path / "broken_scorer.py").write_text(f"# mine\n{content}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^reward\.function=broken_scorer:f: .*{told}"):
+        resolve_scorer("broken_scorer:f")
+    assert "broken_scorer" not in sys.modules
 
 
 def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
