@@ -104,6 +104,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: must give preferences"),
     ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
+    ("reward.function=digits", "reward.function=digits: must be one of digit_fraction, ", "or module:callable"),
     # The run directory.
     ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
     ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from aligner.config.scoring_functions import FUNCTIONS, RULES
 from aligner.errors import ConfigError
 from aligner.rewards import scorers
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, digit_fraction, resolve_scorer
@@ -59,6 +60,12 @@ def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_vader)
     with pytest.raises(ConfigError, match=r"reward\.function=sentiment.*demo extra"):
         resolve_scorer("sentiment")
+
+
+@pytest.mark.parametrize("name", [name for name in (*FUNCTIONS, *RULES) if name != "math"])  # needs an extra
+def test_every_built_in_scorer_is_there(name):
+    (score,) = resolve_scorer(name)([ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})])
+    assert score == {"sentiment": 0.0}.get(name, 1.0)
 
 
 def test_a_scorer_is_found_by_import_path():
