@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from aligner.data.chat import ChatTemplate
-from aligner.data.model_directory import read_shape
+from aligner.data.model_directory import read_shape, stored_tokenizer
 from aligner.errors import AlignerError, ConfigError
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own.
+
+    Raises ConfigError for a file that is no tokenizer's.
+    """
+    tokenizer = stored_tokenizer(directory)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -195,6 +195,7 @@ def save_critic(source: Path, directory: str) -> None:
         ("empty", "hi\n", (), "neither a run directory"),
         ("critic", "hi\n", (), "a value or reward model, which generates no text"),
         ("without tokenizer", "hi\n", (), "the model has no tokenizer: there is no "),
+        ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a tokenizer: "),
         ("model", None, (), "cannot be read: "),
         ("model", "", (), "the file is empty"),
         ("model", "hi\n\nho\n", (), "prompts.txt:2: the prompt is empty"),
@@ -243,6 +244,9 @@ def test_what_can_not_be_generated_exits_2_and_leaves_nothing(
     if source == "without tokenizer":
         shutil.copytree(model("llama3"), source)
         Path(source, "tokenizer.json").unlink()
+    if source.startswith("damaged"):
+        shutil.copytree(model("llama3"), source)
+        Path(source, f"{source.removeprefix('damaged ')}.json").write_text("{")
     if source == "critic":
         save_critic(model("llama3"), source)
     if content is not None:
