@@ -96,6 +96,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("model.source=directory model.path=gone", "model.path=gone: no such model directory"),
     ("model.source=directory model.path=empty", "model.path=empty: it has no config.json"),
     ("model.source=directory model.path=broken", "model.path=broken: its config.json is not"),
+    ("model.source=directory model.path=listed", "model.path=listed: a config.json is an object of entries, got list"),
     ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
     ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
     ("model.config.num_attention_heads=5", "64 does not divide by 5 attention heads"),
@@ -153,6 +154,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         "bert/config.json": '{"architectures": ["BertForMaskedLM"]}',
         "broken/config.json": "{",
+        "listed/config.json": "[]",
         "empty/README": "no model",
         "short/config.json": json.dumps(_JUDGE | {"max_position_embeddings": 31}),
         "narrow/config.json": json.dumps(_JUDGE | {"vocab_size": 32}),

@@ -88,6 +88,8 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_pa
         (lambda path: (path / "policy").mkdir(), "an incomplete checkpoint: manifest.json is missing"),
         (lambda path: (path / "rank_0.safetensors").touch(), "no complete checkpoint here: manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), "a config.json is an object of entries, got list"),
+        (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "its config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_text("{}"), "architecture <none> is not supported"),
         (lambda path: (path / "config.json").write_text(json.dumps(CONFIG)), "neither model.safetensors nor"),
     ],

@@ -195,6 +195,7 @@ def save_critic(source: Path, directory: str) -> None:
         ("empty", "hi\n", (), "neither a run directory"),
         ("critic", "hi\n", (), "a value or reward model, which generates no text"),
         ("without tokenizer", "hi\n", (), "the model has no tokenizer: there is no "),
+        ("damaged config", "hi\n", (), "SOURCE=damaged config: its config.json is not valid JSON"),
         ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a tokenizer: "),
         ("model", None, (), "cannot be read: "),
         ("model", "", (), "the file is empty"),
