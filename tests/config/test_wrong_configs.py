@@ -118,6 +118,9 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("--config-dir mine experiment=broken", "experiment/broken.yaml", "line 2", "',' or ']'"),
     ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
     ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
+    ("--config-dir mine experiment=circle", "experiment=circle: defaults that lead in a circle"),
+    ("--config-dir mine experiment=number", "experiment=number: Unsupported type in defaults : int"),
+    ("--config-dir latin experiment=latin", "latin/experiment/latin.yaml: 'utf-8' codec can't decode byte 0xe9"),
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
     # What a Slurm job could not be.
     ("cluster=slurm cluster.slurm.time=5", "cluster.slurm.time=5: the job is told to stop", "smaller grace_s"),
@@ -132,6 +135,8 @@ _EXPERIMENTS = {
     "typo": "run: {step: 3}",
     "type": "run: {steps: many}",
     "broken": "run: {steps: [3",
+    "circle": "defaults: [circle]",
+    "number": "defaults: [3]",
     "choice": "defaults: [{override /algorithm: nope}]",
     "twice": "run: {steps: 3}\nrun: {name: x}",
 }
@@ -151,7 +156,7 @@ _JUDGE = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("place")
-    files = {
+    files: dict[str, str | bytes] = {
         "bert/config.json": '{"architectures": ["BertForMaskedLM"]}',
         "broken/config.json": "{",
         "listed/config.json": "[]",
@@ -162,11 +167,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompts.csv": "prompt",
         "empty.txt": "",
         "mine/experiment/bare.yaml": "run: {steps: 3}\n",
+        "latin/experiment/latin.yaml": b"# @package _global_\nrun: {name: caf\xe9}\n",
     }
     files |= {f"mine/experiment/{name}.yaml": f"# @package _global_\n{text}\n" for name, text in _EXPERIMENTS.items()}
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
+        (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return directory
 
 
