@@ -56,7 +56,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     chosen = [override.value() for override in parsed if override.key_or_group == "experiment"]
     if not chosen:
         raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
-    config = _compose(overrides, directories)
+    named = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group in options]
+    config = _compose(overrides, directories, named)
     config = _with_engine_replicas(_with_names(config, str(chosen[-1])))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
 
@@ -81,7 +82,8 @@ def load_config(path: Path) -> Config:
         with _times_as_text():
             merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         return _as_config(merged)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    # OmegaConf raises OSError for a file that is a number.
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
@@ -152,7 +154,8 @@ def _suggestion(key: str, candidates: Sequence[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
 
 
-def _compose(overrides: Sequence[str], directories: Sequence[Path]) -> Config:
+def _compose(overrides: Sequence[str], directories: Sequence[Path], named: Sequence[str]) -> Config:
+    """The composition of what these directories have; `named` are the overrides that name options of groups."""
     _store_schema()
     search = [f"file://{directory}" for directory in directories[1:]]
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
@@ -162,6 +165,22 @@ def _compose(overrides: Sequence[str], directories: Sequence[Path]) -> Config:
             return _as_config(compose("config", overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error)) from error
+    # Of the rest Hydra does not say in which file it is.
+    except RecursionError as error:
+        raise ConfigError(f"{' '.join(named)}: defaults that lead in a circle, or keys too deep in each other") from error
+    except UnicodeDecodeError as error:
+        files = [str(file) for directory in directories for file in directory.glob("*/*.yaml") if not _is_text(file)]
+        raise ConfigError(f"{', '.join(files)}: {_explain(error)}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{' '.join(named)}: {_explain(error)}") from error
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.config.families import read_config
 from aligner.config.lora import adapter_map
-from aligner.config.model_source import directory_shape
+from aligner.config.model_source import directory_config
 from aligner.config.normalization import NORMALIZATION
 from aligner.config.paths import RunPaths, complete_steps
 from aligner.config.schema import Lora
@@ -156,8 +156,8 @@ def _checkpoint_source(directory: Path) -> Source:
 
 def _directory_source(directory: Path) -> Source:
     """A Hugging Face directory, whose tensors are taken as they are."""
-    config = json.loads((directory / "config.json").read_text())
-    shape = directory_shape(directory, "SOURCE")
+    config = directory_config(directory, "SOURCE")
+    shape = read_config(config, f"SOURCE={directory}")
     head: Head = "scalar" if config["architectures"][0].endswith("ForSequenceClassification") else "vocabulary"
     if problems := weight_problems(directory, weight_table(shape, head)):
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")

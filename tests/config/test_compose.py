@@ -121,6 +121,13 @@ def _own_experiment(directory: Path, name: str, text: str) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"run: {name: caf\xe9}\n", b"3\n", b"[" * 3000, b"{"])
+def test_a_runs_configuration_that_is_no_yaml_mapping_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: "):
+        load_config(tmp_path / "config.yaml")
+
+
 def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
     directory = _own_experiment(tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n")
     config = compose_config(["experiment=mine"], directory)

@@ -99,6 +99,8 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         (lambda path: (path / "policy").mkdir(), "an incomplete checkpoint: manifest.json is missing"),
         (lambda path: (path / "rank_0.safetensors").touch(), "no complete checkpoint here: manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), "a config.json is an object of entries, got list"),
+        (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "its config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_text("{}"), "architecture <none> is not supported"),
         (lambda path: (path / "config.json").write_text(json.dumps(CONFIG)), "neither model.safetensors nor"),
     ],
