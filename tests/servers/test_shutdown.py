@@ -231,21 +231,27 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
 
 _STARTS_AND_STOPS = """
 import os
+from pathlib import Path
 from aligner.config.schema import Ports
 from aligner.servers.host import TritonHost
 from aligner.servers.protocol import CONTROL
 host = TritonHost("127.0.0.1", Ports(), 16)
 host.start({CONTROL: lambda request: request})
+(claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}")
+directories = claim.read_text().splitlines()
+assert all(Path(directory).is_dir() for directory in directories)
 host.stop()
-print(*host._environments, flush=True)
+print(*directories, flush=True)
 os._exit(0)
 """
 
 
-def test_tritons_empty_environment_goes_with_it():
+def test_tritons_directories_go_with_it():
     done = subprocess.run([sys.executable, "-c", _STARTS_AND_STOPS], capture_output=True, text=True, timeout=60, check=True)
-    environments = done.stdout.splitlines()[-1].split()
-    assert environments and not any(Path(environment).exists() for environment in environments)
+    directories = [Path(directory) for directory in done.stdout.splitlines()[-1].split()]
+    kinds = ("workspace_", "folder", "python_env_")
+    assert all(any(directory.name.startswith(kind) for directory in directories) for kind in kinds), directories
+    assert not any(directory.exists() for directory in directories)
 
 
 def test_a_port_in_use_is_named_before_anything_starts():
