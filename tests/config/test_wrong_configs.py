@@ -35,6 +35,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.name=${nope}", "run.name: Interpolation key 'nope' not found", "\\${"),
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
+    ("run.steps=999999999999999999999999", "run.steps=999999999999999999999999: must be at most 1000000000"),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
     ("engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
     ("engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
