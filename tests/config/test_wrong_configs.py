@@ -27,6 +27,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # The value is of another type, or none that Hydra reads.
     ("run.steps=ten", "run.steps=ten: expected int"),
     ("run.steps=null", "run.steps=null: expected int"),
+    ("run.dir=???", "run.dir=???: stands for a value that is still to be given"),
     ("run.steps=1,2", "run.steps=1,2: one value is expected", "run.steps=[a,b]"),
     ("data.prompts=hello", "data.prompts=hello: expected list[str]", "write data.prompts=[hello]"),
     ("actor.parallel=2", "actor.parallel=2: a section", "actor.parallel.tensor="),
