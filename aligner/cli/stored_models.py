@@ -152,7 +152,8 @@ def _evaluate_samples(parsed: argparse.Namespace) -> None:
     prompts, sampling, initial = _prompts(parsed), _sampling(parsed), None
     answers = plan_job(find_source(parsed.source), prompts, **sampling)
     if parsed.reference is not None:
-        initial = plan_job(find_source(parsed.reference), prompts, **sampling | {"samples": 1, "greedy": True})
+        reference = find_source(parsed.reference, "--reference")
+        initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
     job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold)
     with _shown_progress(len(answers.requests)) as show:
         metrics = evaluate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)

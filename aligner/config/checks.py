@@ -34,16 +34,6 @@ from aligner.config.trackers import tracker_problems
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import ConfigError
 
-_AT_MOST_ONE = (
-    "algorithm.clip_low",
-    "algorithm.overlong_fraction",
-    "algorithm.gamma",
-    "algorithm.lam",
-    "rollout.top_p",
-    "actor.optimizer.offload_fraction",
-    "critic.optimizer.offload_fraction",
-    "engine.tensorrt_llm.free_memory_fraction",
-)
 _ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
 _BELOW_ONE = (
     "actor.optimizer.beta1",
@@ -140,8 +130,8 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
         return f"must be at least {key.minimum:g}"
     if key.name in _ABOVE_ZERO and value <= 0:
         return "must be above 0"
-    if key.name in _AT_MOST_ONE and value > 1:
-        return "must be at most 1"
+    if key.maximum is not None and value > key.maximum:
+        return f"must be at most {key.maximum:.10g}"
     if key.name in _BELOW_ONE and value >= 1:
         return "must be below 1"
     return None

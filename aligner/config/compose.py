@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from aligner.config.keys import schema_keys, schema_sections
 from aligner.config.renamed import renamed_key
@@ -261,6 +261,8 @@ def _explain_key(error: OmegaConfBaseException) -> str:
         return f"{key}: {message}"
     if "Interpolation" in type(error).__name__:
         return f"{key}: {message}; a ${{ that is meant as text is written \\${{"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}=???: stands for a value that is still to be given; give one"
     expected = known.type_name.replace(" | None", " or null")
     if error.value is None:
         return f"{key}=null: expected {expected}, got null"

@@ -23,6 +23,7 @@ class Key:
     help: str
     choices: tuple[str, ...]
     minimum: float | None
+    maximum: float | None
     is_mapping: bool
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
 
@@ -55,6 +56,7 @@ def _sections(kind: type, name: str) -> Iterator[Section]:
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],
                 minimum=field.metadata["minimum"],
+                maximum=field.metadata["maximum"],
                 is_mapping=typing.get_origin(hint) is dict,
             )
         )

@@ -62,6 +62,8 @@ class Source:
     head: Head
     directory: Path
     """Where its files lie."""
+    given_as: str
+    """What a message calls it: the argument that it was given as."""
     step: int = 0
     """Training steps behind a run's checkpoint."""
 
@@ -81,7 +83,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1))
 
 
-def find_source(path: Path) -> Source:
+def find_source(path: Path, given_as: str = "SOURCE") -> Source:
     """The model at a path: a run directory (the policy, or the reward model that it trains, of its last checkpoint), a
     `checkpoints/step_<N>` directory, its `policy`, `reward_model` or `critic`, or a Hugging Face directory.
 
@@ -100,9 +102,9 @@ def find_source(path: Path) -> Source:
         if parts:
             if not (path / MANIFEST).is_file():
                 raise ConfigError(f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written last")
-            return _checkpoint_source(parts[0])
+            return _checkpoint_source(parts[0], given_as)
         if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
-            return _checkpoint_source(path)
+            return _checkpoint_source(path, given_as)
     except ConfigError:
         raise
     except AlignerError as error:
@@ -112,7 +114,7 @@ def find_source(path: Path) -> Source:
             f"{path}: neither a run directory (with checkpoints/), a checkpoint (with {MANIFEST}), nor a Hugging Face model"
             " directory (with config.json)"
         )
-    return _directory_source(path)
+    return _directory_source(path, given_as)
 
 
 def _part(stored: Tensor, spec: TensorSpec) -> Tensor:
@@ -120,7 +122,7 @@ def _part(stored: Tensor, spec: TensorSpec) -> Tensor:
     return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
 
 
-def _checkpoint_source(directory: Path) -> Source:
+def _checkpoint_source(directory: Path, given_as: str) -> Source:
     reader = CheckpointReader(directory)
     manifest = reader.manifest
     table = weight_table(manifest.shape, manifest.head)
@@ -150,14 +152,15 @@ def _checkpoint_source(directory: Path) -> Source:
         Path(os.path.normpath(directory / manifest.source)),
         manifest.head,
         directory,
+        given_as,
         int(step[1]) if step else 0,
     )
 
 
-def _directory_source(directory: Path) -> Source:
+def _directory_source(directory: Path, given_as: str) -> Source:
     """A Hugging Face directory, whose tensors are taken as they are."""
-    config = directory_config(directory, "SOURCE")
-    shape = read_config(config, f"SOURCE={directory}")
+    config = directory_config(directory, given_as)
+    shape = read_config(config, f"{given_as}={directory}")
     head: Head = "scalar" if config["architectures"][0].endswith("ForSequenceClassification") else "vocabulary"
     if problems := weight_problems(directory, weight_table(shape, head)):
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
@@ -174,7 +177,7 @@ def _directory_source(directory: Path) -> Source:
             return tensors.get_tensor(name)
 
     try:
-        return Source(config, tuple(entry(name) for name in files), read, directory, head, directory)
+        return Source(config, tuple(entry(name) for name in files), read, directory, head, directory, given_as)
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
 

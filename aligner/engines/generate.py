@@ -84,7 +84,9 @@ def plan_job(
     """
     shape = read_config(source.config, "the model's config.json")
     if source.head != "vocabulary":
-        raise ConfigError("SOURCE is a value or reward model, which generates no text; give a policy or a language model")
+        raise ConfigError(
+            f"{source.given_as} is a value or reward model, which generates no text; give a policy or a language model"
+        )
     if not (source.companions / "tokenizer.json").is_file():
         raise ConfigError(f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}")
     stops = shape.eos_token_ids if stop_at_eos else ()

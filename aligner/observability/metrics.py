@@ -40,10 +40,22 @@ def _cut_after(path: Path, step: int) -> None:
     kept = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            if not line.endswith(b"\n") or _record(line, path, kept)["step"] > step:
                 break
             kept += len(line)
     os.truncate(path, kept)
+
+
+def _record(line: bytes, path: Path, start: int) -> dict[str, Any]:
+    """What a line says that begins at this byte of the file. Raises AlignerError, naming it, for what no writer wrote."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # a machine that went down may leave zeros for what it had not yet written
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), (int, float)):
+        number = path.read_bytes()[:start].count(b"\n") + 1
+        raise AlignerError(f"{path}: line {number} is not a JSON object with a step; remove the line")
+    return record
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +82,10 @@ class FileFollower:
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """The whole lines appended since the last call; a line still being written is left for the next."""
+        """The whole lines appended since the last call; a line still being written is left for the next.
+
+        Raises AlignerError for a line that is no record.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -79,8 +94,11 @@ class FileFollower:
             file.seek(self._offset)
             block = file.read()
         whole = block[: block.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        records = []
+        for line in whole.splitlines(keepends=True):
+            records.append(_record(line, self._path, self._offset))
+            self._offset += len(line)
+        return records
 
 
 def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:

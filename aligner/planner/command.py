@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from aligner.planner.measured import Measured
 
 _STEPS = 100
+_MOST = 10**9
+"""Seconds, devices, tokens or steps beyond which nothing is meant; numbers overflow somewhere beyond."""
+_MOST_STALENESS, _MOST_PARTS, _MOST_SAMPLES = 100, 1000, 100_000
+"""What the prediction takes time and memory for, so that much more of it would go on for ever."""
+_MOST_SEED = 10**18
 
 
 def add_plan(commands: Any) -> None:
@@ -130,7 +135,7 @@ def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: 
             raise ConfigError(
                 f"--phases {parsed.phases}: {name} is missing, or takes no time; both generate and train are needed"
             )
-    bound = _whole("--max-staleness", parsed.max_staleness, 0) if parsed.max_staleness is not None else None
+    bound = _whole("--max-staleness", parsed.max_staleness, 0, _MOST_STALENESS) if parsed.max_staleness is not None else None
     colocated = phases["generate"].role == "trainer"
     if bound is None and measured is not None:
         bound = max(1, measured.pipeline.max_staleness)
@@ -151,11 +156,13 @@ def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: 
     parts, seed = (1, 1) if measured is None else (measured.pipeline.micro_batches, measured.pipeline.seed)
     return Pipeline(
         phases=tuple(phases[name] for name in KINDS if name in phases),
-        micro_batches=_whole("--micro-batches", parsed.micro_batches, 1) if parsed.micro_batches is not None else parts,
+        micro_batches=parts
+        if parsed.micro_batches is None
+        else _whole("--micro-batches", parsed.micro_batches, 1, _MOST_PARTS),
         max_staleness=bound,
         interrupt=parsed.transfer == "interrupt",
         lengths=lengths,
-        seed=_whole("--seed", parsed.seed, 0) if parsed.seed is not None else seed,
+        seed=_whole("--seed", parsed.seed, 0, _MOST_SEED) if parsed.seed is not None else seed,
         stepwise=measured is not None,
     )
 
@@ -191,7 +198,8 @@ def _lengths(text: str) -> Lengths:
     if set(values) != set(names):
         raise ConfigError(f"--lengths {text}: needed are {', '.join(f'{name}=' for name in names)}")
     mean, deviation = (_number(f"--lengths {name}", values[name]) for name in ("mean", "deviation"))
-    longest, samples, slots = (_whole(f"--lengths {name}", values[name], 1) for name in ("longest", "samples", "slots"))
+    longest, slots = (_whole(f"--lengths {name}", values[name], 1) for name in ("longest", "slots"))
+    samples = _whole("--lengths samples", values["samples"], 1, _MOST_SAMPLES)
     lengths = Lengths(mean, deviation, longest, samples, slots)
     if not 1 <= lengths.mean <= lengths.longest:
         raise ConfigError(f"--lengths mean={values['mean']}: must be between 1 and longest={lengths.longest}")
@@ -246,18 +254,18 @@ def _pairs(option: str, text: str) -> dict[str, str]:
     return pairs
 
 
-def _number(option: str, text: str, largest: float = math.inf) -> float:
+def _number(option: str, text: str, largest: float = _MOST) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and 0 <= number <= largest):
-        between = "of at least 0" if largest == math.inf else f"from 0 to {largest:g}"
-        raise ConfigError(f"{option}={text}: must be a number {between}")
+    if not 0 <= number <= largest:
+        raise ConfigError(f"{option}={text}: must be a number from 0 to {largest:.10g}")
     return number
 
 
-def _whole(option: str, text: str, smallest: int) -> int:
-    if not text.isdecimal() or int(text) < smallest:
-        raise ConfigError(f"{option}={text}: must be a whole number of at least {smallest}")
+def _whole(option: str, text: str, smallest: int, largest: int = _MOST) -> int:
+    # Python reads no number of thousands of digits.
+    if not text.isdecimal() or len(text) > len(str(largest)) or not smallest <= int(text) <= largest:
+        raise ConfigError(f"{option}={text}: must be a whole number from {smallest} to {largest}")
     return int(text)

@@ -15,6 +15,7 @@ from aligner import cli
 from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer
+from tests.engines.test_generate import save_critic
 from tests.megatron import families
 
 PROMPTS: list[dict[str, Any]] = [{"prompt": "hello"}, {"prompt": "a b", "reference": "12x"}, {"prompt": "2+2="}]
@@ -139,5 +140,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]}))
     assert "is not that of SOURCE" in refused(*OPTIONS, "--reference", other)
+    critic = tmp_path / "critic"
+    save_critic(model, str(critic))
+    assert "error: --reference is a value or reward model, which" in refused(*OPTIONS, "--reference", critic)
+    (critic / "config.json").write_text("[]")
+    assert f"error: --reference={critic}: a config.json is an object" in refused(*OPTIONS, "--reference", critic)
     prompts.write_text('{"prompt": "a", "reference": 1}\n')
     assert "the `reference` of the prompt 'a' must be a text" in refused(*OPTIONS)

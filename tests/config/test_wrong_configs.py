@@ -27,6 +27,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # The value is of another type, or none that Hydra reads.
     ("run.steps=ten", "run.steps=ten: expected int"),
     ("run.steps=null", "run.steps=null: expected int"),
+    ("run.dir=???", "run.dir=???: stands for a value that is still to be given"),
     ("run.steps=1,2", "run.steps=1,2: one value is expected", "run.steps=[a,b]"),
     ("data.prompts=hello", "data.prompts=hello: expected list[str]", "write data.prompts=[hello]"),
     ("actor.parallel=2", "actor.parallel=2: a section", "actor.parallel.tensor="),
@@ -35,6 +36,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.name=${nope}", "run.name: Interpolation key 'nope' not found", "\\${"),
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
+    ("run.steps=999999999999999999999999", "run.steps=999999999999999999999999: must be at most 1000000000"),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
     ("engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
     ("engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),

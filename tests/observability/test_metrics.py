@@ -42,6 +42,22 @@ def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> No
     assert [(record["step"], record["reward/mean"]) for record in read_metrics(paths.metrics)] == [(1, 1), (2, 2), (3, 30)]
 
 
+@pytest.mark.parametrize("line", ["\0" * 40, '{"step": 3, "rewa', "3", "[]", '{"reward/mean": 1.0}', '{"step": "3"}'])
+def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(tmp_path: Path, line: str) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths)
+    for step in (1, 2):
+        writer.write(step, {"reward/mean": step})
+    content = f"{paths.metrics.read_text()}{line}\n"
+    paths.metrics.write_text(content)
+    for read in (lambda: read_metrics(paths.metrics), lambda: writer.truncate_after(3)):
+        with pytest.raises(AlignerError, match=f"{paths.metrics}: line 3 is not a JSON object with a step; remove the line"):
+            read()
+    assert paths.metrics.read_text() == content
+    writer.truncate_after(1)
+    assert [record["step"] for record in read_metrics(paths.metrics)] == [1]
+
+
 def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path) -> None:
     class Sink:
         def __init__(self) -> None:

@@ -66,9 +66,9 @@ class Algorithm:
         " of each response's tokens, divided by the responses (sum) or by these times rollout.max_response_tokens (constant)",
         choices=("token", "sequence", "sum", "constant"),
     )
-    gamma: float = option(1.0, "discount", minimum=0)
-    lam: float = option(0.95, "GAE's lambda", minimum=0)
-    clip_low: float = option(0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0)
+    gamma: float = option(1.0, "discount", minimum=0, maximum=1)
+    lam: float = option(0.95, "GAE's lambda", minimum=0, maximum=1)
+    clip_low: float = option(0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0, maximum=1)
     clip_high: float = option(0.2, "policy ratio's upper clip, 1 + clip_high", minimum=0)
     dual_clip: float | None = option(
         None, "where the advantage is negative the loss is at most this times it; no bound when null", minimum=1
@@ -108,6 +108,7 @@ class Algorithm:
         0.0,
         "a response loses up to 1 over this last share of rollout.max_response_tokens (DAPO's overlong penalty); 0: nothing",
         minimum=0,
+        maximum=1,
     )
     dynamic_sampling_rounds: int = option(
         0,

@@ -38,7 +38,10 @@ class Rollout:
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
     top_k: int = option(0, "draw among the k most probable tokens; 0: among all, which is what the losses assume", minimum=0)
     top_p: float = option(
-        1.0, "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased", minimum=0
+        1.0,
+        "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased",
+        minimum=0,
+        maximum=1,
     )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
     truncate_token: str | None = option(
@@ -78,7 +81,10 @@ class TensorRTLLM:
     """What only TensorRT-LLM needs to know (engine.kind=tensorrt_llm)."""
 
     free_memory_fraction: float = option(
-        0.4, "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is null", minimum=0.01
+        0.4,
+        "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is null",
+        minimum=0.01,
+        maximum=1,
     )
     max_num_tokens: int = option(8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1)
     timeout_s: float = option(

@@ -58,7 +58,10 @@ class Optimizer:
     clip_grad_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 turns clipping off", minimum=0)
     distributed: bool = option(False, "cut optimizer state over the data-parallel ranks (ZeRO-1)")
     offload_fraction: float = option(
-        0.0, "share of the optimizer state kept and updated in host memory; GPUs only, needs distributed", minimum=0
+        0.0,
+        "share of the optimizer state kept and updated in host memory; GPUs only, needs distributed",
+        minimum=0,
+        maximum=1,
     )
     max_skipped_steps: int = option(
         3, "an update with NaN or infinite gradients is skipped; so many in a row end the run", minimum=1

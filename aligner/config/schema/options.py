@@ -6,9 +6,11 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, maximum: float | None = None
+) -> Any:
     """A field with its default, its help text and its bounds."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -15,7 +15,7 @@ class Run:
     experiment: str = option("", "set from the command line's experiment=NAME")
     name: str | None = option(None, "run name; the experiment's name and the time when null")
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
-    steps: int = option(1, "training steps", minimum=1)
+    steps: int = option(1, "training steps", minimum=1, maximum=10**9)
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
     resume: str = option(
         "false",
