@@ -25,7 +25,7 @@ from aligner.observability.trace import write_trace
 def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=auto") -> int:
     """Do the work, which says whether it came to its end; returns the exit code.
 
-    `goes_on` is told of a run that stopped because it was told to: how it goes on.
+    `goes_on` is told of a run that was stopped before that: how it goes on.
     """
     with Interrupts() as interrupts:
         try:
@@ -34,7 +34,7 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on:
         except Interrupted as stop:
             console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
             return 128 + stop.number
-    console.print(f"stopped as it was told to; the run goes on {goes_on}", markup=False, soft_wrap=True)
+    console.print(f"stopped; the run goes on {goes_on}", markup=False, soft_wrap=True)
     return RESUMABLE
 
 

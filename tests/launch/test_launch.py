@@ -269,6 +269,17 @@ def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_beg
     launcher.send_signal(signal.SIGUSR1)
     code, out, error = finish(launcher, run)
     assert (code, error) == (75, "")
-    assert "stopped as it was told to; the run goes on with run.resume=auto" in out
+    assert "stopped; the run goes on with run.resume=auto" in out
     code, _, error = finish(start(run, None, "run.resume=auto"), run)
     assert code == 0, error
+
+
+def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run: Path) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    (trainer,) = [process for process in processes_of(run) if "trainer" in process.cmdline()]
+    trainer.terminate()
+    code, out, error = finish(launcher, run)
+    assert (code, error) == (75, "")
+    assert "trainer rank 0 was ended by SIGTERM, which came from outside\n" in out
+    assert "stopped; the run goes on with run.resume=auto" in out

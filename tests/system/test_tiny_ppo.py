@@ -106,7 +106,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
         launch.interrupt(signal.SIGUSR1)
         stopped = launch.finish(timeout_s=180)
     assert stopped.code == RESUMABLE, stopped.report()
-    assert "stopped as it was told to; the run goes on with run.resume=auto" in stopped.out
+    assert "stopped; the run goes on with run.resume=auto" in stopped.out
     steps = int(stopped.metrics[-1]["step"])
     assert steps < 6
     # What was left of a grace period is for the checkpoint: the resumed run evaluates it.

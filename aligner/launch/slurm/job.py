@@ -30,7 +30,8 @@ def supervise(directory: Path) -> int:
     """Run what a run directory's configuration says on the job's nodes; returns the exit code, as `aligner launch` does.
 
     It resumes where there is something to resume from: a job that is queued again carries on. Told to stop, it takes a
-    checkpoint and has the job queued again, unless cluster.slurm.requeue is false.
+    checkpoint and has the job queued again, unless cluster.slurm.requeue is false; so it does, without a checkpoint, where
+    Slurm has ended the trainer.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)
@@ -68,4 +69,4 @@ def _requeue(allocation: Allocation) -> None:
     try:
         slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT)
     except AlignerError as error:
-        raise AlignerError(f"the run has stopped as it was told to, but its job is not queued again: {error}") from error
+        raise AlignerError(f"the run has stopped, but its job is not queued again: {error}") from error
