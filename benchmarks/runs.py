@@ -94,6 +94,16 @@ class Launch:
         """Until so many steps are in `metrics.jsonl`."""
         self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
 
+    def wait_for_rank(self, group: str) -> None:
+        """Until rank 0 of the trainer or of a server group has been started."""
+
+        def runs() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return self.rank(group, 0).is_running()
+            return False
+
+        self._wait(runs, f"{group} rank 0", timeout_s=60)
+
     def wait_for_step_or_end(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`, or the launcher has ended."""
         self._wait(lambda: self.steps >= step or self._launcher.poll() is not None, f"step {step}", timeout_s)

@@ -104,7 +104,10 @@ class Supervisor:
                 self._tick()
                 self._raise_failures()
                 stragglers.check(self._trainers)
-                stop.pass_on(self._trainers)
+                if all(group.was_healthy for group in self._groups):
+                    stop.pass_on(self._trainers)
+                else:
+                    self._stop_before_training()
                 for group in self._groups:
                     group.poll()
                     self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
@@ -112,7 +115,8 @@ class Supervisor:
                 view.update()
             view.finish()
         if any(rank.exit_code != 0 for rank in self._trainers):
-            raise _Stopped("told to stop, with a checkpoint")  # without the servers' draining: there is little time
+            # Without the servers' draining: who is told to stop has little time.
+            raise _Stopped("told to stop, with all that it trained in a checkpoint")
         self._drain()
 
     def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
