@@ -18,6 +18,7 @@ from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
 from aligner.launch.slurm.submit import submit
 from aligner.launch.task import DEVICES, IS_TASK, adopt_task
+from tests.launch.stand_ins import stand_in
 
 GENEROUS = (
     *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),
@@ -191,13 +192,6 @@ def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyP
         AlignerError, match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone"
     ):
         adopt_task()
-
-
-def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
-    """A command of Slurm's that answers as the real one does when its controller, or a queue, has had enough."""
-    (directory / name).write_text(f"#!/bin/sh\n{script}\n")
-    (directory / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
 
 def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

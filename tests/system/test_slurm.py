@@ -142,6 +142,23 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     assert read_status(job.paths.root).exit_code == 143
 
 
+def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
+    job.wait_for_step(1)
+    slurm.command("scontrol", "requeue", job.number)
+    job.wait_for_state("PENDING")
+    status = read_status(job.paths.root)
+    assert (status.state, status.exit_code) == ("queued", 143)
+    assert status.note is not None and status.note.startswith("stopped by SIGTERM; Slurm has its job in the queue")
+    slurm.command("scancel", job.number)
+    status = read_status(job.paths.root)
+    assert status.state == "stopped"
+    assert status.note == f"stopped by SIGTERM; start it again with: sbatch {job.paths.job_script}"
+
+
 def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with_its_error(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

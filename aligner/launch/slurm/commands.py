@@ -11,11 +11,19 @@ from aligner.errors import AlignerError, ConfigError
 
 _TIMEOUT_S = 60
 _FIRST_PAUSE_S = 1.0
+_FORGOTTEN = "Invalid job id"
+"""What squeue says of a job that has ended minutes ago."""
 PATIENT = 5
 """Attempts of what a job that runs cannot do without."""
 
 
-def slurm_command(name: str, *arguments: str, attempts: int = 1, environment: Mapping[str, str] | None = None) -> str:
+def slurm_command(
+    name: str,
+    *arguments: str,
+    attempts: int = 1,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
     A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
@@ -25,17 +33,17 @@ def slurm_command(name: str, *arguments: str, attempts: int = 1, environment: Ma
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
     for attempt in range(attempts - 1):
         try:
-            return _printed((name, *arguments), environment)
+            return _printed((name, *arguments), environment, timeout_s)
         except AlignerError:
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
-    return _printed((name, *arguments), environment)
+    return _printed((name, *arguments), environment, timeout_s)
 
 
-def _printed(command: Sequence[str], environment: Mapping[str, str] | None) -> str:
+def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired:
-        raise AlignerError(f"{' '.join(command)}: no answer within {_TIMEOUT_S} s") from None
+        raise AlignerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if ended.returncode:
         raise AlignerError(f"{command[0]}: {message(ended.stderr or ended.stdout)}")
     return ended.stdout.strip()
@@ -45,6 +53,15 @@ def message(printed: str) -> str:
     """What Slurm has said, without its prefixes."""
     lines = [line.partition("error: ")[2] or line for line in printed.strip().splitlines()]
     return "; ".join(lines) or "it failed and said nothing"
+
+
+def is_in_queue(job: str, timeout_s: float) -> bool | None:
+    """Whether a job waits, or runs; None where that is not known: its last processes still end, or Slurm does not answer."""
+    try:
+        states = slurm_command("squeue", "--noheader", f"--jobs={job}", "--format=%T", timeout_s=timeout_s).split()
+    except AlignerError as error:
+        return False if _FORGOTTEN in str(error) else None
+    return None if "COMPLETING" in states else bool(states)
 
 
 def expand(hosts: str) -> list[str]:
