@@ -12,9 +12,9 @@ from rich.console import Console
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory
 from aligner.config.schema import Config
-from aligner.errors import RESUMABLE, AlignerError, ConfigError
+from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.endpoints import health_address
-from aligner.launch.failure import describe_end, failure_error, reported_error, with_log
+from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.servers import GRACE_S, ServerGroup
@@ -78,7 +78,7 @@ class Supervisor:
             self._tick()
             self._stop_before_training()
             if time.monotonic() > deadline:
-                raise AlignerError(with_log(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank))
+                raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
         if rank.exit_code == ConfigError.exit_code:
             raise ConfigError(reported_error(rank))
         if rank.exit_code != 0:
@@ -188,7 +188,7 @@ class _Stragglers:
         running = [rank for rank in trainers if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > self._timeout_s:
             message = f"trainer rank {running[0].rank} still runs {self._timeout_s:g} s after another rank ended"
-            raise AlignerError(with_log(message, running[0]))
+            raise rank_error(message, running[0])
 
 
 class _Stop:

@@ -11,7 +11,7 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.prerequisites import plan_run
 from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.failure import with_log
+from aligner.launch.failure import rank_error
 from aligner.launch.slurm.allocation import Nodes, read_allocation
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.script import render_script
@@ -146,6 +146,7 @@ def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
     [
         ("srun: error: n2: task 1: Exited with exit code 3\nsrun: Terminating StepId=7.0\n", ""),
         ("srun: error: Unable to create step for job 7: Invalid partition\n", "Invalid partition"),
+        ("srun: error: n2: task 1: Terminated\nsrun: Force Terminated StepId=7.0\n", ""),
         ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n", "TIME LIMIT"),
         ("srun: error: n1: task 2: Out Of Memory\n", "task 2: Out Of Memory"),
     ],
@@ -154,9 +155,10 @@ def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(tmp_path:
     messages, log = tmp_path / "srun.log", tmp_path / "0.log"
     messages.write_text(said)
     log.touch()
-    message = with_log("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    error = rank_error("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    message = str(error)
     assert ("what started it says" in message) == bool(told)
-    assert told in message
+    assert told in message and told in error.summary
     assert message.endswith(f"the end of its log:\n  (its log is empty)\nlog: {log}")
 
 

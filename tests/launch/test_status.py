@@ -85,15 +85,27 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     assert describe_status(status).startswith("run: finished  step 7/7  reward 0.700  KL 0.0100  0.50 s/step  last step ")
 
 
-def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path) -> None:
-    code, _, _ = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
+@pytest.mark.parametrize(
+    ("behavior", "reason"),
+    [
+        (
+            "fail_rank_1",
+            "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
+        ),
+        ("raise", "trainer rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan"),
+        ("killed", "trainer rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
+    ],
+)
+def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:
+    code, _, error = finish(start(run, {"trainer": behavior}, "actor.parallel.pipeline=2"), run)
     assert code == 1
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
     status = read_status(run)
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
-    reason = "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:"
-    assert status.note == f"{reason}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
+    rank = int(error.startswith("trainer rank 1"))
+    told = reason.format(rank=rank, other=1 - rank)
+    assert status.note == f"{told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
 
 
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
