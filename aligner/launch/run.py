@@ -15,7 +15,7 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.resume import check_directory, is_unused, settled
 from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
-from aligner.launch.interrupts import Interrupted, Interrupts
+from aligner.launch.interrupts import Interrupted, Interrupts, Stopped
 from aligner.launch.lock import LockedError, locked
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
@@ -34,6 +34,8 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on:
         except Interrupted as stop:
             console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
             return 128 + stop.number
+        except Stopped as stopped:
+            console.print(str(stopped), markup=False, soft_wrap=True)
     console.print(f"stopped; the run goes on {goes_on}", markup=False, soft_wrap=True)
     return RESUMABLE
 

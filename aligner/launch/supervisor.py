@@ -15,7 +15,7 @@ from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.endpoints import health_address
 from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
-from aligner.launch.interrupts import Interrupts
+from aligner.launch.interrupts import Interrupts, Stopped
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.servers import GRACE_S, ServerGroup
 from aligner.launch.state import StateRecorder
@@ -24,10 +24,6 @@ from aligner.launch.view import RunView
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0
 """A trainer rank that is still starting does not hear that it should stop: it is told again."""
-
-
-class _Stopped(Exception):
-    """The run ends before its end, and can go on: why, in words."""
 
 
 class Supervisor:
@@ -60,7 +56,7 @@ class Supervisor:
         try:
             self._prepare()
             self._train(endpoints())
-        except _Stopped as stopped:
+        except Stopped as stopped:
             self._console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
             self._state.stopped_early(str(stopped))
             return False
@@ -76,7 +72,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while rank.exit_code is None:
             self._tick()
-            self._stop_before_training()
+            self._interrupts.check_before_training()
             if time.monotonic() > deadline:
                 raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
         if rank.exit_code == ConfigError.exit_code:
@@ -86,12 +82,7 @@ class Supervisor:
             _stop_if_ended_from_outside([rank])
             raise failure_error([rank])
         self._ranks.forget([rank])
-        self._stop_before_training()
-
-    def _stop_before_training(self) -> None:
-        """End the run where it was told to stop: there is nothing yet that would be lost."""
-        if self._interrupts.told_to_stop:
-            raise _Stopped("told to stop before it trained")
+        self._interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
         """Start every role, wait for the trainer's end, and let the servers finish what they have taken."""
@@ -107,7 +98,7 @@ class Supervisor:
                 if all(group.was_healthy for group in self._groups):
                     stop.pass_on(self._trainers)
                 else:
-                    self._stop_before_training()
+                    self._interrupts.check_before_training()
                 for group in self._groups:
                     group.poll()
                     self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
@@ -116,7 +107,7 @@ class Supervisor:
             view.finish()
         if any(rank.exit_code != 0 for rank in self._trainers):
             # Without the servers' draining: who is told to stop has little time.
-            raise _Stopped("told to stop, with all that it trained in a checkpoint")
+            raise Stopped("told to stop, with all that it trained in a checkpoint")
         self._drain()
 
     def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
@@ -129,7 +120,7 @@ class Supervisor:
         self._ranks.poll()
 
     def _raise_failures(self) -> None:
-        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again; _Stopped
+        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again; Stopped
         where that was done to the trainer from outside.
         """
         if not self._fatal():
@@ -162,13 +153,13 @@ class Supervisor:
 
 
 def _stop_if_ended_from_outside(ranks: Sequence[Rank]) -> None:
-    """Raise _Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
+    """Raise Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
 
     So begins a preemption with a grace time, but without the signal to stop: Slurm sends it to a job's steps, not its script.
     """
     ended = [rank for rank in ranks if rank.exit_code == -signal.SIGTERM]
     if ended:
-        raise _Stopped(f"{describe_end(ended[0])}, which came from outside")
+        raise Stopped(f"{describe_end(ended[0])}, which came from outside")
 
 
 def _has_done(trainer: Rank) -> bool:
