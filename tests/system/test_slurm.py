@@ -137,6 +137,8 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     steps = [record["step"] for record in read_metrics(job.paths.metrics)]
     assert steps == list(range(1, len(steps) + 1))
     assert load_config(job.paths.config).run.resume == "true"
+    said = [[*job.paths.logs.glob(f"srun-{job.number}-{requeues}-trainer-*.log")] for requeues in (0, 1)]
+    assert [len(files) for files in said] == [1, 1] and "Terminated" in said[0][0].read_text()
     slurm.command("scancel", job.number)
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED", job.log
     assert read_status(job.paths.root).exit_code == 143

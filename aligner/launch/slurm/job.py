@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def supervise(directory: Path) -> int:
     def work(interrupts: Interrupts) -> bool:
         layout = slurm_layout(config)
         allocation = read_allocation(layout)
-        count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        count = allocation.requeues
         again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         with (
