@@ -139,7 +139,7 @@ class SlurmCluster:
             "MpiDefault=none",
             "GresTypes=gpu",
             "EnforcePartLimits=ALL",
-            "KillWait=5",
+            "KillWait=30",  # as by default; a supervisor that ends its ranks takes about five seconds
             "ReturnToService=2",
             *(
                 f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
