@@ -13,7 +13,7 @@ from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
 from aligner.launch.slurm.allocation import Nodes, read_allocation
-from aligner.launch.slurm.commands import slurm_command
+from aligner.launch.slurm.commands import PATIENT, slurm_command
 from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
 from aligner.launch.slurm.submit import submit
@@ -203,6 +203,14 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
         slurm_command("squeue")
     (tmp_path / "squeue.calls").unlink()
     assert slurm_command("squeue", attempts=2) == "done"
+
+
+def test_a_job_that_is_queued_again_already_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "scontrol", "echo 'Job is pending execution for job 7' >&2; echo x >> $0.calls; exit 1")
+    assert slurm_command("scontrol", "requeue", "7", attempts=PATIENT, done="Job is pending execution") == ""
+    assert (tmp_path / "scontrol.calls").read_text() == "x\n"
+    with pytest.raises(AlignerError, match="Job is pending execution"):
+        slurm_command("scontrol", "requeue", "7")
 
 
 def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

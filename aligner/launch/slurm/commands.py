@@ -21,22 +21,29 @@ def slurm_command(
     name: str,
     *arguments: str,
     attempts: int = 1,
+    done: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
     A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
-    several `attempts` each waits twice as long as the one before.
+    several `attempts` each waits twice as long as the one before. An error that says `done` is none: what is asked for is so
+    already, as after an attempt whose answer was lost.
     """
     if shutil.which(name) is None:
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
-    for attempt in range(attempts - 1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return _printed((name, *arguments), environment, timeout_s)
-        except AlignerError:
-            time.sleep(_FIRST_PAUSE_S * 2**attempt)
-    return _printed((name, *arguments), environment, timeout_s)
+        except AlignerError as error:
+            if done is not None and done in str(error):
+                return ""
+            if attempt >= attempts:
+                raise
+        time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
 
 
 def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:

@@ -24,6 +24,9 @@ from aligner.launch.supervisor import Supervisor
 _PATIENCE_S = 60.0
 """For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""
 
+_PENDING = "Job is pending execution"
+"""What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an answer of its be lost."""
+
 
 def supervise(directory: Path) -> int:
     """Run what a run directory's configuration says on the job's nodes; returns the exit code, as `aligner launch` does.
@@ -66,6 +69,6 @@ def supervise(directory: Path) -> int:
 def _requeue(allocation: Allocation) -> None:
     """Have the job queued again. Slurm ends its steps and, a little later, this process for it."""
     try:
-        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT)
+        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT, done=_PENDING)
     except AlignerError as error:
         raise AlignerError(f"the run has stopped, but its job is not queued again: {error}") from error
