@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from aligner.errors import ConfigError
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -22,10 +24,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         with naming(path):
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             _to_disk(temporary)
+        temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # whatever keeps it from being removed is not what went wrong
+            temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(path)
     _to_disk(path.parent)
 
 
@@ -44,6 +47,15 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+@contextlib.contextmanager
+def asked_for(path: Path) -> Iterator[None]:
+    """Raises ConfigError where what a user has asked to have written there cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def full_disk(error: BaseException) -> str | None:

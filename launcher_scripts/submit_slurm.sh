@@ -13,14 +13,20 @@ source "${ALIGNER_ENVIRONMENT:-$here/environment.sh}"
 # shellcheck source=clusters/example_h100.sh
 source "$ALIGNER_CLUSTER"
 
+# In Hydra's quotes: a backslash counts there only before a quote.
+quoted() {
+    printf "'%s'" "$(sed -E "s/(\\\\*)'/\\1\\1\\\\'/g; s/(\\\\*)\$/\\1\\1/" <<<"$1")"
+}
+
 overrides=()
 for name in account partition qos reservation constraint time image; do
     variable=SLURM_${name^^}
-    [[ -z ${!variable:-} ]] || overrides+=("cluster.slurm.$name=${!variable@Q}")
+    [[ -z ${!variable:-} ]] || overrides+=("cluster.slurm.$name=$(quoted "${!variable}")")
 done
 [[ -z ${SLURM_MOUNTS:-} ]] || overrides+=("cluster.slurm.mounts=[$SLURM_MOUNTS]")
 if [[ -n ${SLURM_SBATCH:-} ]]; then
-    overrides+=("cluster.slurm.sbatch=[$(IFS=, && echo "${SLURM_SBATCH[*]@Q}")]")
+    flags=$(for flag in "${SLURM_SBATCH[@]}"; do quoted "$flag" && printf ,; done)
+    overrides+=("cluster.slurm.sbatch=[${flags%,}]")
 fi
 [[ -z ${DEVICES_PER_NODE:-} ]] || overrides+=("cluster.devices_per_node=$DEVICES_PER_NODE")
 [[ -z ${DEVICE_MEMORY_GIB:-} ]] || overrides+=("cluster.device_memory_gib=$DEVICE_MEMORY_GIB")

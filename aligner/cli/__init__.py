@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not log_failure(error, str(error)):
             print_error(str(error))
         code = error.exit_code
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        code = 128 + signal.SIGINT
     except Exception as error:
         code, told = 1, full_disk(error)
         if not log_failure(error, told):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from aligner.errors import ConfigError
 from aligner.files import write_file
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def built_in_directory() -> Path:
@@ -54,7 +56,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     chosen = [override.value() for override in parsed if override.key_or_group == "experiment"]
     if not chosen:
         raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
-    config = _compose(overrides, directories)
+    named = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group in options]
+    config = _compose(overrides, directories, named)
     config = _with_engine_replicas(_with_names(config, str(chosen[-1])))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
 
@@ -76,9 +79,11 @@ def load_config(path: Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        with _times_as_text():
+            merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         return _as_config(merged)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    # OmegaConf raises OSError for a file that is a number.
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
@@ -149,16 +154,49 @@ def _suggestion(key: str, candidates: Sequence[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
 
 
-def _compose(overrides: Sequence[str], directories: Sequence[Path]) -> Config:
+def _compose(overrides: Sequence[str], directories: Sequence[Path], named: Sequence[str]) -> Config:
+    """The composition of what these directories have; `named` are the overrides that name options of groups."""
     _store_schema()
     search = [f"file://{directory}" for directory in directories[1:]]
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"), _times_as_text():
             return _as_config(compose("config", overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error)) from error
+    # Of the rest Hydra does not say in which file it is.
+    except RecursionError as error:
+        raise ConfigError(f"{' '.join(named)}: defaults that lead in a circle, or keys too deep in each other") from error
+    except UnicodeDecodeError as error:
+        files = [str(file) for directory in directories for file in directory.glob("*/*.yaml") if not _is_text(file)]
+        raise ConfigError(f"{', '.join(files)}: {_explain(error)}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{' '.join(named)}: {_explain(error)}") from error
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _times_as_text() -> Iterator[None]:
+    """A time such as 12:00:00 is read as it is written, as on the command line: YAML 1.1 has it as a number to the base 60."""
+    constructors = yaml.constructor.SafeConstructor.yaml_constructors  # of OmegaConf's loader, too
+    numbers = {tag: constructors[tag] for tag in _NUMBERS}
+
+    def as_text(construct: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+
+    constructors.update({tag: as_text(construct) for tag, construct in numbers.items()})
+    try:
+        yield
+    finally:
+        constructors.update(numbers)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from aligner.config.data_sources import fields_problems, path_problem
 from aligner.config.model_source import NOTHING, Coming, is_coming
 from aligner.config.schema import Config, Evaluation
+from aligner.config.scoring_functions import function_problem
 
 _EVERY_RUNS = ("eval", "policy", "throughput")
 _ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness")
@@ -50,6 +51,8 @@ def _online_problems(settings: Evaluation, coming: Coming) -> Iterator[str]:
     if any(not prompt.strip() for prompt in settings.prompts):
         yield "evaluation.prompts: a prompt is empty"
     yield from fields_problems("evaluation.fields", settings.fields)
+    if settings.function is not None and (problem := function_problem(settings.function)):
+        yield f"evaluation.function={settings.function}: {problem}"
     if settings.greedy and settings.samples > 1:
         yield (
             f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"

@@ -369,12 +369,18 @@ ARCHITECTURES: Mapping[str, str] = _CAUSAL | _SCALAR
 """Hugging Face architecture to the name of its reader."""
 
 
-def read_config(config: Mapping[str, Any], origin: str) -> ModelShape:
+def read_config(config: Any, origin: str) -> ModelShape:
     """The shape that a Hugging Face configuration describes; `origin` (a path or key) names it in errors.
 
-    Raises ConfigError for an architecture that is not known, a missing entry, or a variant that is not supported.
+    Raises ConfigError for what is no configuration, an architecture that is not known, a missing entry, or a variant that is
+    not supported.
     """
-    architecture = next(iter(config.get("architectures") or ["<none>"]))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{origin}: a config.json is an object of entries, got {type(config).__name__}")
+    named = config.get("architectures") or ["<none>"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ConfigError(f"{origin}: architectures={named!r}: must be a list of names")
+    architecture = named[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"{origin}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
     try:

@@ -1,9 +1,13 @@
-"""What a server that was killed leaves behind on its machine: the shared memory between Triton and its Python helpers."""
+"""What a server that was killed leaves behind on its machine: the shared memory between Triton and its Python helpers, and
+their directories.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -11,8 +15,8 @@ import psutil
 _PLACE = Path("/dev/shm")
 
 
-def claim_shared_memory() -> None:
-    """Say that this process has PyTriton set some up, and free that of processes which said so and were killed.
+def claim_leftovers() -> None:
+    """Say that this process has PyTriton set something up, and remove that of processes which said so and were killed.
 
     Containers may share their machine's memory, but not its process ids: those of this process's own world alone are judged.
     """
@@ -21,14 +25,31 @@ def claim_shared_memory() -> None:
     for claim in _PLACE.glob(_claim("*").name):
         pid = int(claim.name.rpartition("-")[2])
         if not psutil.pid_exists(pid):
-            remove_shared_memory(pid)
+            remove_leftovers(pid)
 
 
-def remove_shared_memory(pid: int) -> None:
-    """Free what an ended process, or this one, had PyTriton set up."""
+def claim_directories(directories: Iterable[Path]) -> None:
+    """Have these removed with the rest of this process's, instead of those of an earlier call."""
+    with contextlib.suppress(PermissionError):
+        _claim(os.getpid()).write_text("".join(f"{directory}\n" for directory in directories))
+
+
+def remove_leftovers(pid: int) -> None:
+    """Remove what an ended process, or this one, had PyTriton set up."""
+    for directory in _directories(_claim(pid)):
+        shutil.rmtree(directory, ignore_errors=True)
     for file in (*_PLACE.glob(f"pytrtion{pid}-*"), _claim(pid)):  # PyTriton's spelling
         with contextlib.suppress(PermissionError):  # another user's process had that number
             file.unlink(missing_ok=True)
+
+
+def _directories(claim: Path) -> list[str]:
+    """Those that a claim of this user's names: anyone may write to the place."""
+    try:
+        with os.fdopen(os.open(claim, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
+            return file.read().splitlines() if os.fstat(file.fileno()).st_uid == os.geteuid() else []
+    except OSError:
+        return []
 
 
 def _claim(pid: int | str) -> Path:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from aligner.config.families import read_config
 from aligner.config.gguf_header import gguf_shape
@@ -29,16 +30,21 @@ def directory_shape(directory: Path, key: str, coming: Coming = NOTHING) -> Mode
     """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
     if (shape := coming.get(str(directory))) is not None:
         return shape
+    return read_config(directory_config(directory, key), f"{key}={directory}")
+
+
+def directory_config(directory: Path, key: str) -> dict[str, Any]:
+    """The content of a Hugging Face model directory's `config.json`, which `read_config` looks into."""
     file = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(f"{key}={directory}: no such model directory")
     if not file.is_file():
         raise ConfigError(f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory")
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{key}={directory}: its config.json is not valid JSON ({error})") from error
-    return read_config(content, f"{key}={directory}")
+    return content
 
 
 def random_reward_models(config: Config) -> Coming:

@@ -33,8 +33,12 @@ def _table(section: Section) -> str:
 
 def _may_change() -> str:
     rows = [f"| {', '.join(f'`{pattern}`' for pattern in patterns.split())} | {why} |" for patterns, why in MAY_CHANGE]
-    title = "### What a resumed run may have otherwise\n\nAll other keys must have the values that the run was started with.\n"
-    return "\n".join([title, "| keys | |\n|---|---|", *rows])
+    title = "### What a resumed run may have otherwise\n"
+    others = (
+        "All other keys must have the values that the run was started with, but for those that `run.changes` names; what made"
+        " the model never changes.\n"
+    )
+    return "\n".join([title, others, "| keys | |\n|---|---|", *rows])
 
 
 def reference() -> str:

@@ -39,6 +39,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
 )
 """Keys that a resumed run may have otherwise than it was started with, as patterns, and why."""
 
+_OF_THE_MODEL = "model.source model.package model.config.* model.initializer_std dry_run.scale dry_run.models.*"
+"""What the run's models were made by. They are made once, so that another value would be accepted and not be heeded."""
 _SHOWN = 30
 
 
@@ -94,23 +96,34 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     if unknown := [name for name in config.run.changes if not _is_key(name)]:
         yield f"run.changes: no such key: {', '.join(unknown)}; keys are listed in docs/configuration.md"
     own, given = _flat(started), _flat(config)
+    changed = [key for key in sorted(own.keys() | given.keys()) if own.get(key) != given.get(key)]
+    fixed = [key for key in changed if _makes_the_model(key, started)]
     found = [
         f"  {key}: {_shown(own, key)} -> {_shown(given, key)}"
-        for key in sorted(own.keys() | given.keys())
-        if own.get(key) != given.get(key) and not _may_change(key, own.get(key), given.get(key), config.run.changes)
+        for key in changed
+        if key in fixed or not _may_change(key, own.get(key), given.get(key), config.run.changes)
     ]
     if not found:
         return
     more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    made = [f"  the model was made by {', '.join(fixed)}: these cannot change, whatever run.changes names"] if fixed else []
+    way = " name in run.changes=[KEY,...] what you mean to change," if len(found) > len(fixed) else ""
     where = run_paths(config).config
     yield "\n".join(
         [
             f"run.resume={config.run.resume}: the run was started with other values ({where} -> this launch's):",
             *found[:_SHOWN],
             *more,
-            "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
+            *made,
+            f"  give the run's own,{way} or start another run",
         ]
     )
+
+
+def _makes_the_model(key: str, started: Config) -> bool:
+    if key == "seed":  # which draws a random model's weights
+        return started.model.source == "random"
+    return any(fnmatchcase(key, pattern) for pattern in _OF_THE_MODEL.split())
 
 
 def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:

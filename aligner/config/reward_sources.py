@@ -16,6 +16,7 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.model_source import NOTHING, Coming, directory_shape
 from aligner.config.normalization import read_normalization
 from aligner.config.schema import Config, Parallel, Reward
+from aligner.config.scoring_functions import function_problem
 from aligner.errors import ConfigError
 
 _SHORTEST_TIMEOUT_S = 0.1
@@ -189,6 +190,8 @@ def _value_problem(entry: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str) or not value:
         return f"expected text, got {type(value).__name__}"
+    if entry == "function":
+        return function_problem(value)
     return _url_problem(value) if entry == "url" else None
 
 

@@ -28,6 +28,10 @@ class Place:
         """Its nodes' places in the component."""
         return range(self.first_node, self.first_node + self.nodes)
 
+    def meets(self, other: Place) -> bool:
+        """Whether both are on some node."""
+        return self.component == other.component and not {*self.node_range}.isdisjoint(other.node_range)
+
 
 @dataclass(frozen=True)
 class Component:
@@ -48,6 +52,10 @@ class Layout:
 
     components: tuple[Component, ...]
     places: dict[str, Place]
+
+    def is_shared(self, place: Place) -> bool:
+        """Whether more than one role or server group has ranks on the nodes of a place."""
+        return sum(place.meets(other) for other in self.places.values()) > 1
 
 
 def role_of(group: str) -> str:
@@ -119,8 +127,9 @@ def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
     key = f"cluster.slurm.roles.{role}.devices"
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
-    found = list(numbers(text))
-    if not found or max(found) >= most or len(set(found)) < len(found):
+    is_known = all(int(end) < most for end in re.findall(r"\d+", text))  # first of all: a range may be too long to write out
+    found = list(numbers(text)) if is_known else []
+    if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={text}: allowed are different ones from 0 to {most - 1} (cluster.devices_per_node={most})")
     return tuple(found)
 

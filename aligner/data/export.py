@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.config.families import read_config
 from aligner.config.lora import adapter_map
-from aligner.config.model_source import directory_shape
+from aligner.config.model_source import directory_config
 from aligner.config.normalization import NORMALIZATION
 from aligner.config.paths import RunPaths, complete_steps
 from aligner.config.schema import Lora
@@ -30,6 +30,7 @@ from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
 from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
 from aligner.errors import AlignerError, ConfigError
+from aligner.files import asked_for
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -155,8 +156,8 @@ def _checkpoint_source(directory: Path) -> Source:
 
 def _directory_source(directory: Path) -> Source:
     """A Hugging Face directory, whose tensors are taken as they are."""
-    config = json.loads((directory / "config.json").read_text())
-    shape = directory_shape(directory, "SOURCE")
+    config = directory_config(directory, "SOURCE")
+    shape = read_config(config, f"SOURCE={directory}")
     head: Head = "scalar" if config["architectures"][0].endswith("ForSequenceClassification") else "vocabulary"
     if problems := weight_problems(directory, weight_table(shape, head)):
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
@@ -189,29 +190,43 @@ def export(
     """Write a Hugging Face directory; returns what the user should know of it, such as a tokenizer that was not found.
 
     `dtype` is one of EXPORT_DTYPES, as stored where None; integers stay what they are. `progress` is told the bytes
-    written, and those to write. Raises ConfigError where `output` exists.
+    written, and those to write. Raises ConfigError where `output` exists or cannot be written.
     """
     if output.exists():
         raise ConfigError(f"{output}: exists already; give a directory that does not")
     wanted = None if dtype is None else EXPORT_DTYPES[dtype]
     entries = [_converted(entry, wanted) for entry in source.entries]
     temporary = output.absolute().parent / f".{output.name}.{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
+    with asked_for(output):
+        temporary.mkdir(parents=True)
     try:
-        _write_weights(entries, source.read, temporary, max_shard_bytes, progress)
-        config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
-        names = {value: key for key, value in EXPORT_DTYPES.items()}
-        config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        notices = _copy_companions(source.companions, temporary)
-        if (source.directory / NORMALIZATION).is_file():
-            shutil.copyfile(source.directory / NORMALIZATION, temporary / NORMALIZATION)
+        with asked_for(output):
+            notices = _write_all(source, entries, temporary, max_shard_bytes, progress)
         try:
             temporary.rename(output)
         except OSError as error:
             raise ConfigError(f"{output}: {error.strerror}; it was made by someone else in the meantime") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return notices
+
+
+def _write_all(
+    source: Source,
+    entries: Sequence[TensorEntry],
+    directory: Path,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None],
+) -> list[str]:
+    """Weights, configuration and what lies beside them; what the user should know of it."""
+    _write_weights(entries, source.read, directory, max_shard_bytes, progress)
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    names = {value: key for key, value in EXPORT_DTYPES.items()}
+    config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    notices = _copy_companions(source.companions, directory)
+    if (source.directory / NORMALIZATION).is_file():
+        shutil.copyfile(source.directory / NORMALIZATION, directory / NORMALIZATION)
     return notices
 
 

@@ -126,11 +126,11 @@ def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptTe
 
 
 def _metadata(record: Record) -> dict[str, Any]:
-    """What goes to the scorer with a prompt's samples. Raises BadRecord for what JSON does not have, such as bytes."""
+    """What goes to the scorer with a prompt's samples. BadRecord for what JSON or UTF-8 does not have, such as bytes."""
     metadata = {name: value for name, value in record.values.items() if name not in ("prompt", "messages")}
     for name, value in metadata.items():
         try:
-            json.dumps(value)
+            json.dumps({name: value}, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
             raise BadRecord(f"{record.origin}: `{name}` cannot go to a scorer with the prompt: {error}") from error
     return metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from aligner.config.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 from aligner.config.schema import Data
+from aligner.data.user_code import imported
 from aligner.errors import ConfigError
 
 Example = TypeVar("Example")
@@ -173,12 +173,12 @@ def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
 def _function_lines(path: Path, key: str) -> Iterator[Line]:
     module, _, name = str(path).removeprefix(FUNCTION).partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        function = imported(module, name)
+    except ConfigError as error:
         raise ConfigError(f"{key}{path}: {error}; give {FUNCTION}MODULE:CALLABLE") from error
     try:
         records = list(function())
-    except Exception as error:  # the function is the user's, and fails in its own ways
+    except (Exception, SystemExit) as error:  # the function is the user's, and fails in its own ways
         raise ConfigError(f"{key}{path}: it failed with {type(error).__name__}: {error}") from error
     if not records:
         raise ConfigError(f"{key}{path}: it gives no record")

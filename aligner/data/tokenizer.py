@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from aligner.data.chat import ChatTemplate
-from aligner.data.model_directory import read_shape
+from aligner.data.model_directory import read_shape, stored_tokenizer
 from aligner.errors import AlignerError, ConfigError
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own.
+
+    Raises ConfigError for a file that is no tokenizer's.
+    """
+    tokenizer = stored_tokenizer(directory)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -39,7 +42,11 @@ class Tokenizer:
         return ChatTemplate(self.directory)
 
     def encode(self, text: str) -> Tensor:
-        """int64 [P]; AlignerError where the vocabulary cannot express the text, naming the characters it lacks."""
+        """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a character
+            raise AlignerError(f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}") from error
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         # tokenizers raises nothing more specific than Exception.

@@ -23,6 +23,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
+from aligner.files import asked_for
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,8 @@ def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
         advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
         raise ConfigError(f"{output}: {advice}")
     temporary = output.parent / f".{output.name}.{uuid.uuid4().hex}"
-    try:
+    with asked_for(output):
         file = temporary.open("x", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     try:
         with file:
             yield file

@@ -18,7 +18,7 @@ from aligner.config.placement import placements
 from aligner.config.reward_sources import describe_sources, reward_sources
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
-from aligner.files import write_file
+from aligner.files import asked_for, write_file
 from aligner.observability.figures import metric_plots, timeline_plots
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.observability.summary import WINDOW, window_mean
@@ -47,7 +47,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """Write the page of a run that has ended, was killed or goes on; returns its path.
 
     `trace.json` is written anew too, but for a run directory that is not ours to write to. Raises ConfigError where `run` is
-    no run directory, or plotly is not installed.
+    no run directory, the page cannot be written, or plotly is not installed.
     """
     if importlib.util.find_spec("plotly") is None:
         raise ConfigError("aligner report needs the plotly package; install the report extra: pip install 'aligner[report]'")
@@ -58,8 +58,9 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     target = paths.report if output is None else output
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no directory {target.parent}")
-    spans = write_trace(paths) if os.access(run, os.W_OK) else read_spans(paths)
-    write_file(target, render(config, paths, spans))
+    with asked_for(target):
+        spans = write_trace(paths) if os.access(run, os.W_OK) else read_spans(paths)
+        write_file(target, render(config, paths, spans))
     return target
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from aligner.config.scoring_functions import RULES, function_place, function_problem
+from aligner.data.user_code import imported
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.rewards.math_checker import require_math_verify
-from aligner.rewards.verifiers import RULES, Rule, Unverifiable
+from aligner.rewards.verifiers import Rule, Unverifiable
 
 
 @dataclass(frozen=True)
@@ -73,35 +74,28 @@ def _verified(rule: Rule, request: ScoringRequest) -> bool:
         raise ScoringError(f"{error}; {_shown([request])}") from error
 
 
-BUILT_IN: Mapping[str, Scorer] = {
-    "digit_fraction": digit_fraction,
-    "sentiment": sentiment,
-    **{name: verifier(rule) for name, rule in RULES.items()},
-}
-
-
 def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
     """A built-in scorer by its name, or any other by `module:callable`.
 
     Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or what it needs is not
     installed.
     """
-    if name in BUILT_IN:
-        if name == "sentiment":
-            _sentiment_analyzer()
-        if name == "math":
-            require_math_verify(key)
-        return BUILT_IN[name]
-    module, separator, attribute = name.partition(":")
-    if not (module and separator and attribute):
-        raise ConfigError(f"{key}={name}: must be one of {', '.join(sorted(BUILT_IN))}, or module:callable")
+    place = function_place(name)
+    if place is None:
+        raise ConfigError(f"{key}={name}: {function_problem(name)}")
+    if name == "sentiment":
+        _sentiment_analyzer()
+    if name == "math":
+        require_math_verify(key)
+    module, attribute = place
     try:
-        scorer = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        scorer = imported(module, attribute)
+    except ConfigError as error:
         raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
     if not callable(scorer):
         raise ConfigError(f"{key}={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
-    return scorer
+    found: Scorer = verifier(scorer) if name in RULES else scorer
+    return found
 
 
 def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:

@@ -110,12 +110,3 @@ def _entry(metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise Unverifiable(f"its `{name}` is {value!r}, must be {wanted}")
     return value
-
-
-RULES: Mapping[str, Rule] = {
-    "exact_match": exact_match,
-    "format": format_matches,
-    "gsm8k": gsm8k,
-    "length": length,
-    "math": math,
-}

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,14 +34,22 @@ def _thread(name: str) -> Executor:
 
 
 @dataclass(frozen=True)
+class _Progress:
+    """Where drawing has come to: what a batch, or what was saved with a checkpoint, goes on from."""
+
+    position: int = 0
+    """Prompts taken from the stream."""
+    under_way: tuple[Straggler, ...] = ()
+    """Those of them that were left behind."""
+
+
+@dataclass(frozen=True)
 class _Drawn:
     """A batch that has been drawn."""
 
     rollout: Rollout
-    position: int
-    """Prompts taken from the stream by then."""
-    under_way: tuple[Straggler, ...]
-    """Prompts that it left behind."""
+    progress: _Progress
+    """Where it has come to."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,12 @@ class Pipeline:
         """Rank 0's, in the order of their steps."""
         self._next = 0
         """The first step whose batch has not been begun."""
-        self._position = 0
-        """Prompts taken from the stream by the batches that were taken."""
+        self._taken = _Progress()
+        """Where the batches that were taken have come to."""
         self._held: list[_Batch] = []
         """What the checkpoint that was begun holds."""
-        self._held_from = 0
-        """Prompts taken from the stream by the batches before them."""
+        self._held_from = _Progress()
+        """Where the batches before them had come to."""
 
     @property
     def is_ahead(self) -> bool:
@@ -148,12 +156,12 @@ class Pipeline:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
         if not self.is_ahead:
             rollout = self._rollouts.take()
-            self._position = self._rollouts.position
+            self._taken = _Progress(self._rollouts.position)
             return rollout
         taken: list[_Drawn] = []
         together(lambda: None if self._ahead is None else taken.append(self._batches.popleft().drawn.result()))
         if taken:
-            self._position = taken[0].position
+            self._taken = taken[0].progress
         return self._shared(taken[0].rollout if taken else None)
 
     def close(self) -> None:
@@ -173,7 +181,7 @@ class Pipeline:
         What the newest weights draw can be drawn again.
         """
         self._held = [batch for batch in self._batches if batch.step < step + self._settings.steps_ahead]
-        self._held_from = self._position
+        self._held_from = self._taken
 
     def finish_save(self, directory: Path) -> int:
         """Write the batches, once they are drawn; rank 0 does.
@@ -187,8 +195,7 @@ class Pipeline:
 
         Raises AlignerError when that was drawn further ahead than `rollout.max_staleness` allows.
         """
-        self._rollouts.position = self._position = position
-        self._next = step
+        self._rollouts.position, self._taken, self._next = position, _Progress(position), step
         if self._ahead is not None:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
@@ -197,22 +204,23 @@ class Pipeline:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
-        return _Drawn(self._ahead.take(), self._ahead.position, self._ahead.under_way)
+        return _Drawn(self._ahead.take(), _Progress(self._ahead.position, self._ahead.under_way))
 
     def _write(self, directory: Path) -> int:
         held, self._held = [batch.drawn.result() for batch in self._held], []
-        if not held:
-            return self._held_from
+        progress = held[-1].progress if held else self._held_from
+        if not held and not progress.under_way:
+            return progress.position
         directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for place, drawn in enumerate(held):
             tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn.rollout).items()}
-        left, under_way = to_saved(held[-1].under_way)
+        left, under_way = to_saved(progress.under_way)
         tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
         write_file(directory / _TENSORS, to_bytes(tensors))
         batches = [_to_json(drawn.rollout) for drawn in held]
         write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
-        return held[-1].position
+        return progress.position
 
     def _read(self, directory: Path, step: int) -> None:
         is_another_ranks = self.is_ahead and self._ahead is None
@@ -241,10 +249,11 @@ class Pipeline:
             )
         if self._ahead is not None:
             self._ahead.under_way = under_way
+        self._taken = replace(self._taken, under_way=under_way)
         for place, batch in enumerate(batches):
             rollout = _from_tensors(_part(tensors, f"{place}"), batch, self._pad_token_id)
             done: Future[_Drawn] = Future()
-            done.set_result(_Drawn(rollout, self._position, under_way))  # all of it was drawn before any of it is taken
+            done.set_result(_Drawn(rollout, self._taken))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
 
     def _shared(self, rollout: Rollout | None) -> Rollout:

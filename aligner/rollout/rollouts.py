@@ -181,17 +181,21 @@ class Rollouts:
     def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
         """The next `count` prompts that are complete, and all their samples; others may stay under way.
 
-        What the generator refuses is asked for again prompt by prompt; those that are refused again are left out.
+        What the generator refuses is asked for again prompt by prompt; those that are refused again are left out, and others
+        take their places.
         """
-        was_refused = False
+        was_refused, may_skip = False, self._settings.max_skipped_prompts if self._is_alone else 0
         while True:
             self._admit(count + self._settings.spare_prompts)
             try:
                 further = self._taken_further(self._under_way, count)
                 break
             except RefusedError:
-                left, may_skip = len(self._under_way), self._is_alone and self._settings.max_skipped_prompts
-                if not may_skip or not self._leave_out() or (was_refused and len(self._under_way) == left):
+                if not may_skip:
+                    raise
+                left = len(self._under_way)
+                self._leave_out()
+                if self._skipped > may_skip or (was_refused and len(self._under_way) == left):
                     raise
                 was_refused = True
         complete, rest = divided(further, count, self._settings.max_deferrals)
@@ -215,8 +219,8 @@ class Rollouts:
             samples = self._sampler.carry_on(begun, each, self._options, Enough(count, due))
         return taken_further(stragglers, samples)
 
-    def _leave_out(self) -> bool:
-        """Drop the prompts that are refused alone too; whether any is left."""
+    def _leave_out(self) -> None:
+        """Drop the prompts that are refused alone too."""
         kept = []
         for straggler in self._under_way:
             try:
@@ -226,7 +230,6 @@ class Rollouts:
                 _log.warning("prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error)
         self._skipped += len(self._under_way) - len(kept)
         self._under_way = tuple(kept)
-        return bool(kept)
 
     def _informative(self, asked: _Asked) -> Tensor:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""

@@ -14,19 +14,27 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.errors import AlignerError
-from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient
+from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
 from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
 from aligner.servers.generator_client import GeneratorClient
 
 
 def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
-    """Every future's result, or the first error; none is left unread."""
-    results, error = [], None
+    """Every future's result, or the first error; none is left unread.
+
+    What could not be scored is NaN where anything could: what a step leaves out does not hang on how it was cut into requests.
+    """
+    results, error, unscored = [], None, []
     for future in futures:
         try:
             results.append(future.result())
+        except UnscoredError as refused:
+            results.append(torch.full((refused.rows,), torch.nan))
+            unscored.append(str(refused))
         except Exception as problem:
             error = error or str(problem)
+    if unscored and len(unscored) == len(futures):
+        error = unscored[0]
     return results, error
 
 

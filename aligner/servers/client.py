@@ -102,10 +102,10 @@ class RemoteClient:
             raise AlignerError(f"{count} answers of the {self._role} server were never consumed")
 
     def close(self) -> None:
-        """Give up what is under way, and hang up. Warns of answers that were never looked at."""
+        """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
         self._closing.set()
-        self._parallel.shutdown()
         self._replicas.close()
+        self._parallel.shutdown()
         if self._outstanding:
             warnings.warn(
                 f"{len(self._outstanding)} answers of the {self._role} server were never consumed", ResourceWarning, 2
@@ -154,6 +154,14 @@ class RemoteClient:
         return [slice(first, first + self._max_batch_size) for first in range(0, lengths.shape[0], self._max_batch_size)]
 
 
+class UnscoredError(RefusedError):
+    """Not one of a request's rows could be scored."""
+
+    def __init__(self, refused: RefusedError, rows: int) -> None:
+        super().__init__(refused.role, refused.address, refused.kind, refused.message)
+        self.rows = rows
+
+
 class RewardClient(RemoteClient):
     """The reward servers."""
 
@@ -177,7 +185,7 @@ class RewardClient(RemoteClient):
         """Scores float32 [B] of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
 
         `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
-        for once more, so many rows at a time: those that are refused again are NaN, if there are others.
+        for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
         """
         score = self._score if rows_apart is None else functools.partial(self._score_apart, rows_apart)
         return self._future(self._parallel, score, tokens, lengths, prompt_lengths, metadata)
@@ -197,7 +205,7 @@ class RewardClient(RemoteClient):
                 except RefusedError as error:
                     _log.warning("samples are left out: %s", error)
             if scores.isnan().all():
-                raise refused
+                raise UnscoredError(refused, len(scores)) from None
             return scores
 
     def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:

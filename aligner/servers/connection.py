@@ -85,6 +85,7 @@ class Connection:
         self._local = threading.local()
         self._clients: list[Any] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float) -> dict[str, NDArray]:
         """The endpoint's outputs for these inputs. Raises TransportError, or RemoteError with the server's own words."""
@@ -98,6 +99,8 @@ class Connection:
             response = self._client().infer(endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers)
         except InferenceServerException as error:
             raise self._told(endpoint, error, timeout_s) from None
+        except ValueError as error:  # gRPC's for a call on a channel that was closed before it
+            raise self._hung_up() if self._is_closed else error from None
         return {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
 
     def check_ready(self, timeout_s: float) -> None:
@@ -114,8 +117,9 @@ class Connection:
         return RemoteError(self.role, self.address, kind, message)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up: requests under way end with an error, as further ones do."""
         with self._lock:
+            self._is_closed = True
             clients, self._clients = self._clients, []
         for client in clients:
             client.close()
@@ -123,10 +127,15 @@ class Connection:
     def _client(self) -> Any:
         """This thread's client: tritonclient's objects are not to be shared."""
         if not hasattr(self._local, "client"):
-            self._local.client = triton.InferenceServerClient(self.address, channel_args=_CHANNEL, **self._tls)
             with self._lock:
+                if self._is_closed:
+                    raise self._hung_up()
+                self._local.client = triton.InferenceServerClient(self.address, channel_args=_CHANNEL, **self._tls)
                 self._clients.append(self._local.client)
         return self._local.client
+
+    def _hung_up(self) -> RemoteError:
+        return self.error("Closed", "the request was not sent: the connection is closed")
 
     def _told(self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float) -> RemoteError:
         status, message = str(error.status() or ""), str(error.message())

@@ -154,7 +154,7 @@ class CriticRank:
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
-        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the last complete one's step."""
+        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the step of the last begun so."""
         saving, self._saving = self._saving, None
         self._model.finish_save()
         if saving is not None:
@@ -167,9 +167,14 @@ class CriticRank:
     def checkpoint(
         self, step: int | None = None, sequence_number: int | None = None, run_id: str | None = None
     ) -> dict[str, Any]:
-        """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete."""
+        """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete.
+
+        One that the trainer has begun is complete then, and is still the one that it finds finished.
+        """
         begun = self.begin_checkpoint(self._model.version if step is None else step, sequence_number, run_id)
+        finished = self._finished
         self.finish_checkpoint()
+        self._finished = finished
         return begun
 
     def restore(self, step: int, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:

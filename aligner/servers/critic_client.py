@@ -179,10 +179,9 @@ class CriticClient(RemoteClient):
             self._journal.keep(bases[0].updates, self._updates - 1)
 
     def close(self) -> None:
-        """Give up what is under way, and hang up. Warns of answers that were never looked at."""
-        self._closing.set()
-        self._ordered.shutdown()
+        """See `RemoteClient`."""
         super().close()
+        self._ordered.shutdown()
 
     def _values(self, tokens: Tensor, lengths: Tensor, after: Future[Any] | None, updates: int) -> Tensor:
         return self._answers(CRITIC_INFER, tokens, lengths, None, after, updates)[0]

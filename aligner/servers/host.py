@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import threading
@@ -18,7 +17,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import claim_shared_memory, remove_shared_memory
+from aligner.config.leftovers import claim_directories, claim_leftovers, remove_leftovers
 from aligner.config.ports import http_address
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError, TransientError
@@ -69,11 +68,14 @@ class TritonHost:
         """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
         from pytriton.model_config import ModelConfig
         from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
+        from pytriton.utils.workspace import Workspace
 
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         ensure_server_environment()
-        claim_shared_memory()
+        claim_leftovers()
+        workspace = Workspace()
+        claim_directories([workspace.path])
         here = self.endpoint
         self._triton = Triton(
             config=TritonConfig(
@@ -91,6 +93,7 @@ class TritonHost:
                 grpc_http2_max_ping_strikes=0,
                 **self._guard.triton_settings(),
             ),
+            workspace=workspace,
             security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
         )
         # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
@@ -107,6 +110,7 @@ class TritonHost:
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
+        before = _environments()
         try:
             self._triton._run_server()  # run() does this and connects; a Triton that ends in between is known only here
             with _interrupted_when_triton_ends():
@@ -114,6 +118,8 @@ class TritonHost:
         except (Exception, _TritonEnded) as error:  # often that of the HTTP client which lost Triton
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
+        finally:
+            claim_directories([workspace.path, *_model_folders(_triton_processes()), *(_environments() - before)])
         self._processes = _triton_processes()
 
     def check(self) -> None:
@@ -131,7 +137,6 @@ class TritonHost:
         if self._triton is None:
             return
         processes = _triton_processes()
-        folders = _model_folders(processes)
         if processes:
             # It asks Triton to end, and would then spend seconds on threads and helpers that end with this process anyway.
             threading.Thread(target=self._triton.stop, daemon=True).start()
@@ -139,9 +144,12 @@ class TritonHost:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        remove_shared_memory(os.getpid())
+        remove_leftovers(os.getpid())
+
+
+def _environments() -> set[Path]:
+    """Where Triton's Python backends would unpack environments, of which we give it none: empty, and left where they are."""
+    return set(Path("/tmp").glob("python_env_*"))  # Triton's own choice, whatever TMPDIR says
 
 
 class _TritonEnded(BaseException):

@@ -121,6 +121,13 @@ def _own_experiment(directory: Path, name: str, text: str) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"run: {name: caf\xe9}\n", b"3\n", b"[" * 3000, b"{"])
+def test_a_runs_configuration_that_is_no_yaml_mapping_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: "):
+        load_config(tmp_path / "config.yaml")
+
+
 def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
     directory = _own_experiment(tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n")
     config = compose_config(["experiment=mine"], directory)
@@ -154,3 +161,20 @@ def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(tmp_path: Pat
 def test_a_users_experiment_may_not_shadow_a_built_in_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experiment tiny_ppo exists already"):
         compose_config([TINY], _own_experiment(tmp_path, "tiny_ppo", "run: {steps: 7}\n"))
+
+
+@pytest.mark.parametrize("time", ["12:00:00", "90:00", "1-00:00:00", "90"])
+def test_a_time_in_a_file_is_what_it_is_on_the_command_line(tmp_path: Path, time: str) -> None:
+    (tmp_path / "cluster").mkdir()
+    own = f"# @package _global_\ndefaults: [slurm, _self_]\ncluster: {{slurm: {{time: {time}}}}}\n"
+    (tmp_path / "cluster" / "mine.yaml").write_text(own)
+    from_file = compose_config([TINY, "cluster=mine"], tmp_path)
+    assert from_file.cluster.slurm.time == time
+    assert compose_config([TINY, "cluster=slurm", f"cluster.slurm.time={time}"]).cluster == from_file.cluster
+    (tmp_path / "config.yaml").write_text(f"cluster: {{slurm: {{time: {time}}}}}\n")
+    assert load_config(tmp_path / "config.yaml").cluster.slurm.time == time
+
+
+def test_a_time_is_no_number_of_anything_else(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.steps=1:30: expected int, got str"):
+        compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 1:30}\n"))

@@ -38,6 +38,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ("online", {"evaluation": Evaluation(path="a.csv")}, "evaluation.path=a.csv: allowed are .jsonl and .txt files"),
         ("online", {"evaluation": Evaluation(path="a.jsonl")}, "evaluation.path=a.jsonl: no such file"),
         ("online", {"evaluation": Evaluation(fields={"prompt": 1})}, "evaluation.fields.prompt=1: expected the name"),
+        ("online", {"evaluation": Evaluation(function="nope")}, "evaluation.function=nope: must be one of digit_fraction, "),
         ("online", {"evaluation": Evaluation(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
         ("online", {"checkpoint": Checkpoint(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),
         ("dpo", {"checkpoint": Checkpoint(best_metric="eval/loss")}, "never evaluated; give data.held_out=ROWS"),

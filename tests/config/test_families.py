@@ -85,6 +85,8 @@ def test_an_older_configuration_reads_like_a_new_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM': must be a list of names"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "must be a list of names"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; supported: LlamaForCausalLM, Mistral"),
         ({"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
         (
@@ -101,6 +103,12 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match="origin: ") as caught:
         read_config(config, "origin")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[], "llama", 3, None])
+def test_what_is_no_configuration_is_refused_as_such(content):
+    with pytest.raises(ConfigError, match=r"^here: a config\.json is an object of entries, got (list|str|int|NoneType)$"):
+        read_config(content, "here")
 
 
 def test_every_architecture_has_a_language_model_and_a_scalar_head():

@@ -5,42 +5,60 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aligner.config.leftovers import claim_shared_memory, remove_shared_memory
+import pytest
+
+from aligner.config.leftovers import claim_leftovers, remove_leftovers
 
 _SERVER = """
 import os, sys, time
 from pathlib import Path
-from aligner.config.leftovers import claim_shared_memory
-claim_shared_memory()
+from aligner.config.leftovers import claim_directories, claim_leftovers
+claim_leftovers()
+claim_directories([Path(sys.argv[1])])
 Path(f"/dev/shm/pytrtion{os.getpid()}-region").touch()
 print("there", flush=True)
 time.sleep(60)
 """
 
 
-def server() -> tuple[subprocess.Popen[str], Path]:
-    """A process that has shared memory as a server has, and what it has."""
-    process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
+def server(directory: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has shared memory and a directory as a server has, and the shared memory."""
+    (directory / "model-store").mkdir(parents=True)
+    process = subprocess.Popen([sys.executable, "-c", _SERVER, str(directory)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "there\n"
     return process, Path(f"/dev/shm/pytrtion{process.pid}-region")
 
 
-def test_the_next_server_frees_the_shared_memory_of_killed_ones_and_of_no_other() -> None:
-    (killed, lost), (living, used) = server(), server()
+def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(tmp_path: Path) -> None:
+    (killed, lost), (living, used) = server(tmp_path / "lost"), server(tmp_path / "used")
     unknown = Path("/dev/shm/pytrtion999999999-region")  # of a process that none of ours was: perhaps another container's
     try:
         unknown.touch()
         killed.kill()
         killed.wait()
         assert lost.exists()
-        claim_shared_memory()
+        claim_leftovers()
         assert (lost.exists(), used.exists(), unknown.exists()) == (False, True, True)
+        assert [directory.name for directory in tmp_path.iterdir()] == ["used"]
         assert not list(Path("/dev/shm").glob(f"aligner-server-*-{killed.pid}"))
     finally:
         unknown.unlink()
         for process in (killed, living):
             process.kill()
             process.wait()
-            remove_shared_memory(process.pid)
-        remove_shared_memory(os.getpid())
-    assert not used.exists()
+            remove_leftovers(process.pid)
+        remove_leftovers(os.getpid())
+    assert not used.exists() and not [*tmp_path.iterdir()]
+
+
+def test_a_claim_of_another_user_names_no_directory_to_remove(tmp_path: Path) -> None:
+    process, _ = server(tmp_path / "kept")
+    process.kill()
+    process.wait()
+    (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}")
+    try:
+        os.chown(claim, 65534, 65534)
+    except PermissionError:
+        pytest.skip("only root gives a file to another user")
+    remove_leftovers(process.pid)
+    assert (tmp_path / "kept").exists() and not claim.exists()

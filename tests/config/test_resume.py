@@ -12,6 +12,7 @@ from aligner.config.checks import check
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.keys import schema_keys
 from aligner.config.resume import MAY_CHANGE, settled
+from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
 
 
@@ -73,6 +74,8 @@ def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume
         "  model.config.num_hidden_layers: 2 -> 3",
         "  run.steps: 40 -> 10",
         "  seed: 1 -> 7",
+        "  the model was made by model.config.new, model.config.num_hidden_layers, seed: these cannot change, whatever"
+        " run.changes names",
         "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
     ]
 
@@ -105,6 +108,29 @@ def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
     assert "beta1" in message and "learning_rate" not in message
     check(compose_config([*given, "run.changes=[actor.optimizer]"]))
     assert "run.changes: no such key: learning_rate" in refusal(*given, "run.changes=[actor.optimizer,learning_rate]")
+
+
+def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Path) -> None:
+    given = [*started(tmp_path / "run"), "run.resume=true"]
+    for changes, key, told in (
+        ("[model]", "model.config.num_hidden_layers=2", "model.config.num_hidden_layers: 4 -> 2"),
+        ("[model.config.hidden_size]", "model.config.hidden_size=32", "model.config.hidden_size: 64 -> 32"),
+        ("[model]", "model.initializer_std=0.5", "model.initializer_std: 0.05 -> 0.5"),
+        ("[model.source]", "model.source=gguf", 'model.source: "random" -> "gguf"'),
+        ("[seed]", "seed=7", "seed: 1 -> 7"),
+    ):
+        message = refusal(*given, key, f"run.changes={changes}")
+        name = told.partition(":")[0]
+        assert told in message
+        assert f"the model was made by {name}: these cannot change, whatever run.changes names" in message
+        assert message.endswith("  give the run's own, or start another run")
+
+
+def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> None:
+    model = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'other'}"]))
+    given = started(tmp_path / "run", "model.source=directory", f"model.path={tmp_path / 'before'}")
+    moved = [*given[:-1], f"model.path={model}", "seed=7", "run.resume=true"]
+    check(compose_config([*moved, "run.changes=[model.path,seed]"]))
 
 
 def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:

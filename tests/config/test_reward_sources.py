@@ -71,6 +71,9 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "+reward.sources.a.gain=much"], "reward.sources.a.gain=much: must be a finite number"),
         ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
         ([*COMBINED, "+reward.sources.b={kind: function, function: 3}"], "function=3: expected text, got int"),
+        (["reward.function=nope"], "reward.function=nope: must be one of digit_fraction, exact_match, format, gsm8k, length"),
+        (["reward.function=my_module:"], "reward.function=my_module:: must be one of digit_fraction"),
+        ([*COMBINED, "+reward.sources.b={kind: function, function: nope}"], "reward.sources.b.function=nope: must be one of"),
         (["reward=remote"], "reward.url: missing; kind=remote needs it"),
         (["reward=remote", "reward.url=judge:5000"], "reward.url=judge:5000: must be http://HOST[:PORT]/PATH"),
         (["reward=remote", "reward.url='http://a/b c'"], "reward.url=http://a/b c: must be http://HOST[:PORT]/PATH"),
@@ -97,6 +100,10 @@ def test_what_is_wrong_with_a_source_is_told_by_key(tmp_path, overrides, message
     with pytest.raises(ConfigError) as caught:
         check(compose(tmp_path, *overrides))
     assert message in str(caught.value)
+
+
+def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
+    check(compose(tmp_path, "reward.function=no_such_module:score", "evaluation.function=no_such_module:gold"))
 
 
 def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from aligner.config.slurm_layout import Place, slurm_layout
 from aligner.errors import ConfigError
 
 NODES = "cluster.slurm.roles"
+SCRIPTS = built_in_directory().parent / "launcher_scripts"
 REPLICAS_OF_4 = ("engine=tensorrt_llm", "engine.parallel.tensor=4", "engine.parallel.data=2")
 
 
@@ -129,6 +131,11 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         ([f"{NODES}.critic.beside=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
         ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
+        (
+            [f"{NODES}.trainer.devices=0-300000000000"],
+            "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones from 0 to 7",
+        ),
+        ([f"{NODES}.trainer.devices=3-0"], "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7"),
         ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
         (
             [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
@@ -191,18 +198,30 @@ def test_a_replica_within_a_node_or_of_the_embedded_engine_is_not_refused() -> N
     assert problems(*given, "cluster.devices_per_node=2", "engine=embedded") == ""
 
 
-def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
+def passed_on(tmp_path: Path, cluster: Path) -> list[str]:
+    """What the submit script calls `aligner` with, for a file that describes a cluster."""
     command = tmp_path / "aligner"
     command.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     command.chmod(0o755)
-    scripts = built_in_directory().parent / "launcher_scripts"
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_CLUSTER": str(scripts / "clusters/example_h100.sh")}
-    called = ["bash", scripts / "submit_slurm.sh", "tiny_ppo", "run.name=mine"]
-    given = subprocess.run(called, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_CLUSTER": str(cluster)}
+    called = ["bash", SCRIPTS / "submit_slurm.sh", "tiny_ppo", "run.name=mine"]
+    return subprocess.run(called, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
+    given = passed_on(tmp_path, SCRIPTS / "clusters/example_h100.sh")
     assert given[0] == "launch"
     config = compose_config(given[1:])
     assert config.cluster.slurm.sbatch == ["--exclusive", "--mem=0"]
     assert (config.cluster.slurm.partition, config.cluster.device_memory_gib, config.run.name) == ("gpu", 76, "mine")
+
+
+def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> None:
+    flags = ["--comment=it's a test", "--comment=two 'words'", r"--comment=a\b \' c\\", "--comment=a,b=[c]", '--comment="d"']
+    cluster = tmp_path / "cluster.sh"
+    cluster.write_text(f"SLURM_SBATCH=({' '.join(map(shlex.quote, flags))})\nSLURM_CONSTRAINT={shlex.quote(flags[0])}\n")
+    slurm = compose_config(passed_on(tmp_path, cluster)[1:]).cluster.slurm
+    assert (slurm.sbatch, slurm.constraint) == (flags, flags[0])
 
 
 def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:

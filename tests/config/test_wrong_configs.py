@@ -96,6 +96,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("model.source=directory model.path=gone", "model.path=gone: no such model directory"),
     ("model.source=directory model.path=empty", "model.path=empty: it has no config.json"),
     ("model.source=directory model.path=broken", "model.path=broken: its config.json is not"),
+    ("model.source=directory model.path=listed", "model.path=listed: a config.json is an object of entries, got list"),
     ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
     ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
     ("model.config.num_attention_heads=5", "64 does not divide by 5 attention heads"),
@@ -104,6 +105,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: must give preferences"),
     ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
+    ("reward.function=digits", "reward.function=digits: must be one of digit_fraction, ", "or module:callable"),
     # The run directory.
     ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
     ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
@@ -116,6 +118,9 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("--config-dir mine experiment=broken", "experiment/broken.yaml", "line 2", "',' or ']'"),
     ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
     ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
+    ("--config-dir mine experiment=circle", "experiment=circle: defaults that lead in a circle"),
+    ("--config-dir mine experiment=number", "experiment=number: Unsupported type in defaults : int"),
+    ("--config-dir latin experiment=latin", "latin/experiment/latin.yaml: 'utf-8' codec can't decode byte 0xe9"),
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
     # What a Slurm job could not be.
     ("cluster=slurm cluster.slurm.time=5", "cluster.slurm.time=5: the job is told to stop", "smaller grace_s"),
@@ -130,6 +135,8 @@ _EXPERIMENTS = {
     "typo": "run: {step: 3}",
     "type": "run: {steps: many}",
     "broken": "run: {steps: [3",
+    "circle": "defaults: [circle]",
+    "number": "defaults: [3]",
     "choice": "defaults: [{override /algorithm: nope}]",
     "twice": "run: {steps: 3}\nrun: {name: x}",
 }
@@ -149,9 +156,10 @@ _JUDGE = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("place")
-    files = {
+    files: dict[str, str | bytes] = {
         "bert/config.json": '{"architectures": ["BertForMaskedLM"]}',
         "broken/config.json": "{",
+        "listed/config.json": "[]",
         "empty/README": "no model",
         "short/config.json": json.dumps(_JUDGE | {"max_position_embeddings": 31}),
         "narrow/config.json": json.dumps(_JUDGE | {"vocab_size": 32}),
@@ -159,11 +167,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompts.csv": "prompt",
         "empty.txt": "",
         "mine/experiment/bare.yaml": "run: {steps: 3}\n",
+        "latin/experiment/latin.yaml": b"# @package _global_\nrun: {name: caf\xe9}\n",
     }
     files |= {f"mine/experiment/{name}.yaml": f"# @package _global_\n{text}\n" for name, text in _EXPERIMENTS.items()}
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
+        (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return directory
 
 

@@ -14,6 +14,7 @@ from aligner.data.export import export, find_source, parse_size
 from aligner.data.model_directory import check_model_directory, prepare_model
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import ConfigError
+from tests.small_disk import small_disk
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,6 +80,16 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/out: cannot be written: Not a directory"):
+        export(find_source(model), tmp_path / "file" / "out")
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(ConfigError, match=r"disk/out: cannot be written: No space left on device$"):
+            export(find_source(model), disk.directory / "out")
+        assert not [*disk.directory.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -88,6 +99,8 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_pa
         (lambda path: (path / "policy").mkdir(), "an incomplete checkpoint: manifest.json is missing"),
         (lambda path: (path / "rank_0.safetensors").touch(), "no complete checkpoint here: manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), "a config.json is an object of entries, got list"),
+        (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "its config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_text("{}"), "architecture <none> is not supported"),
         (lambda path: (path / "config.json").write_text(json.dumps(CONFIG)), "neither model.safetensors nor"),
     ],

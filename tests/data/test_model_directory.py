@@ -225,6 +225,14 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
         prepare_model(from_directory(copy))
 
 
+@pytest.mark.parametrize("content", [b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"])
+def test_a_file_that_is_no_tokenizer_is_named(copy, content):
+    (copy / "tokenizer.json").write_bytes(content)
+    for read in (lambda: prepare_model(from_directory(copy)), lambda: Tokenizer(copy)):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer: "):
+            read()
+
+
 @pytest.mark.system
 def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     pytest.importorskip("gguf")

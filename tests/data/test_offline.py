@@ -146,6 +146,8 @@ BAD_DEMONSTRATIONS = [
     ({"prompt": "a", "response": "abcd"}, r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'"),
     ({"prompt": "a" * 65, "response": "b"}, r"the prompt has 65 tokens, allowed: 1 to data\.max_prompt_tokens=64"),
     ({"prompt": "a", "response": "É"}, "lacks"),
+    ({"prompt": "a", "response": "b \ud83d"}, r"'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has"),
+    ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "it is not text that UTF-8 has"),
     ({"messages": []}, "`messages` is an empty list"),
     ({"messages": [USER]}, "messages: the last message is of the user, must be of the assistant"),
     ({"messages": [SHORT]}, "messages: the assistant's last message answers none"),

@@ -108,6 +108,12 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
         ("p.jsonl", "[1]\n", r"p\.jsonl:1: not a JSON object but list"),
         ("p.jsonl", '{"question": "a"}\n', r"p\.jsonl:1: needs a `prompt` key with a text; it has question"),
         ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: needs a `prompt` key with a text"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n{"prompt": "b", "answer": ["\\ud83d"]}\n',
+            r"p\.jsonl:2: `answer` cannot go to a scorer",
+        ),
+        ("p.jsonl", '{"prompt": "a", "\\ud83d": 1}\n', r"p\.jsonl:1: `.*` cannot go to a scorer"),
         ("p.csv", "a\n", r"unknown kind of file '\.csv'; allowed: \.jsonl, \.txt"),
     ],
 )
@@ -131,6 +137,10 @@ def failing():
     raise KeyError("answers.csv")
 
 
+def leaving():
+    raise SystemExit(3)
+
+
 def bare():
     return ["a"]
 
@@ -150,6 +160,7 @@ def test_a_function_gives_records(tokenizer):
         ("missing", r"has no attribute 'missing'; give function:MODULE:CALLABLE"),
         ("nothing", r":nothing: it gives no record"),
         ("failing", r":failing: it failed with KeyError: 'answers\.csv'"),
+        ("leaving", r":leaving: it failed with SystemExit: 3"),
         ("bare", r":bare\[0\]: expected a mapping of a record's fields, got str"),
         ("binary", r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON serializable"),
     ],
@@ -157,6 +168,13 @@ def test_a_function_gives_records(tokenizer):
 def test_a_function_that_gives_none_is_named(tokenizer, function, message):
     with pytest.raises(ConfigError, match=message):
         open_prompts(Data(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
+
+
+def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "broken_data.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give"):
+        open_prompts(Data(path="function:broken_data:f"), tokenizer, seed=1)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):

@@ -195,6 +195,8 @@ def save_critic(source: Path, directory: str) -> None:
         ("empty", "hi\n", (), "neither a run directory"),
         ("critic", "hi\n", (), "a value or reward model, which generates no text"),
         ("without tokenizer", "hi\n", (), "the model has no tokenizer: there is no "),
+        ("damaged config", "hi\n", (), "SOURCE=damaged config: its config.json is not valid JSON"),
+        ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a tokenizer: "),
         ("model", None, (), "cannot be read: "),
         ("model", "", (), "the file is empty"),
         ("model", "hi\n\nho\n", (), "prompts.txt:2: the prompt is empty"),
@@ -211,6 +213,12 @@ def save_critic(source: Path, directory: str) -> None:
             '{"text": "hi"}\n',
             ("--prompts-format", "jsonl"),
             "prompts.txt:1: needs a `prompt` key with a text; it has text",
+        ),
+        (
+            "model",
+            '{"prompt": "a"}\n{"prompt": "b \\ud83d"}\n',
+            ("--prompts-format", "jsonl"),
+            "prompts.txt:2: 'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
         ),
         ("model", "hi\n", ("--max-new-tokens", 64), "max_new_tokens=64: the model has 64 positions, prompt included"),
         ("model", "hi\n", ("--max-new-tokens", 0), "--max-new-tokens: 0: must be a whole number of at least 1"),
@@ -237,6 +245,9 @@ def test_what_can_not_be_generated_exits_2_and_leaves_nothing(
     if source == "without tokenizer":
         shutil.copytree(model("llama3"), source)
         Path(source, "tokenizer.json").unlink()
+    if source.startswith("damaged"):
+        shutil.copytree(model("llama3"), source)
+        Path(source, f"{source.removeprefix('damaged ')}.json").write_text("{")
     if source == "critic":
         save_critic(model("llama3"), source)
     if content is not None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from aligner.config.prerequisites import plan_run
 from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
+from aligner.launch.slurm import submit as submitting
 from aligner.launch.slurm.allocation import Nodes, read_allocation
 from aligner.launch.slurm.commands import PATIENT, slurm_command
 from aligner.launch.slurm.script import render_script
@@ -57,6 +61,22 @@ def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
     assert f"supervise '{tmp_path}/two words/run'" in script
 
 
+@pytest.mark.parametrize(
+    ("explicit", "cache"),
+    [("", "/home/a user/.cache/aligner"), ("/big/cache", "/big/cache"), ("mine", f"{Path.cwd()}/mine")],
+)
+def test_every_rank_has_the_cache_of_the_launch_wherever_its_home_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit: str, cache: str
+) -> None:
+    for name, value in {"HOME": "/home/a user", "XDG_CACHE_HOME": "", "ALIGNER_CACHE": explicit}.items():
+        monkeypatch.setenv(name, value)
+    script = render_script(config(tmp_path, "cluster.slurm.setup=['module load cuda']"))
+    before, _ = script.split("module load cuda")  # which may know better
+    elsewhere = {"PATH": os.environ["PATH"], "HOME": "/home/aligner"}
+    told = subprocess.run(["bash", "-c", f"{before}\nprintenv ALIGNER_CACHE"], env=elsewhere, capture_output=True, text=True)
+    assert told.stdout == f"{cache}\n"
+
+
 def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) -> None:
     script = render_script(config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres"))
     assert "hetjob" not in script
@@ -66,7 +86,9 @@ def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) ->
 def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
-    return srun_command(made, run_paths(made), role, slurm_layout(made).places[role], nodes, ranks, 6, "name-1", ["a", "b c"])
+    layout = slurm_layout(made)
+    cores = None if layout.is_shared(layout.places[role]) else 6
+    return srun_command(made, run_paths(made), role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"])
 
 
 def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
@@ -75,6 +97,17 @@ def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
     assert wanted | {"--kill-on-bad-exit=0", "--export=ALL", "--cpus-per-task=6"} <= {*command}
     assert command[-2:] == ["a", "b c"]
     assert not [flag for flag in command if flag.startswith("--container")]
+
+
+def test_steps_that_share_a_node_are_not_bound_to_the_same_cores(tmp_path: Path) -> None:
+    beside = ("cluster.slurm.roles.trainer.devices=0-5", "cluster.slurm.roles.critic.devices=6-7")
+    steps = {
+        role: step_of(tmp_path, role, 1, *beside, "cluster.slurm.roles.critic.beside=trainer")
+        for role in ("trainer", "critic", "reward")
+    }
+    for role in ("trainer", "critic"):
+        assert {"--whole", "--cpu-bind=none"} <= {*steps[role]} and "--cpus-per-task=6" not in steps[role]
+    assert "--cpus-per-task=6" in steps["reward"] and "--whole" not in steps["reward"]
 
 
 def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,25 +249,90 @@ def test_a_job_that_is_queued_again_already_is_not_refused(tmp_path: Path, monke
 def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
     stand_in(tmp_path, monkeypatch, "sbatch", refuses)
+    stand_in(tmp_path, monkeypatch, "squeue", "")
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
     with pytest.raises(ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"):
         submit(plan_run(compose_config(given)))
     assert not (tmp_path / "run").exists()
     paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
+            submit(plan_run(compose_config(given)))
+        assert not [*paths.root.iterdir()]
     (paths.checkpoints / "step_1").mkdir(parents=True)
     (paths.checkpoints / "step_1" / "manifest.json").write_text("{}")
     save_config(compose_config(given), paths.config)
     paths.job_script.write_text("as it was")
-    before = paths.config.read_text()
+    before, files = paths.config.read_text(), {*paths.root.iterdir()}
     with pytest.raises(ConfigError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(plan_run(compose_config([*given, "run.resume=true", "run.steps=99"])))
     assert (paths.config.read_text(), paths.job_script.read_text()) == (before, "as it was")
+    assert {*paths.root.iterdir()} == files
+
+
+ACCEPTS = '[ "$1" = --test-only ]'
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("exec sleep 60", r"sbatch --parsable \S+/run/job.sh: no answer within 0.5 s"),
+        (
+            'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',
+            "sbatch: Batch job submission failed: Socket timed out on send/recv operation",
+        ),
+    ],
+)
+def test_a_run_that_may_be_queued_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, said: str
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", f"{ACCEPTS} || {{ {answers}; }}")
+    stand_in(tmp_path, monkeypatch, "squeue", "")
+    monkeypatch.setattr(submitting, "_QUEUEING_S", 0.5)
+    given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", "run.name=mine"]
+    told = f"{said}: it is not known whether the job is queued; `squeue --me --name=mine` tells"
+    with pytest.raises(AlignerError, match=told):
+        submit(plan_run(compose_config(given)))
+    paths = RunPaths(tmp_path / "run")
+    assert all(path.exists() for path in (paths.config, paths.job_script, paths.access_key, paths.logs))
+    stand_in(tmp_path, monkeypatch, "sbatch", "echo 7")
+    submit(plan_run(compose_config([*given, "run.resume=auto"])))
+
+
+@pytest.mark.parametrize(
+    ("waits", "said", "is_kept"),
+    [
+        ("--test-only", "interrupted", False),
+        (
+            "--parsable",
+            "interrupted: it is not known whether the job is queued; `squeue --me --name=run` tells; where it is not, launch"
+            " again with run.resume=auto",
+            True,
+        ),
+    ],
+)
+def test_an_interrupted_launch_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str, said: str, is_kept: bool
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", f'[ "$1" != {waits} ] || {{ touch "$0.asked"; exec sleep 60; }}')
+    stand_in(tmp_path, monkeypatch, "squeue", "")
+    command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "sbatch.asked").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (130, f"aligner: error: {said}\n")
+    assert (tmp_path / "run" / "config.yaml").exists() == (tmp_path / "run").exists() == is_kept
 
 
 def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", 'env > "$0.env"; echo 7')
+    stand_in(tmp_path, monkeypatch, "squeue", "")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
     monkeypatch.setenv("SLURM_CONF", "here")
     submit(plan_run(compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])))

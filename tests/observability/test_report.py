@@ -205,6 +205,10 @@ def test_what_is_no_run_or_has_no_place_is_refused_by_name(
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     with pytest.raises(ConfigError, match=r"--output .*: there is no directory"):
         write_report(paths.root, tmp_path / "missing" / "page.html")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"folder: cannot be written: Is a directory"):
+        write_report(paths.root, tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"pip install 'aligner\[report\]'"):
         write_report(paths.root)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import builtins
+import sys
 
 import pytest
 
+from aligner.config.scoring_functions import FUNCTIONS, RULES
 from aligner.errors import ConfigError
 from aligner.rewards import scorers
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, digit_fraction, resolve_scorer
@@ -60,6 +62,12 @@ def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
         resolve_scorer("sentiment")
 
 
+@pytest.mark.parametrize("name", [name for name in (*FUNCTIONS, *RULES) if name != "math"])  # needs an extra
+def test_every_built_in_scorer_is_there(name):
+    (score,) = resolve_scorer(name)([ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})])
+    assert score == {"sentiment": 0.0}.get(name, 1.0)
+
+
 def test_a_scorer_is_found_by_import_path():
     assert resolve_scorer(f"{__name__}:fails_on_seven")(requests("1")) == [1.0]
 
@@ -68,6 +76,23 @@ def test_a_scorer_is_found_by_import_path():
 def test_an_unknown_scorer_is_refused_by_key(name):
     with pytest.raises(ConfigError, match=r"reward\.function="):
         resolve_scorer(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("def f(:", r"broken_scorer\.py:2: SyntaxError: invalid syntax;"),
+        ("raise SystemExit(3)", r"importing broken_scorer failed with SystemExit: 3;"),
+        ("table = {}['gold']", r"importing broken_scorer failed with KeyError: 'gold';"),
+        ("import no_such_package", r"No module named 'no_such_package';"),
+    ],
+)
+def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(tmp_path, monkeypatch, content, told):
+    (tmp_path / "broken_scorer.py").write_text(f"# mine\n{content}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^reward\.function=broken_scorer:f: .*{told}"):
+        resolve_scorer("broken_scorer:f")
+    assert "broken_scorer" not in sys.modules
 
 
 def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():

@@ -11,18 +11,19 @@ from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows
+from aligner.servers.client import UnscoredError
 from aligner.servers.connection import RefusedError, RemoteError, TransportError
 from tests.rollout.fakes import Digits, Scorers, Stream
 
 EACH = 2
 
 
-def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, **more):
+def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, **more):
     settings = Rollout(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
     return Rollouts(
         Stream(),
         engine or Digits(),
-        Scorers(mixed.__contains__),
+        services or Scorers(mixed.__contains__),
         settings,
         SamplingOptions(max_new_tokens=2),
         pad_token_id=0,
@@ -90,6 +91,37 @@ def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_t
     assert caplog.text.count("is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts") == 3
 
 
+def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out():
+    source = rollouts(mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_alone=True)
+    rollout = source.take()
+    assert [prompt.id for prompt in rollout.prompts[::EACH]] == [3, 4, 5, 6] and rollout.skipped == 3
+
+
+class Unable:
+    """A server that scores the samples of some prompts, asked about each alone."""
+
+    def __init__(self, able):
+        self.able = able
+
+    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
+        future, (prompt, *_) = Future(), (tokens[:, 1] - 10).tolist()
+        if prompt in self.able:
+            future.set_result(torch.ones(len(tokens)))
+        else:
+            refused = RefusedError("reward", "host:1", "ScoringError", f"of {prompt} nothing")
+            future.set_exception(UnscoredError(refused, len(tokens)))
+        return (future,), ()
+
+
+def test_what_could_not_be_scored_is_left_out_however_a_step_is_cut_unless_it_is_all_of_it():
+    rollout = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({1, 2})).take()
+    assert rollout.scores.result().isnan().tolist() == [True, True, False, False, False, False, True, True]
+    assert [prompt.id for prompt in rollout.scored().prompts[::EACH]] == [1, 2]
+    none = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({})).take()
+    with pytest.raises(AlignerError, match="ScoringError: of 0 nothing"):
+        none.scored()
+
+
 def test_what_is_refused_once_is_asked_for_again():
     source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_alone=True)
     assert source.take().skipped == 0
@@ -97,7 +129,7 @@ def test_what_is_refused_once_is_asked_for_again():
 
 @pytest.mark.parametrize(
     "engine",
-    [Picky(set(range(9))), Picky({1}, error=TransportError), Picky(set(), at_first=9)],
+    [Picky(set(range(99))), Picky({1}, error=TransportError), Picky(set(), at_first=99)],
     ids=["all", "lost", "at large"],
 )
 def test_what_is_not_about_single_prompts_is_raised(engine):

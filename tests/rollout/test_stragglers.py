@@ -180,6 +180,22 @@ def test_a_checkpoint_holds_what_is_under_way_and_no_token_is_older_than_allowed
     assert trained == expected
 
 
+@settings(max_examples=15, deadline=None)
+@given(cases, st.integers(1, 4))
+def test_a_finished_run_that_is_made_longer_trains_on_what_it_left_under_way(case, finished):
+    with tempfile.TemporaryDirectory() as directory:
+        with closing((first := Trainer(case, finished)).pipeline):
+            trained = first.train(0, finished, finished, Path(directory))
+        with closing((second := Trainer(case, finished + 4)).pipeline):
+            second.pipeline.resume(Path(directory), finished, first.position)
+            trained += second.train(finished, finished + 4)
+            under_way = {straggler.prompt.id for straggler in second.run.rollouts.under_way}
+    ids = [sample[0] for step in trained for sample in step[: -1 : case.each]]
+    assert len(set(ids)) == len(ids) and not under_way & {*ids}
+    lost = set(range(second.run.rollouts.position)) - under_way - {*ids}
+    assert lost <= first.run.scorers.asked | second.run.scorers.asked if case.rounds else not lost
+
+
 def test_what_is_under_way_and_has_become_too_old_for_a_resumed_run_is_refused(tmp_path):
     case = Case(seed=2, parts=1, part=4, each=2, spare=2, max_deferrals=2, rounds=0)
     with closing((first := Trainer(case, 9)).pipeline):

@@ -15,7 +15,7 @@ import psutil
 
 from aligner.config.access import Access
 from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import remove_shared_memory
+from aligner.config.leftovers import remove_leftovers
 from tests.worker_pool import free_port
 
 
@@ -84,7 +84,7 @@ class RunningRole:
             process.kill()
         for rank in self.ranks:
             rank.wait(5)
-            remove_shared_memory(rank.pid)
+            remove_leftovers(rank.pid)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 15) -> int:
         self.note_processes()

@@ -269,6 +269,13 @@ def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(cli
     assert torch.equal(values(client), weights)
 
 
+def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
+    begun = client.begin_checkpoint(step=9)
+    assert send(client, CRITIC_SAVE, good(CRITIC_SAVE))["status"].tolist() == [0]
+    client.finish_checkpoint()
+    assert client.control("restore", step=9)["sequence_number"] == begun.updates - 1
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "told"),
     [

@@ -4,8 +4,11 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,7 +21,9 @@ from aligner.config.schema import Ports
 from aligner.errors import AlignerError
 from aligner.servers.client import RewardClient
 from aligner.servers.connection import Connection, RemoteError, TransportError
+from aligner.servers.critic_client import CriticClient
 from aligner.servers.host import TritonHost
+from aligner.servers.journal import UpdateJournal
 from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.system
 TOKENS = torch.arange(24).reshape(3, 8)
 LENGTHS = torch.tensor([8, 3, 5])
 UPDATE = good(CRITIC_TRAIN)
+TARGETS = torch.zeros(3, 8, dtype=torch.int64), torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool()
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +101,26 @@ def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_lon
         assert not version.done() and not values.done()
         assert version.result(20)["version"] == 0
         assert values.result(20).as_numpy("values").shape == (16, 8)
+
+
+def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
+    """A trainer that fails must say why before its other ranks' patience ends, whatever it has asked for."""
+    role = roles["terminated"]
+    client = CriticClient(role.endpoint, role.access, 60, "run-a", UpdateJournal(tmp_path / "journal"), max_batch_size=16)
+    client.start()
+    tokens, lengths = torch.zeros(16, 8, dtype=torch.int64), torch.full((16,), 8)
+    answers = [client.values(tokens, lengths)]  # eight rows a rank, a quarter of a second each
+    time.sleep(0.5)
+    answers += [client.train(*TARGETS) for _ in range(2)] + [client.values(tokens, lengths) for _ in range(8)]
+    start = time.monotonic()
+    with pytest.warns(ResourceWarning, match="11 answers of the critic server were never consumed"):
+        client.close()
+    assert time.monotonic() - start < 1
+    for answer in answers:
+        with pytest.raises(RemoteError, match=r"closing|closed"):
+            answer.result(0)
+    with contextlib.closing(connection(role)) as server:
+        assert ask(server, "version")["sequence_number"] == -1  # and waits for what was given up
 
 
 def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_and_triton(roles):
@@ -201,6 +227,31 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
     finally:
         role.stop()
     assert ended(role, 2), role.survivors()
+
+
+_STARTS_AND_STOPS = """
+import os
+from pathlib import Path
+from aligner.config.schema import Ports
+from aligner.servers.host import TritonHost
+from aligner.servers.protocol import CONTROL
+host = TritonHost("127.0.0.1", Ports(), 16)
+host.start({CONTROL: lambda request: request})
+(claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}")
+directories = claim.read_text().splitlines()
+assert all(Path(directory).is_dir() for directory in directories)
+host.stop()
+print(*directories, flush=True)
+os._exit(0)
+"""
+
+
+def test_tritons_directories_go_with_it():
+    done = subprocess.run([sys.executable, "-c", _STARTS_AND_STOPS], capture_output=True, text=True, timeout=60, check=True)
+    directories = [Path(directory) for directory in done.stdout.splitlines()[-1].split()]
+    kinds = ("workspace_", "folder", "python_env_")
+    assert all(any(directory.name.startswith(kind) for directory in directories) for kind in kinds), directories
+    assert not any(directory.exists() for directory in directories)
 
 
 def test_a_port_in_use_is_named_before_anything_starts():

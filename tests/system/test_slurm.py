@@ -193,6 +193,23 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     assert status.note is not None and status.note.endswith(f"start it again with: sbatch {job.paths.job_script}")
 
 
+def test_a_run_whose_job_waits_is_not_launched_a_second_time(slurm: SlurmCluster, tmp_path: Path) -> None:
+    directory, given = tmp_path / "two words" / "run", (*FOUR_NODES, "cluster.slurm.sbatch=[--hold]", "run.resume=auto")
+    job = submitted(slurm, directory, *given)
+    before = job.paths.config.read_text(), job.paths.job_script.read_text()
+    (tmp_path / "link").symlink_to(directory)
+    for same in (directory, tmp_path / "link"):
+        second = launched(slurm, same, *given, "run.steps=1000")
+        assert second.returncode == 2
+        told = f"queued already, as job {job.number}; wait for its end, or `scancel {job.number}` first"
+        assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"
+    assert (job.paths.config.read_text(), job.paths.job_script.read_text()) == before
+    slurm.command("scancel", job.number)
+    again = submitted(slurm, directory, *given)
+    assert again.number != job.number
+    slurm.command("scancel", again.number)
+
+
 _SEES = """
 import os, subprocess, sys
 from pathlib import Path
@@ -210,7 +227,7 @@ allocation = read_allocation(layout)
 look = "from aligner.launch.task import adopt_task; adopt_task(); import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
     place, nodes = layout.places[role], allocation.nodes[role]
-    command = srun_command(config, paths, role, place, nodes, ranks, 1, role, [sys.executable, "-c", look])
+    command = srun_command(config, paths, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
     world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
     subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)
     paths.log(role, ranks).write_text(str(nodes.cpus))

@@ -6,15 +6,20 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
 
-_TIMEOUT_S = 60
+TIMEOUT_S = 60
 _FIRST_PAUSE_S = 1.0
 _FORGOTTEN = "Invalid job id"
 """What squeue says of a job that has ended minutes ago."""
 PATIENT = 5
 """Attempts of what a job that runs cannot do without."""
+
+
+class NoAnswerError(AlignerError):
+    """The controller has not answered a command: whether it did what it was asked is not known."""
 
 
 def slurm_command(
@@ -23,7 +28,7 @@ def slurm_command(
     attempts: int = 1,
     done: str | None = None,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
@@ -50,9 +55,11 @@ def _printed(command: Sequence[str], environment: Mapping[str, str] | None, time
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired:
-        raise AlignerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
+        raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if ended.returncode:
-        raise AlignerError(f"{command[0]}: {message(ended.stderr or ended.stdout)}")
+        said = message(ended.stderr or ended.stdout)
+        kind = NoAnswerError if "timed out" in said else AlignerError  # the command itself has waited for the controller
+        raise kind(f"{command[0]}: {said}")
     return ended.stdout.strip()
 
 
@@ -69,6 +76,15 @@ def is_in_queue(job: str, timeout_s: float) -> bool | None:
     except AlignerError as error:
         return False if _FORGOTTEN in str(error) else None
     return None if "COMPLETING" in states else bool(states)
+
+
+def job_of(script: Path) -> str | None:
+    """The number of this user's job with that batch script, one that waits or runs; None where there is none."""
+    for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
+        number, _, queued = line.strip().partition(" ")
+        if Path(queued).resolve() == script.resolve():
+            return number.partition("+")[0]  # of a heterogeneous job's component
+    return None
 
 
 def expand(hosts: str) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.config.paths import run_paths
+from aligner.config.paths import cache_directory, run_paths
 from aligner.config.schema import Config
 from aligner.config.signals import STOP_SIGNAL
 from aligner.config.slurm_layout import Component, slurm_layout, slurm_role
@@ -25,6 +25,8 @@ def render_script(config: Config) -> str:
         lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
     # What tells a job to stop may come before the supervisor can take it, and would end the script.
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
+    # One cache for all, wherever `sbatch` is called: in a container the home is another, and so would be the cache.
+    lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
     return "\n".join([*lines, *config.cluster.slurm.setup, _supervise(config), ""])
 
 

@@ -97,11 +97,14 @@ def srun_command(
     place: Place,
     nodes: Nodes,
     ranks: int,
-    threads: int,
+    cores: int | None,
     name: str,
     command: Sequence[str],
 ) -> list[str]:
-    """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does."""
+    """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does.
+
+    `cores` are what each rank has for itself; None: they share their nodes' cores with other groups' ranks.
+    """
     slurm, settings = config.cluster.slurm, slurm_role(config, role)
     flags = [
         f"--job-name={name}",
@@ -111,7 +114,8 @@ def srun_command(
         f"--nodelist={','.join(nodes.names)}",
         f"--ntasks={ranks}",
         f"--ntasks-per-node={place.ranks_per_node}",
-        f"--cpus-per-task={threads}",
+        # Where steps share nodes Slurm would bind each of them to the same first cores.
+        *(["--whole", "--cpu-bind=none"] if cores is None else [f"--cpus-per-task={cores}"]),
         "--distribution=block",  # ranks that stand side by side in a layout share a node
         "--overlap",  # steps of several roles may be on a node
         # The supervisor ends the others: a rank that says why, or that still writes its last, is not cut short.

@@ -56,7 +56,8 @@ class SlurmSteps:
             for rank, log in enumerate(logs):
                 append_restart(log, role, rank, restarts, self._config)
         threads = self._threads(place, nodes)
-        command = srun_command(self._config, self._paths, role, place, nodes, ranks, threads, name, self._command(role))
+        cores = None if self._layout.is_shared(place) else threads
+        command = srun_command(self._config, self._paths, role, place, nodes, ranks, cores, name, self._command(role))
         environment = {
             **task_environment(ranks, place.ranks_per_node, nodes.address, next(self._ports), threads),
             **configured_environment(self._config, role, place),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,16 @@ from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
-from aligner.launch.slurm.commands import slurm_command
+from aligner.launch.slurm.commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.launch.slurm.script import render_script
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
+_QUEUEING_S = 600.0
+"""So long `sbatch` may take: it tries again by itself where the controller is busy."""
+
+
+class _NotKnownError(AlignerError):
+    """Whether the job is queued."""
 
 
 def checked_script(plan: RunPlan, described: Coming = NOTHING) -> str:
@@ -42,39 +49,53 @@ def submit(plan: RunPlan) -> None:
     """Queue the run, and print its job and how to follow it.
 
     Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is then as it was before.
+    Where it is not known whether the job is queued, the directory stays as the job needs it.
     """
     config, paths = plan.config, run_paths(plan.config)
     refuse_locked(paths.root)
     script = checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
     _ask_slurm(script)
-    is_new = not paths.root.exists()
-    with locked(paths.root), _undone_when_refused(paths, is_new):
+    with locked(paths.root):
+        _refuse_queued(paths)
         check_directory(config)
-        paths.logs.mkdir(parents=True, exist_ok=True)
-        cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
-        save_config(config, paths.config)
-        create_access_key(config)
-        write_file(paths.job_script, script)
-        job = _number(_sbatch("--parsable", str(paths.job_script)))
+        with _undone_when_refused(paths):
+            paths.logs.mkdir(parents=True, exist_ok=True)
+            cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
+            save_config(config, paths.config)
+            create_access_key(config)
+            write_file(paths.job_script, script)
+            job = _queued(paths, config)
         paths.status.unlink(missing_ok=True)  # that of the start before this one
     print(_told(job, config))
 
 
+def _refuse_queued(paths: RunPaths) -> None:
+    """Raise ConfigError where a job of the directory's waits: it has no lock yet, and starts with what it finds there.
+
+    Slurm is asked, and not a file: a job may have been queued again, or by `sbatch RUN/job.sh`.
+    """
+    if (job := job_of(paths.job_script)) is not None:
+        raise ConfigError(f"run.dir={paths.root}: queued already, as job {job}; wait for its end, or `scancel {job}` first")
+
+
 @contextlib.contextmanager
-def _undone_when_refused(paths: RunPaths, is_new: bool) -> Iterator[None]:
-    """What a run directory says of its run stays what it was, unless the block succeeds."""
-    before = {file: file.read_bytes() if file.exists() else None for file in (paths.config, paths.job_script)}
+def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
+    """The run directory is as it was before, unless the block succeeds, or may have."""
+    before = {*paths.root.iterdir()}
+    written_over = {file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before}
     try:
         yield
+    except _NotKnownError:
+        raise
     except BaseException:
-        for file, content in before.items():
-            if content is None:
-                file.unlink(missing_ok=True)
+        for path in {*paths.root.iterdir()} - before:
+            if path.is_dir():
+                shutil.rmtree(path)
             else:
-                write_file(file, content)
-        if is_new:
-            shutil.rmtree(paths.root)
+                path.unlink()
+        for file, content in written_over.items():
+            write_file(file, content)
         raise
 
 
@@ -86,21 +107,31 @@ def _ask_slurm(script: str) -> None:
         _sbatch("--test-only", str(file))
 
 
-def _sbatch(*arguments: str) -> str:
-    """What it prints. Raises ConfigError with Slurm's message."""
+def _queued(paths: RunPaths, config: Config) -> str:
+    """The number of the job, which is queued now."""
+    try:
+        printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
+    except (NoAnswerError, KeyboardInterrupt) as error:
+        unknown = _NotKnownError(
+            f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue --me --name={config.run.name}`"
+            " tells; where it is not, launch again with run.resume=auto"
+        )
+        if isinstance(error, KeyboardInterrupt):
+            unknown.exit_code = 128 + signal.SIGINT
+        raise unknown from error
+    return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
+
+
+def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
+    """What it prints. Raises ConfigError with Slurm's message where it refuses, NoAnswerError where it says nothing."""
     # What a shell inside another job has of that one, such as how its tasks are bound, is not for this one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
     try:
-        return slurm_command("sbatch", *arguments, environment=kept)
-    except ConfigError:
+        return slurm_command("sbatch", *arguments, environment=kept, timeout_s=timeout_s)
+    except (ConfigError, NoAnswerError):
         raise
     except AlignerError as error:
         raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
-
-
-def _number(parsable: str) -> str:
-    """A job's number, without the cluster that a federation adds."""
-    return parsable.splitlines()[-1].partition(";")[0]
 
 
 def _told(job: str, config: Config) -> str:
