@@ -15,7 +15,7 @@ from types import TracebackType
 
 import psutil
 
-from aligner.config.leftovers import remove_shared_memory
+from aligner.config.leftovers import remove_leftovers
 from aligner.config.paths import RunPaths
 from aligner.launch.failure import log_tail
 from aligner.observability.metrics import read_metrics
@@ -63,7 +63,7 @@ class Launch:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-                remove_shared_memory(process.pid)
+                remove_leftovers(process.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes that came of this launch."""
