@@ -11,6 +11,11 @@ class AlignerError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str, *, summary: str | None = None) -> None:
+        """`summary` is the message in a line, where it has several and the first does not say it all."""
+        super().__init__(message)
+        self.summary = summary or (message.splitlines() or [""])[0]
+
 
 class UnavailableError(AlignerError):
     """Something outside that a request needs does not answer: any other request would fare alike."""

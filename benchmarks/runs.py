@@ -15,7 +15,7 @@ from types import TracebackType
 
 import psutil
 
-from aligner.config.leftovers import remove_shared_memory
+from aligner.config.leftovers import remove_leftovers
 from aligner.config.paths import RunPaths
 from aligner.launch.failure import log_tail
 from aligner.observability.metrics import read_metrics
@@ -63,7 +63,7 @@ class Launch:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-                remove_shared_memory(process.pid)
+                remove_leftovers(process.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes that came of this launch."""
@@ -93,6 +93,16 @@ class Launch:
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`."""
         self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
+
+    def wait_for_rank(self, group: str) -> None:
+        """Until rank 0 of the trainer or of a server group has been started."""
+
+        def runs() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return self.rank(group, 0).is_running()
+            return False
+
+        self._wait(runs, f"{group} rank 0", timeout_s=60)
 
     def wait_for_step_or_end(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`, or the launcher has ended."""

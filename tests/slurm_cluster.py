@@ -31,6 +31,8 @@ def why_not() -> str | None:
 class SlurmCluster:
     """Nodes n1 to n4 of eight CPUs each, and of as many files that Slurm counts as GPUs, in the partition `main`.
 
+    Jobs of the partition `urgent` preempt those of `main`, whose steps are told so with SIGTERM, a minute before.
+
     Commands reach it through `environment`.
     """
 
@@ -137,13 +139,16 @@ class SlurmCluster:
             "MpiDefault=none",
             "GresTypes=gpu",
             "EnforcePartLimits=ALL",
-            "KillWait=5",
+            "KillWait=30",  # as by default; a supervisor that ends its ranks takes about five seconds
             "ReturnToService=2",
             *(
                 f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
                 for number, port in enumerate(nodes, 1)
             ),
-            f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
+            f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60",
+            f"PartitionName=urgent Nodes=n[1-{NODES}] MaxTime=60 State=UP PriorityTier=2",
         ]
         (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
         for number in range(8):

@@ -1,6 +1,6 @@
 """After which step a run ends: its last, or the one that it is at when it is told to stop.
 
-The run ends with a checkpoint either way.
+The run ends with a checkpoint either way; where it is told before its first step there is nothing new to keep.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ class Ending:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._told = True
 
-    def is_after(self, done: int) -> bool:
-        """Whether the run ends after the step `done`: with that many done, none follows. Collective."""
+    def is_early_after(self, done: int) -> bool:
+        """Whether the run was told to stop, with so many steps done and others to come. Collective."""
         told = bool(self._world.max_(torch.tensor(int(self._told), device=self._world.device)))
         self.is_early = told and done < self.last
-        return told or done == self.last
+        return self.is_early
+
+    def is_after(self, done: int) -> bool:
+        """Whether the run ends after the step `done`: with that many done, none follows. Collective."""
+        return self.is_early_after(done) or done == self.last

@@ -119,6 +119,8 @@ class OfflineTrainer:
     def run(self) -> None:
         """Train from where the run stands to its end."""
         first = self._resume()
+        if self.ending.is_early_after(first):
+            return
         timer = PhaseTimer(listener=self.timeline.add)
         if self._owes_evaluation:
             with timer.phase("evaluate"):

@@ -92,6 +92,8 @@ class OnlineTrainer:
     def run(self) -> None:
         """Train from where the run stands to its end."""
         first = self._resume()
+        if self.ending.is_early_after(first):
+            return
         self.timeline.begin_step(first + 1 if first else 0)
         with self.timeline.span("snapshot" if self.rollouts.is_ahead else "publish"):
             self.rollouts.publish(version=first)

@@ -107,6 +107,8 @@ class PreferenceSampler:
         """Sample from where the run stands to its end."""
         first = self._resume()
         self.services.start(self.config.server.start_timeout_s)
+        if self.ending.is_early_after(first):
+            return
         self.timeline.begin_step(first + 1)
         with self.timeline.span("publish"):
             self.publisher.publish(version=0)

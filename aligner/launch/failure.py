@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from aligner.observability.logs import REPORTED, text_lines
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
 _SPARE_BYTES = 64 * 1024
+_SEARCHED_LINES = 500
+_LONGEST_ERROR = 300
+_TRACEBACK = "Traceback (most recent call last):"
 _CONSEQUENCES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -35,8 +39,25 @@ def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
     return text_lines(end[-lines:])[-lines:]
 
 
-def with_log(message: str, rank: Rank) -> str:
-    """The message with the last lines of the rank's log and its path."""
+def rank_error(message: str, rank: Rank) -> AlignerError:
+    """The error of a rank: the message with the last lines of its log and its path; in short, with the error in that log."""
+    error = _error_line(rank)
+    summary = f"{message}: {textwrap.shorten(error, _LONGEST_ERROR, placeholder=' …')}" if error else message
+    return AlignerError(_with_log(message, rank), summary=summary)
+
+
+def _error_line(rank: Rank) -> str | None:
+    """The error that a rank has ended with, as it reported it or at the end of a traceback; else what started it says."""
+    lines = log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+    for number in reversed(range(len(lines))):
+        if lines[number].startswith(REPORTED):
+            return lines[number].removeprefix(REPORTED)
+        if lines[number] == _TRACEBACK:
+            return next((line for line in lines[number + 1 :] if line and not line.startswith(" ")), None)
+    return next(iter(rank.starter_said.splitlines()), None)
+
+
+def _with_log(message: str, rank: Rank) -> str:
     said = _quoted(rank.starter_said.splitlines()[-TAIL_LINES:])
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     before = f"what started it says:\n{said}\n" if said else ""
@@ -90,4 +111,4 @@ def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = ()) -> Aligner
     others = ", ".join(f"{rank.role} rank {rank.rank}" for rank in failed if rank is not root)
     restarts = f" after {root.restarts} restart{'s' * (root.restarts > 1)}" if root.restarts else ""
     also = f" (then {others} failed)" if others else ""
-    return AlignerError(with_log(f"{describe_end(root)}{restarts}{also}", root))
+    return rank_error(f"{describe_end(root)}{restarts}{also}", root)

@@ -17,6 +17,10 @@ class Interrupted(Exception):
         self.number = number
 
 
+class Stopped(Exception):
+    """The run ends before its end, and can go on: why, in words."""
+
+
 class Interrupts:
     """Notes signals inside a `with` block, so that stopping is never itself interrupted."""
 
@@ -46,3 +50,9 @@ class Interrupts:
         """Raise Interrupted once a signal has come that ends the run at once."""
         if self._received is not None:
             raise Interrupted(self._received)
+
+    def check_before_training(self) -> None:
+        """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that would be lost."""
+        self.check()
+        if self.told_to_stop:
+            raise Stopped("told to stop before it trained")

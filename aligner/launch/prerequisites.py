@@ -28,8 +28,8 @@ Tell = Callable[[str], None]
 def complete(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interrupts, console: Console) -> bool:
     """Return when the result is there, true: at once, when another launch has made it, or after a `run` of the experiment.
 
-    False when the run was told to stop. One that was interrupted goes on from its last checkpoint. Raises the run's own
-    error, with the experiment's name, and Interrupted.
+    False when the experiment was stopped as it ran. One that was interrupted goes on from its last checkpoint. Raises the
+    run's own error, with the experiment's name, Interrupted, and Stopped.
     """
 
     def tell(text: str) -> None:
@@ -56,7 +56,7 @@ def _wait(first: Prerequisite, interrupts: Interrupts, tell: Tell) -> Callable[[
         if not told:
             told.append(error)
             tell(f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}")
-        interrupts.check()
+        interrupts.check_before_training()
         time.sleep(_POLL_S)
 
     return wait
@@ -88,7 +88,7 @@ def _convert(first: Prerequisite, interrupts: Interrupts) -> None:
     with Processes(first.config.cluster.stop_timeout_s) as processes:
         rank = processes.spawn("convert", 0, command, {LAUNCHER_PID: str(os.getpid())}, paths.log("convert", 0))
         while rank.exit_code is None:
-            interrupts.check()
+            interrupts.check_before_training()
             time.sleep(_POLL_S)
             processes.poll()
     if rank.exit_code:

@@ -15,7 +15,7 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.resume import check_directory, is_unused, settled
 from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
-from aligner.launch.interrupts import Interrupted, Interrupts
+from aligner.launch.interrupts import Interrupted, Interrupts, Stopped
 from aligner.launch.lock import LockedError, locked
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
@@ -25,7 +25,7 @@ from aligner.observability.trace import write_trace
 def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=auto") -> int:
     """Do the work, which says whether it came to its end; returns the exit code.
 
-    `goes_on` is told of a run that stopped because it was told to: how it goes on.
+    `goes_on` is told of a run that was stopped before that: how it goes on.
     """
     with Interrupts() as interrupts:
         try:
@@ -34,7 +34,9 @@ def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on:
         except Interrupted as stop:
             console.print(f"stopped by {stop}; every process of the run has ended", markup=False)
             return 128 + stop.number
-    console.print(f"stopped as it was told to; the run goes on {goes_on}", markup=False, soft_wrap=True)
+        except Stopped as stopped:
+            console.print(str(stopped), markup=False, soft_wrap=True)
+    console.print(f"stopped; the run goes on {goes_on}", markup=False, soft_wrap=True)
     return RESUMABLE
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from aligner.config.schema import Config
-from aligner.errors import AlignerError, TransientError
+from aligner.errors import TransientError
 from aligner.launch.endpoints import is_ready
-from aligner.launch.failure import describe_end, root_failure, with_log
+from aligner.launch.failure import describe_end, rank_error, root_failure
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.roles import served_model
 
@@ -93,7 +93,7 @@ class ServerGroup:
         elif now - self._started > self._settings.start_timeout_s:
             which = f" after restart {self._restarts}" if self._restarts else ""
             message = f"{self.name} was not healthy within server.start_timeout_s={self._settings.start_timeout_s:g} s{which}"
-            raise AlignerError(with_log(message, self.ranks[0]))
+            raise rank_error(message, self.ranks[0])
 
     def _replace(self, ended_at: float) -> None:
         """End what is left of the ranks, then start them again."""

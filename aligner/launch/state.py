@@ -106,8 +106,9 @@ class StateRecorder:
         if isinstance(error, Interrupted):
             code, reason = 128 + error.number, f"stopped by {error}"
         elif error is not None:
-            code = error.exit_code if isinstance(error, AlignerError) else 1
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            code, reason = 1, (str(error) or type(error).__name__).splitlines()[0]
+            if isinstance(error, AlignerError):
+                code, reason = error.exit_code, error.summary
         self._write(replace(self._state, ended=time.time(), exit_code=code, reason=reason))
 
     def update(self, role: str, *, healthy: bool, restarts: int = 0) -> None:

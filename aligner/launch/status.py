@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from aligner.launch.state import RoleState, RunState
 
 _WATCH_S = 5.0
+_SLURM_S = 5.0
+"""How long Slurm is waited for."""
 _GOES_ON = ("starting", "running")
 _OVER = ("finished", "failed", "stopped")
 
@@ -82,6 +84,9 @@ def read_status(run: Path) -> RunStatus:
     step = int(metrics[-1]["step"]) if metrics else 0
     last_step = paths.metrics.stat().st_mtime if metrics else None
     state = _state(config, launcher, step, last_step, now)
+    is_in_queue = _is_in_queue(config, launcher) if state == "stopped" else False
+    if is_in_queue:
+        state = "queued"
     resumable = state in _OVER and step < config.run.steps and _has_checkpoint(config, paths)
     return RunStatus(
         name=str(config.run.name),
@@ -97,7 +102,7 @@ def read_status(run: Path) -> RunStatus:
         roles={} if launcher is None else _roles(config, paths, launcher, state),
         job=None if launcher is None else launcher.job,
         exit_code=None if launcher is None else launcher.exit_code,
-        note=_note(config, paths, launcher, state, resumable),
+        note=_note(config, paths, launcher, state, resumable, is_in_queue),
     )
 
 
@@ -142,6 +147,18 @@ def _state(config: Config, launcher: RunState | None, step: int, last_step: floa
     return "starting" if last_step is None or last_step < launcher.started else "running"
 
 
+def _is_in_queue(config: Config, launcher: RunState | None) -> bool | None:
+    """Whether Slurm has the job of a run that others have stopped in its queue, and so starts it again; None: not known.
+
+    A preemption, a node that fails and `scontrol requeue` end the launcher as does what ends the run for good.
+    """
+    from aligner.launch.slurm.commands import is_in_queue
+
+    if launcher is None or launcher.job is None or launcher.exit_code in (0, RESUMABLE):
+        return False
+    return config.cluster.kind == "slurm" and config.cluster.slurm.requeue and is_in_queue(launcher.job, _SLURM_S)
+
+
 def _roles(config: Config, paths: RunPaths, launcher: RunState, state: str) -> dict[str, RoleStatus]:
     from aligner.config.endpoints import load_endpoints
 
@@ -180,19 +197,33 @@ def _has_checkpoint(config: Config, paths: RunPaths) -> bool:
     return can_resume(replace(config, run=replace(config.run, dir=str(paths.root))))
 
 
-def _note(config: Config, paths: RunPaths, launcher: RunState | None, state: str, resumable: bool) -> str | None:
-    if state == "queued":
-        job = f"--name={config.run.name}" if launcher is None else f"--jobs={launcher.job}"
+def _note(
+    config: Config, paths: RunPaths, launcher: RunState | None, state: str, resumable: bool, is_in_queue: bool | None
+) -> str | None:
+    jobs = f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
+    if is_in_queue:
+        how = f"Slurm has its job in the queue, and it goes on by itself: {jobs}"
+    elif state == "queued":
         log = paths.job_log("*" if launcher is None else str(launcher.job))
-        return f"its job waits for its start: squeue {job}; where it does not any more, {log} says why"
-    if state not in ("failed", "stopped"):
+        return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
+    elif state in ("failed", "stopped"):
+        how = f"{'resume it' if resumable else 'start it again'} with: {_starts_again(config, paths)}"
+        if is_in_queue is None:
+            how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"
+    else:
         return None
-    why = "it has no status.json" if launcher is None else launcher.reason
-    if launcher is not None and launcher.ended is None:
-        where = f"job {launcher.job}" if launcher.job is not None else f"process {launcher.pid} on {launcher.host}"
-        why = f"its launcher, {where}, is gone without having ended it"
-    how = f"{'resume it' if resumable else 'start it again'} with: {_starts_again(config, paths)}"
+    why = _why(launcher)
     return f"{why}; {how}" if why else how
+
+
+def _why(launcher: RunState | None) -> str | None:
+    """Why a run has ended."""
+    if launcher is None:
+        return "it has no status.json"
+    if launcher.ended is not None:
+        return launcher.reason
+    where = f"job {launcher.job}" if launcher.job is not None else f"process {launcher.pid} on {launcher.host}"
+    return f"its launcher, {where}, is gone without having ended it"
 
 
 def _starts_again(config: Config, paths: RunPaths) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -11,10 +12,10 @@ from rich.console import Console
 from aligner.config.endpoints import Endpoint, save_endpoints
 from aligner.config.paths import RunPaths, model_directory
 from aligner.config.schema import Config
-from aligner.errors import RESUMABLE, AlignerError, ConfigError
+from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.endpoints import health_address
-from aligner.launch.failure import failure_error, reported_error, with_log
-from aligner.launch.interrupts import Interrupts
+from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
+from aligner.launch.interrupts import Interrupts, Stopped
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.servers import GRACE_S, ServerGroup
 from aligner.launch.state import StateRecorder
@@ -49,17 +50,17 @@ class Supervisor:
     def run(self, endpoints: Callable[[], Mapping[str, Endpoint]]) -> bool:
         """Prepare, then train, with the servers where `endpoints` says that they listen.
 
-        Returns whether the run is at its end: false when it was told to stop before that. It has taken a checkpoint then, if
-        it had begun to train.
+        Returns whether the run is at its end: false when it was stopped before that. One that was told to stop has taken a
+        checkpoint then, if it had begun to train.
         """
-        self._prepare()
-        if self._interrupts.told_to_stop:
-            self._state.stopped_early("told to stop before it trained")
+        try:
+            self._prepare()
+            self._train(endpoints())
+        except Stopped as stopped:
+            self._console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
+            self._state.stopped_early(str(stopped))
             return False
-        if self._train(endpoints()):
-            return True
-        self._state.stopped_early("told to stop, with a checkpoint")
-        return False
+        return True
 
     def _prepare(self) -> None:
         """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
@@ -71,20 +72,20 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while rank.exit_code is None:
             self._tick()
-            if self._interrupts.told_to_stop:
-                return
+            self._interrupts.check_before_training()
             if time.monotonic() > deadline:
-                raise AlignerError(with_log(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank))
+                raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
         if rank.exit_code == ConfigError.exit_code:
             raise ConfigError(reported_error(rank))
         if rank.exit_code != 0:
+            self._linger()
+            _stop_if_ended_from_outside([rank])
             raise failure_error([rank])
         self._ranks.forget([rank])
+        self._interrupts.check_before_training()
 
-    def _train(self, endpoints: Mapping[str, Endpoint]) -> bool:
-        """Start every role, wait for the trainer's end, and let the servers finish what they have taken; whether the trainer
-        has come to the run's end, and did not stop before.
-        """
+    def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Start every role, wait for the trainer's end, and let the servers finish what they have taken."""
         save_endpoints(dict(endpoints), self._paths.endpoints)
         with closing(RunView(self._config, self._paths, self._console)) as view:
             self._groups = [self._server(group, endpoint, view.note) for group, endpoint in endpoints.items()]
@@ -94,17 +95,20 @@ class Supervisor:
                 self._tick()
                 self._raise_failures()
                 stragglers.check(self._trainers)
-                stop.pass_on(self._trainers)
+                if all(group.was_healthy for group in self._groups):
+                    stop.pass_on(self._trainers)
+                else:
+                    self._interrupts.check_before_training()
                 for group in self._groups:
                     group.poll()
                     self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
             view.finish()
-        is_finished = all(rank.exit_code == 0 for rank in self._trainers)
-        if is_finished:  # who is told to stop has little time
-            self._drain()
-        return is_finished
+        if any(rank.exit_code != 0 for rank in self._trainers):
+            # Without the servers' draining: who is told to stop has little time.
+            raise Stopped("told to stop, with all that it trained in a checkpoint")
+        self._drain()
 
     def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
         return ServerGroup(group, health_address(self._config, endpoint), self._config, self._ranks, tell)
@@ -116,17 +120,24 @@ class Supervisor:
         self._ranks.poll()
 
     def _raise_failures(self) -> None:
-        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again."""
+        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again; Stopped
+        where that was done to the trainer from outside.
+        """
         if not self._fatal():
             return
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
-            self._tick()
+        self._linger()
+        _stop_if_ended_from_outside(self._trainers)
         fatal = self._fatal()
         if not fatal:  # what ended first was a consequence of what may be started again
             return
         ended = [rank for group in self._groups for rank in group.ended]
         raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal)
+
+    def _linger(self) -> None:
+        """Wait for what comes together with a rank's end: other ends, or a signal to this process, for all of them."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            self._tick()
 
     def _fatal(self) -> list[Rank]:
         lost = [rank for group in self._groups if group.lost for rank in group.ended]
@@ -139,6 +150,16 @@ class Supervisor:
         deadline = time.monotonic() + self._config.server.drain_timeout_s
         while time.monotonic() < deadline and any(rank.exit_code is None for rank in servers):
             self._tick()
+
+
+def _stop_if_ended_from_outside(ranks: Sequence[Rank]) -> None:
+    """Raise Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
+
+    So begins a preemption with a grace time, but without the signal to stop: Slurm sends it to a job's steps, not its script.
+    """
+    ended = [rank for rank in ranks if rank.exit_code == -signal.SIGTERM]
+    if ended:
+        raise Stopped(f"{describe_end(ended[0])}, which came from outside")
 
 
 def _has_done(trainer: Rank) -> bool:
@@ -158,7 +179,7 @@ class _Stragglers:
         running = [rank for rank in trainers if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > self._timeout_s:
             message = f"trainer rank {running[0].rank} still runs {self._timeout_s:g} s after another rank ended"
-            raise AlignerError(with_log(message, running[0]))
+            raise rank_error(message, running[0])
 
 
 class _Stop:

@@ -128,7 +128,7 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
 
 
 def train(directory: str, task: str, root: str, told_after: int | None = None, **sections: Any) -> bool:
-    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`; whether it was."""
+    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`, or before any; whether it was."""
     chosen = {
         "checkpoint": Checkpoint(every=2),
         "evaluation": Evaluation(every=3),
@@ -145,6 +145,8 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
         return take(position, count)
 
     trainer.examples.take = told  # type: ignore[method-assign]
+    if told_after == 0:
+        signal.raise_signal(STOP_SIGNAL)
     trainer.run()
     worlds.shutdown()
     assert not list(Path(root).rglob("*.tmp"))

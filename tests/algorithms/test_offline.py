@@ -200,6 +200,12 @@ def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_i
     assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
 
 
+def test_what_is_told_to_stop_before_its_first_step_does_none(pool: WorkerPool, llama: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "sft")
+    assert pool.run(offline_jobs.train, 1, str(llama), "sft", str(paths.root), told_after=0) == [True]
+    assert read_metrics(paths.metrics) == [] and not paths.checkpoints.exists()
+
+
 def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPaths]) -> None:
     every = {"policy/grad_norm", "policy/lr", "time/step", "time/batch", "time/train", "throughput/tokens_per_s"}
     for task, paths in undisturbed.items():

@@ -171,6 +171,11 @@ def main(role: str, config: Path, behavior: str) -> None:
                 print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
                 (run / "complained").touch()
             os._exit(1)
+        case "raise":
+            try:
+                raise LookupError("nothing there")
+            except LookupError as error:
+                raise ValueError("the scorer returned nan\nfor a prompt") from error
         case "fill_disk":
             with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
                 while True:

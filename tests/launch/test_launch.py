@@ -263,12 +263,27 @@ def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_star
     assert "starting critic again" not in out
 
 
-def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(run: Path) -> None:
-    launcher = start(run, {"prepare": "hang"})
-    wait_for(lambda: (run / "logs" / "prepare-0.log").exists(), "preparation")
+@pytest.mark.parametrize("behaviors", [{"prepare": "hang"}, {"reward": "never_healthy", "trainer": "hang"}])
+def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(
+    run: Path, behaviors: dict[str, str]
+) -> None:
+    launcher = start(run, behaviors)
+    wait_for(lambda: all((run / "logs" / f"{role}-0.log").exists() for role in behaviors), "rank that hangs")
     launcher.send_signal(signal.SIGUSR1)
     code, out, error = finish(launcher, run)
     assert (code, error) == (75, "")
-    assert "stopped as it was told to; the run goes on with run.resume=auto" in out
+    assert "told to stop before it trained\n" in out
+    assert "stopped; the run goes on with run.resume=auto" in out
     code, _, error = finish(start(run, None, "run.resume=auto"), run)
     assert code == 0, error
+
+
+def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run: Path) -> None:
+    launcher = start(run, {"trainer": "train_slowly"})
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    (trainer,) = [process for process in processes_of(run) if "trainer" in process.cmdline()]
+    trainer.terminate()
+    code, out, error = finish(launcher, run)
+    assert (code, error) == (75, "")
+    assert "trainer rank 0 was ended by SIGTERM, which came from outside\n" in out
+    assert "stopped; the run goes on with run.resume=auto" in out

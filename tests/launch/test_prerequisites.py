@@ -29,21 +29,25 @@ data: {path: "experiment:pairs", normalization: "experiment:pairs/responses.json
 run: {steps: 7}
 cluster: {stop_timeout_s: 2}
 """
+POLICY = """# @package _global_
+defaults: [tiny_ppo]
+reward: {kind: model, path: "experiment:judge"}
+"""
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
     """A directory with experiments of one's own; what is started there is ended."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    for name, content in {"pairs": PAIRS, "judge": JUDGE}.items():
+    for name, content in {"pairs": PAIRS, "judge": JUDGE, "policy": POLICY}.items():
         (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(content)
     yield tmp_path
     for process in processes_of(tmp_path):
         process.kill()
 
 
-def start(place: Path, name: str = "run", **behaviors: str) -> subprocess.Popen[str]:
-    given = ["experiment=judge", f"run.dir={place / name}"]
+def start(place: Path, name: str = "run", experiment: str = "judge", **behaviors: str) -> subprocess.Popen[str]:
+    given = [f"experiment={experiment}", f"run.dir={place / name}"]
     command = [sys.executable, str(LAUNCHER), json.dumps(given), json.dumps({**HEALTHY, **behaviors}), str(place / "conf")]
     environment = {**os.environ, "COLUMNS": "120", "ALIGNER_CACHE": str(place / "cache")}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -82,8 +86,8 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
 def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     one = start(place, "one", trainer="train_slowly")
     wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
-    two, three = start(place, "two"), start(place, "three")
-    for waiting in (two, three):
+    two, three, four = (start(place, name) for name in ("two", "three", "four"))
+    for waiting in (two, three, four):
         assert waiting.stdout is not None
         shown = ""
         while not shown.startswith("waiting for"):
@@ -94,6 +98,9 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     three.send_signal(signal.SIGINT)
     three.communicate(timeout=30)
     assert three.returncode == 130, "one that waits ends when it is told to"
+    four.send_signal(signal.SIGUSR1)
+    out, _ = four.communicate(timeout=30)
+    assert (four.returncode, "told to stop before it trained" in out) == (75, True)
     one.send_signal(signal.SIGTERM)
     one.communicate(timeout=30)
     assert one.returncode == 143
@@ -103,6 +110,15 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     resume = yaml.safe_load((entry(place) / "run" / "config.yaml").read_text())["run"]["resume"]
     assert resume == "true", "it went on where the other was"
     assert trainer_starts(place) == 2
+
+
+def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -> None:
+    launch = start(place, experiment="policy")
+    wait_for(lambda: list(place.glob("cache/experiments/judge-*/run/logs/convert-0.log")), "conversion")
+    launch.send_signal(signal.SIGUSR1)
+    code, out, error = finish(launch, place)
+    assert (code, error) == (75, "")
+    assert out.endswith("told to stop before it trained\nstopped; the run goes on with run.resume=auto\n")
 
 
 def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:

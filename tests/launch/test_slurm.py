@@ -14,14 +14,15 @@ from aligner.config.paths import RunPaths, run_paths
 from aligner.config.prerequisites import plan_run
 from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.failure import with_log
+from aligner.launch.failure import rank_error
 from aligner.launch.slurm import submit as submitting
 from aligner.launch.slurm.allocation import Nodes, read_allocation
-from aligner.launch.slurm.commands import slurm_command
+from aligner.launch.slurm.commands import PATIENT, slurm_command
 from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
 from aligner.launch.slurm.submit import submit
 from aligner.launch.task import DEVICES, IS_TASK, adopt_task
+from tests.launch.stand_ins import stand_in
 
 GENEROUS = (
     *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),
@@ -178,6 +179,7 @@ def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
     [
         ("srun: error: n2: task 1: Exited with exit code 3\nsrun: Terminating StepId=7.0\n", ""),
         ("srun: error: Unable to create step for job 7: Invalid partition\n", "Invalid partition"),
+        ("srun: error: n2: task 1: Terminated\nsrun: Force Terminated StepId=7.0\n", ""),
         ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n", "TIME LIMIT"),
         ("srun: error: n1: task 2: Out Of Memory\n", "task 2: Out Of Memory"),
     ],
@@ -186,9 +188,10 @@ def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(tmp_path:
     messages, log = tmp_path / "srun.log", tmp_path / "0.log"
     messages.write_text(said)
     log.touch()
-    message = with_log("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    error = rank_error("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    message = str(error)
     assert ("what started it says" in message) == bool(told)
-    assert told in message
+    assert told in message and told in error.summary
     assert message.endswith(f"the end of its log:\n  (its log is empty)\nlog: {log}")
 
 
@@ -226,13 +229,6 @@ def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyP
         adopt_task()
 
 
-def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
-    """A command of Slurm's that answers as the real one does when its controller, or a queue, has had enough."""
-    (directory / name).write_text(f"#!/bin/sh\n{script}\n")
-    (directory / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
-
-
 def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "echo x >> $0.calls; [ $(wc -l < $0.calls) -ge 2 ] || { echo busy >&2; exit 1; }; echo done"
     stand_in(tmp_path, monkeypatch, "squeue", script)
@@ -240,6 +236,14 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
         slurm_command("squeue")
     (tmp_path / "squeue.calls").unlink()
     assert slurm_command("squeue", attempts=2) == "done"
+
+
+def test_a_job_that_is_queued_again_already_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "scontrol", "echo 'Job is pending execution for job 7' >&2; echo x >> $0.calls; exit 1")
+    assert slurm_command("scontrol", "requeue", "7", attempts=PATIENT, done="Job is pending execution") == ""
+    assert (tmp_path / "scontrol.calls").read_text() == "x\n"
+    with pytest.raises(AlignerError, match="Job is pending execution"):
+        slurm_command("scontrol", "requeue", "7")
 
 
 def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.state import RoleState, RunState, read_state, write_state
 from aligner.launch.status import RoleStatus, describe_status, read_status
+from tests.launch.stand_ins import stand_in
 from tests.launch.test_launch import finish, given, processes_of, start, wait_for
 
 
@@ -84,15 +85,27 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     assert describe_status(status).startswith("run: finished  step 7/7  reward 0.700  KL 0.0100  0.50 s/step  last step ")
 
 
-def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path) -> None:
-    code, _, _ = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
+@pytest.mark.parametrize(
+    ("behavior", "reason"),
+    [
+        (
+            "fail_rank_1",
+            "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
+        ),
+        ("raise", "trainer rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan"),
+        ("killed", "trainer rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
+    ],
+)
+def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:
+    code, _, error = finish(start(run, {"trainer": behavior}, "actor.parallel.pipeline=2"), run)
     assert code == 1
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
     status = read_status(run)
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
-    reason = "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:"
-    assert status.note == f"{reason}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
+    rank = int(error.startswith("trainer rank 1"))
+    told = reason.format(rank=rank, other=1 - rank)
+    assert status.note == f"{told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
 
 
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
@@ -116,10 +129,11 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
 
-def made_run(directory: Path, state: RunState | None, steps: int) -> Path:
+def made_run(directory: Path, state: RunState | None, steps: int, *overrides: str) -> Path:
     """A run directory as it is left by a run of five steps."""
     directory.mkdir()
-    save_config(compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5"]), directory / "config.yaml")
+    composed = compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5", *overrides])
+    save_config(composed, directory / "config.yaml")
     if state is not None:
         write_state(state, RunPaths(directory).status)
     records = [{"step": step, "reward/mean": 0.5, "time/step": 2.0} for step in range(1, steps + 1)]
@@ -137,6 +151,40 @@ def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path
     os.utime(run / "status.json", (time.time() - 400,) * 2)
     status = read_status(run)
     assert status.state == "stopped" and status.note is not None and status.note.startswith("its launcher, job 4242, is gone")
+
+
+SBATCH = "start it again with: sbatch {run}/job.sh"
+IN_QUEUE = "Slurm has its job in the queue, and it goes on by itself: squeue --jobs=4242"
+UNKNOWN = "where its job is in the queue (squeue --jobs=4242) it goes on by itself, otherwise "
+
+
+@pytest.mark.parametrize(
+    ("squeue", "requeue", "state", "note"),
+    [
+        ("echo PENDING; echo PENDING", True, "queued", IN_QUEUE),
+        ("echo RUNNING", True, "queued", IN_QUEUE),
+        ("", True, "stopped", SBATCH),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True, "stopped", SBATCH),
+        ("echo COMPLETING", True, "stopped", UNKNOWN + SBATCH),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", True, "stopped", UNKNOWN + SBATCH),
+        ("exec sleep 60", True, "stopped", UNKNOWN + SBATCH),
+        ("echo PENDING", False, "stopped", SBATCH),
+    ],
+)
+@pytest.mark.parametrize("exit_code", [143, None])
+def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, requeue: bool, state: str, note: str, exit_code: int | None
+) -> None:
+    stand_in(tmp_path, monkeypatch, "squeue", squeue)
+    monkeypatch.setattr("aligner.launch.status._SLURM_S", 1.0)
+    now = time.time()
+    stopped = RunState(1, None, "node-17", now - 500, {}, "4242", now if exit_code else None, exit_code, "stopped by SIGTERM")
+    run = made_run(tmp_path / "run", stopped, 2, "cluster=slurm", f"cluster.slurm.requeue={requeue}")
+    if exit_code is None:
+        os.utime(run / "status.json", (now - 400,) * 2)
+    status = read_status(run)
+    why = "stopped by SIGTERM" if exit_code else "its launcher, job 4242, is gone without having ended it"
+    assert (status.state, status.note) == (state, f"{why}; {note.format(run=run)}")
 
 
 def test_a_number_that_another_process_has_got_is_not_the_launchers(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.compose import compose_config, save_config
+from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.paths import RunPaths
 from aligner.launch.slurm.script import render_script
 from aligner.launch.status import read_status
 from aligner.observability.metrics import read_metrics
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
-from tests.slurm_cluster import SlurmCluster, why_not
+from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
 pytestmark = [
     pytest.mark.system,
@@ -120,6 +120,45 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
     assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "policy") == []
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "critic") == []
+
+
+def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_until_it_is_cancelled(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2")
+    job.wait_for_step(3)
+    slurm.command("sbatch", "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
+    assert re.search(r"\ntrainer rank [01] was ended by SIGTERM, which came from outside\n", job.log), job.log
+    status = read_status(job.paths.root)
+    assert (status.state, status.exit_code, status.step >= 3) == ("queued", 75, True)
+    slurm.start_soon(job.number)
+    job.wait_for_step(status.step + 2)
+    steps = [record["step"] for record in read_metrics(job.paths.metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert load_config(job.paths.config).run.resume == "true"
+    said = [[*job.paths.logs.glob(f"srun-{job.number}-{requeues}-trainer-*.log")] for requeues in (0, 1)]
+    assert [len(files) for files in said] == [1, 1] and "Terminated" in said[0][0].read_text()
+    slurm.command("scancel", job.number)
+    assert job.wait_for_state("PENDING", "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED", job.log
+    assert read_status(job.paths.root).exit_code == 143
+
+
+def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
+    job.wait_for_step(1)
+    slurm.command("scontrol", "requeue", job.number)
+    job.wait_for_state("PENDING")
+    status = read_status(job.paths.root)
+    assert (status.state, status.exit_code) == ("queued", 143)
+    assert status.note is not None and status.note.startswith("stopped by SIGTERM; Slurm has its job in the queue")
+    slurm.command("scancel", job.number)
+    status = read_status(job.paths.root)
+    assert status.state == "stopped"
+    assert status.note == f"stopped by SIGTERM; start it again with: sbatch {job.paths.job_script}"
 
 
 def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with_its_error(

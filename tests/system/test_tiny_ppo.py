@@ -97,6 +97,15 @@ def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
     assert plots <= set(re.findall(r'<div id="plot-(\w+)"', page.read_text()))
 
 
+def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run") as launch:
+        launch.wait_for_rank("trainer")
+        launch.rank("trainer", 0).send_signal(signal.SIGUSR1)
+        stopped = launch.finish(timeout_s=180)
+    assert (stopped.code, stopped.metrics) == (RESUMABLE, []), stopped.report()
+    assert not stopped.paths.checkpoints.exists()
+
+
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
@@ -106,7 +115,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
         launch.interrupt(signal.SIGUSR1)
         stopped = launch.finish(timeout_s=180)
     assert stopped.code == RESUMABLE, stopped.report()
-    assert "stopped as it was told to; the run goes on with run.resume=auto" in stopped.out
+    assert "stopped; the run goes on with run.resume=auto" in stopped.out
     steps = int(stopped.metrics[-1]["step"])
     assert steps < 6
     # What was left of a grace period is for the checkpoint: the resumed run evaluates it.

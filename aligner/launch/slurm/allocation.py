@@ -32,6 +32,8 @@ class Allocation:
     job: str
     """Number that Slurm's commands take, that of the whole job."""
     nodes: Mapping[str, Nodes]
+    requeues: int = 0
+    """How often the job was queued again before this start of it."""
 
 
 def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -57,7 +59,8 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
         own = tuple(part[index] for index in place.node_range)
         return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]], cpus[place.component])
 
-    return Allocation(job, {group: nodes(place) for group, place in layout.places.items()})
+    requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    return Allocation(job, {group: nodes(place) for group, place in layout.places.items()}, requeues)
 
 
 def _fewest(counts: str) -> int:

@@ -12,6 +12,8 @@ from aligner.errors import AlignerError, ConfigError
 
 TIMEOUT_S = 60
 _FIRST_PAUSE_S = 1.0
+_FORGOTTEN = "Invalid job id"
+"""What squeue says of a job that has ended minutes ago."""
 PATIENT = 5
 """Attempts of what a job that runs cannot do without."""
 
@@ -24,22 +26,29 @@ def slurm_command(
     name: str,
     *arguments: str,
     attempts: int = 1,
+    done: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
     A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
-    several `attempts` each waits twice as long as the one before.
+    several `attempts` each waits twice as long as the one before. An error that says `done` is none: what is asked for is so
+    already, as after an attempt whose answer was lost.
     """
     if shutil.which(name) is None:
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
-    for attempt in range(attempts - 1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return _printed((name, *arguments), environment, timeout_s)
-        except AlignerError:
-            time.sleep(_FIRST_PAUSE_S * 2**attempt)
-    return _printed((name, *arguments), environment, timeout_s)
+        except AlignerError as error:
+            if done is not None and done in str(error):
+                return ""
+            if attempt >= attempts:
+                raise
+        time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
 
 
 def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
@@ -58,6 +67,15 @@ def message(printed: str) -> str:
     """What Slurm has said, without its prefixes."""
     lines = [line.partition("error: ")[2] or line for line in printed.strip().splitlines()]
     return "; ".join(lines) or "it failed and said nothing"
+
+
+def is_in_queue(job: str, timeout_s: float) -> bool | None:
+    """Whether a job waits, or runs; None where that is not known: its last processes still end, or Slurm does not answer."""
+    try:
+        states = slurm_command("squeue", "--noheader", f"--jobs={job}", "--format=%T", timeout_s=timeout_s).split()
+    except AlignerError as error:
+        return False if _FORGOTTEN in str(error) else None
+    return None if "COMPLETING" in states else bool(states)
 
 
 def job_of(script: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,16 @@ from aligner.launch.supervisor import Supervisor
 _PATIENCE_S = 60.0
 """For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""
 
+_PENDING = "Job is pending execution"
+"""What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an answer of its be lost."""
+
 
 def supervise(directory: Path) -> int:
     """Run what a run directory's configuration says on the job's nodes; returns the exit code, as `aligner launch` does.
 
     It resumes where there is something to resume from: a job that is queued again carries on. Told to stop, it takes a
-    checkpoint and has the job queued again, unless cluster.slurm.requeue is false.
+    checkpoint and has the job queued again, unless cluster.slurm.requeue is false; so it does, without a checkpoint, where
+    Slurm has ended the trainer.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)
@@ -42,7 +45,7 @@ def supervise(directory: Path) -> int:
     def work(interrupts: Interrupts) -> bool:
         layout = slurm_layout(config)
         allocation = read_allocation(layout)
-        count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        count = allocation.requeues
         again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         with (
@@ -66,6 +69,6 @@ def supervise(directory: Path) -> int:
 def _requeue(allocation: Allocation) -> None:
     """Have the job queued again. Slurm ends its steps and, a little later, this process for it."""
     try:
-        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT)
+        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT, done=_PENDING)
     except AlignerError as error:
-        raise AlignerError(f"the run has stopped as it was told to, but its job is not queued again: {error}") from error
+        raise AlignerError(f"the run has stopped, but its job is not queued again: {error}") from error

@@ -64,7 +64,8 @@ class SlurmSteps:
         }
         for log in logs:
             log.touch()  # of a step that does not come to be, too
-        messages = self._paths.logs / f"srun-{self._allocation.job}-{name}.log"
+        # A job that is queued again keeps its number, and what was said of its earlier starts.
+        messages = self._paths.logs / f"srun-{self._allocation.job}-{self._allocation.requeues}-{name}.log"
         started = [TaskRank(role, rank, log, log.stat().st_size, restarts, messages) for rank, log in enumerate(logs)]
         with messages.open("wb") as output:
             process = subprocess.Popen(
