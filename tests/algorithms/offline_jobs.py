@@ -128,7 +128,9 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
 
 
 def train(directory: str, task: str, root: str, told_after: int | None = None, **sections: Any) -> bool:
-    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`, or before any; whether it was."""
+    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`, or before any (0);
+    whether it was.
+    """
     chosen = {
         "checkpoint": Checkpoint(every=2),
         "evaluation": Evaluation(every=3),

@@ -90,10 +90,13 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     [
         (
             "fail_rank_1",
-            "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
+            "rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
         ),
-        ("raise", "trainer rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan"),
-        ("killed", "trainer rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
+        (
+            "raise",
+            "rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan",
+        ),
+        ("killed", "rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
     ],
 )
 def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:
@@ -105,7 +108,7 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, beha
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
     rank = int(error.startswith("trainer rank 1"))
     told = reason.format(rank=rank, other=1 - rank)
-    assert status.note == f"{told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
+    assert status.note == f"trainer {told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
 
 
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:

@@ -23,7 +23,8 @@ _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals} | {"Out Of Memory": signal.SIGKILL}
 """What srun calls the signals that end tasks."""
 _USUAL = re.compile(
-    r"^srun: (error: \S+: tasks? [\d,-]+: (?!Out Of Memory)|launch/slurm: |(Force )?Terminat(ing|ed) StepId=|Job step aborted: ).*$",
+    r"^srun: (error: \S+: tasks? [\d,-]+: (?!Out Of Memory)|launch/slurm: |(Force )?Terminat(ing|ed) StepId="
+    r"|Job step aborted: ).*$",
     re.MULTILINE,
 )
 """What srun says of tasks that have ended by themselves, which is told of the ranks, or when it ends others for that."""
