@@ -8,13 +8,12 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.config.dry_run.settings import text_limit
@@ -24,6 +23,7 @@ from aligner.config.paths import gguf_file, model_directory, run_paths
 from aligner.config.schema import Config
 from aligner.config.weights import Head, TensorSpec, weight_table
 from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
+from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, weight_problems
 from aligner.errors import ConfigError
 
@@ -126,7 +126,12 @@ def _write_random(config: Config, entries: dict[str, Any], directory: Path, head
     tokenizer.save(str(directory / "tokenizer.json"))
     table, std = weight_table(shape, head), config.model.initializer_std
     weights = assemble(table, lambda spec: _random_weight(spec, config.seed, std))
-    save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
+    _save(dict(weights), directory)
+
+
+def _save(weights: Mapping[str, Tensor], directory: Path) -> None:
+    entries = [TensorEntry(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
+    write_safetensors(directory / "model.safetensors", entries, weights.__getitem__)
 
 
 def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
@@ -157,4 +162,4 @@ def _write_converted(file: Path, directory: Path) -> None:
     config |= {"architectures": [type(model).__name__], "eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad}
     shape = _write_config(config, directory)
     weights = {spec.name: model.get_parameter(spec.name).detach().contiguous() for spec in weight_table(shape)}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _save(weights, directory)

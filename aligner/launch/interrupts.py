@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM to the launcher, which end the run, and SIGUSR1, which has it take a checkpoint first."""
+"""SIGINT, SIGTERM and SIGHUP to the launcher, which end the run, and SIGUSR1, which has it take a checkpoint first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._previous = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+        # A launcher that was started with nohup outlives its terminal.
+        outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = self._SIGNALS if outlives else (*self._SIGNALS, signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -19,6 +19,7 @@ from aligner.data.character_tokenizer import CHARACTERS
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError
+from tests.small_disk import small_disk
 
 
 def tiny(directory: Path, *overrides: str) -> Config:
@@ -162,6 +163,14 @@ def test_a_killed_preparation_leaves_nothing_under_the_final_name(tmp_path):
         process.communicate()
     assert not (tmp_path / "initial_model").exists()
     assert read_shape(prepare_model(tiny(tmp_path))).hidden_size == 64
+
+
+def test_a_random_model_that_fills_the_disk_names_its_file_and_leaves_nothing(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        config = compose_config(["experiment=tiny_ppo", f"run.dir={disk.directory / 'run'}"])
+        with pytest.raises(OSError, match=r"No space left on device: '.*/model\.safetensors'"):
+            prepare_model(config)
+        assert not [path for path in disk.directory.rglob("*") if path.is_file()]
 
 
 def test_a_complete_directory_is_taken_where_it_is(copy):

@@ -132,7 +132,7 @@ def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> N
     assert error.startswith("trainer rank 1 still runs 1 s after another rank ended")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_to_the_launcher_ends_every_process(run: Path, number: signal.Signals, code: int) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
@@ -140,6 +140,17 @@ def test_a_signal_to_the_launcher_ends_every_process(run: Path, number: signal.S
     exit_code, out, _ = finish(launcher, run)
     assert exit_code == code
     assert f"stopped by {number.name}; every process of the run has ended" in out
+
+
+def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
+    try:
+        launcher = start(run)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for((run / "metrics.jsonl").exists, "training step")
+    launcher.send_signal(signal.SIGHUP)
+    assert finish(launcher, run)[0] == 0
 
 
 def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run: Path) -> None:
