@@ -149,10 +149,15 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
     job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
-    job.wait_for_step(1)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while read_status(job.paths.root).state != "starting":
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
     slurm.command("scontrol", "requeue", job.number)
     job.wait_for_state("PENDING")
-    status = read_status(job.paths.root)
+    while (status := read_status(job.paths.root)).exit_code is None:  # Slurm does not wait for the supervisor
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
     assert (status.state, status.exit_code) == ("queued", 143)
     assert status.note is not None and status.note.startswith("stopped by SIGTERM; Slurm has its job in the queue")
     slurm.command("scancel", job.number)
