@@ -13,6 +13,12 @@ from pathlib import Path
 import psutil
 
 _PLACE = Path("/dev/shm")
+_ENVIRONMENT = "python_env_"
+
+
+def triton_environments() -> set[Path]:
+    """Where Triton's Python backends on this machine would unpack environments, of which we give ours none."""
+    return set(Path("/tmp").glob(f"{_ENVIRONMENT}*"))  # Triton's own choice, whatever TMPDIR says
 
 
 def claim_leftovers() -> None:
@@ -37,17 +43,21 @@ def claim_directories(directories: Iterable[Path]) -> None:
 def remove_leftovers(pid: int) -> None:
     """Remove what an ended process, or this one, had PyTriton set up."""
     for directory in _directories(_claim(pid)):
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory.name.startswith(_ENVIRONMENT):
+            with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
+                directory.rmdir()
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
     for file in (*_PLACE.glob(f"pytrtion{pid}-*"), _claim(pid)):  # PyTriton's spelling
         with contextlib.suppress(PermissionError):  # another user's process had that number
             file.unlink(missing_ok=True)
 
 
-def _directories(claim: Path) -> list[str]:
+def _directories(claim: Path) -> list[Path]:
     """Those that a claim of this user's names: anyone may write to the place."""
     try:
         with os.fdopen(os.open(claim, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-            return file.read().splitlines() if os.fstat(file.fileno()).st_uid == os.geteuid() else []
+            return [*map(Path, file.read().splitlines())] if os.fstat(file.fileno()).st_uid == os.geteuid() else []
     except OSError:
         return []
 

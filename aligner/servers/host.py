@@ -17,7 +17,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import claim_directories, claim_leftovers, remove_leftovers
+from aligner.config.leftovers import claim_directories, claim_leftovers, remove_leftovers, triton_environments
 from aligner.config.ports import http_address
 from aligner.config.schema import Ports
 from aligner.errors import AlignerError, TransientError
@@ -110,7 +110,7 @@ class TritonHost:
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
-        before = _environments()
+        before = triton_environments()
         try:
             self._triton._run_server()  # run() does this and connects; a Triton that ends in between is known only here
             with _interrupted_when_triton_ends():
@@ -119,7 +119,7 @@ class TritonHost:
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         finally:
-            claim_directories([workspace.path, *_model_folders(_triton_processes()), *(_environments() - before)])
+            claim_directories([workspace.path, *_model_folders(_triton_processes()), *(triton_environments() - before)])
         self._processes = _triton_processes()
 
     def check(self) -> None:
@@ -145,11 +145,6 @@ class TritonHost:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         remove_leftovers(os.getpid())
-
-
-def _environments() -> set[Path]:
-    """Where Triton's Python backends would unpack environments, of which we give it none: empty, and left where they are."""
-    return set(Path("/tmp").glob("python_env_*"))  # Triton's own choice, whatever TMPDIR says
 
 
 class _TritonEnded(BaseException):

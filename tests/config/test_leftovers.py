@@ -51,6 +51,14 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
     assert not used.exists() and not [*tmp_path.iterdir()]
 
 
+def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> None:
+    process, _ = server(tmp_path / "python_env_full")  # of whoever started in the same moment
+    process.kill()
+    process.wait()
+    remove_leftovers(process.pid)
+    assert [path.name for path in tmp_path.glob("python_env_full/*")] == ["model-store"]
+
+
 def test_a_claim_of_another_user_names_no_directory_to_remove(tmp_path: Path) -> None:
     process, _ = server(tmp_path / "kept")
     process.kill()
