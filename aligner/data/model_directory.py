@@ -63,14 +63,20 @@ def read_shape(directory: Path) -> ModelShape:
     return directory_shape(directory, "model.path")
 
 
-def stored_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """What the directory's `tokenizer.json` describes; ConfigError for a file that is no tokenizer's."""
+def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """What the directory's `tokenizer.json` describes; ConfigError for a file that is no tokenizer's.
+
+    It neither cuts nor pads: the file may carry settings for batches of its own.
+    """
     file = directory / "tokenizer.json"
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     # tokenizers raises nothing more specific than Exception.
     except Exception as error:
         raise ConfigError(f"{file}: not a tokenizer: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def check_model_directory(directory: Path) -> ModelShape:
@@ -86,7 +92,7 @@ def check_model_directory(directory: Path) -> ModelShape:
         raise ConfigError(f"{directory} is not a complete Hugging Face model directory; it lacks {', '.join(absent)}")
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
-    tokens = stored_tokenizer(directory).get_vocab_size()
+    tokens = read_tokenizer(directory).get_vocab_size()
     if tokens > shape.vocab_size:
         problems.append(f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}")
     if problems:

@@ -6,24 +6,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-import tokenizers
 import torch
 from torch import Tensor
 
 from aligner.data.chat import ChatTemplate
-from aligner.data.model_directory import read_shape, stored_tokenizer
+from aligner.data.model_directory import read_shape, read_tokenizer
 from aligner.errors import AlignerError, ConfigError
-
-
-def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """A model directory's tokenizer, which neither cuts nor pads: its file may carry settings for batches of its own.
-
-    Raises ConfigError for a file that is no tokenizer's.
-    """
-    tokenizer = stored_tokenizer(directory)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 class Tokenizer:
