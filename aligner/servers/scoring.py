@@ -122,7 +122,8 @@ def build_scoring(config: Config, build_model: BuildModel) -> Scoring:
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             parts.append((source, ModelSource(source.name, model, normalizer)))
-            limits = narrower(limits, model_limits(config, Path(source.path), model.vocab_size))
+            key = f"{source.key}.path"
+            limits = narrower(limits, model_limits(config, Path(source.path), model.vocab_size, key))
         else:
             parts.append((source, text_source(source)))
     return Scoring(WeightedSum(parts), tokenizer, limits)

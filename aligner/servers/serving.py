@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aligner.config.access import create_access_key
 from aligner.config.endpoints import load_endpoints
-from aligner.config.families import read_config
+from aligner.config.model_source import directory_shape
 from aligner.config.paths import run_paths
 from aligner.config.ports import group_ports, interface_address
 from aligner.config.schema import Config, Ports
@@ -164,10 +164,9 @@ def _on_stop_signals(action: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: action())
 
 
-def model_limits(config: Config, directory: Path, vocab_size: int) -> Limits:
-    """The limits of a model in a Hugging Face directory."""
-    path = directory / "config.json"
-    shape = read_config(json.loads(path.read_text()), str(path))
+def model_limits(config: Config, directory: Path, vocab_size: int, key: str = "model.path") -> Limits:
+    """The limits of a model in a Hugging Face directory, which `key` names."""
+    shape = directory_shape(directory, key)
     server = config.server
     longest = min(shape.max_positions, server.max_sequence_length or shape.max_positions)
     return Limits(vocab_size, longest, server.max_request_tokens)
