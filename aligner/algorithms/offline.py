@@ -18,9 +18,8 @@ from aligner.algorithms.reward_model import PairwiseRewardModel, ProcessRewardMo
 from aligner.algorithms.sft import SupervisedFineTuning
 from aligner.config.paths import RunPaths, model_directory, run_paths
 from aligner.config.schema import Config
-from aligner.data.examples import LabeledSteps
+from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
-from aligner.data.run_data import RunData, open_run_data
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Rows

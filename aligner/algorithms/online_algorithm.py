@@ -17,8 +17,7 @@ from aligner.algorithms.losses import Stats
 from aligner.algorithms.whitening import masked_whiten
 from aligner.config.algorithms import overlong_buffer, rows_together
 from aligner.config.schema import Algorithm, Config
-from aligner.data.types import Experience, SampleBatch
-from aligner.megatron.policy import PolicyLoss
+from aligner.data.types import Experience, PolicyLoss, SampleBatch
 from aligner.rewards.shaping import ScoreShaping, penalized_rewards
 
 Aggregation = Literal["token", "sequence", "sum", "constant"]

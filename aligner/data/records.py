@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from aligner.config.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 from aligner.config.schema import Data
-from aligner.data.user_code import imported
 from aligner.errors import ConfigError
+from aligner.user_code import imported
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")

@@ -29,7 +29,7 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Lora
 from aligner.config.weights import Head, Slice, TensorSpec, cut_shape, trainer_slices
 from aligner.errors import AlignerError
-from aligner.megatron.weights import NamedWeights, global_parameters
+from aligner.megatron.named_weights import NamedWeights, global_parameters
 from aligner.megatron.world import World
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear

@@ -18,7 +18,7 @@ from aligner.config.frozen import frozen_names
 from aligner.config.schema import Optimizer
 from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
-from aligner.megatron.weights import NamedWeights
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 
 _NAMED_AT_MOST = 8

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Actor
 from aligner.data.checkpoint_files import trained_model
-from aligner.data.types import Rows
-from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
+from aligner.data.types import PolicyLoss, Rows, Stats
 from aligner.megatron.heads import VocabularyHead
 from aligner.megatron.lora import LoraWeights
+from aligner.megatron.model_checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
-from aligner.megatron.runner import ModelRunner, Stats
+from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
-
-_R = TypeVar("_R", bound=Rows, contravariant=True)
-
-
-class PolicyLoss(Protocol[_R]):
-    """A loss of the policy on right-padded rows."""
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
-
-        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
-        """
-        ...
 
 
 class Policy:

@@ -16,10 +16,10 @@ from aligner.config.paths import model_directory
 from aligner.config.schema import Config, MegatronModel, TrainedModel
 from aligner.data.checkpoint_files import trained_model
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Rows
-from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
+from aligner.data.types import Rows, Stats
+from aligner.megatron.model_checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
-from aligner.megatron.runner import ModelRunner, Stats
+from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
 
 _R = TypeVar("_R", bound=Rows, contravariant=True)

@@ -27,8 +27,7 @@ from aligner.config.schema import (
     Run,
 )
 from aligner.config.signals import STOP_SIGNAL
-from aligner.data.examples import Demonstration, LabeledSteps, Preference
-from aligner.data.run_data import RunData
+from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model

@@ -9,8 +9,8 @@ import pytest
 from aligner.config.compose import compose_config
 from aligner.config.data_sources import data_problems, data_sources
 from aligner.config.schema import Algorithm, Config, Data
+from aligner.data.examples import has_steps, open_demonstrations
 from aligner.data.model_directory import prepare_model
-from aligner.data.offline import has_steps, open_demonstrations
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError

@@ -14,9 +14,9 @@ from aligner.algorithms.losses import value_loss
 from aligner.config.schema import Actor, Critic, Lora, Parallel
 from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
 from aligner.data.model_directory import read_shape
-from aligner.megatron import checkpoint as checkpoints
+from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
-from aligner.megatron.checkpoint import load_checkpoint
+from aligner.megatron.model_checkpoint import load_checkpoint
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel

@@ -14,7 +14,7 @@ from aligner.config.families import read_config
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Actor, Critic, Lora, Optimizer, Parallel
 from aligner.config.weights import Head
-from aligner.megatron import checkpoint
+from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner

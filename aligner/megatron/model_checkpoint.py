@@ -39,9 +39,9 @@ from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.files import write_file
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.runner import ModelRunner
-from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
 
 
