@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,17 @@ from aligner.config.paths import RunPaths, complete_steps
 from aligner.config.schema import Lora
 from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
-from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
-from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
+from aligner.data.weight_files import (
+    DTYPES,
+    TensorEntry,
+    assemble,
+    file_name,
+    tensor_files,
+    weight_problems,
+    write_safetensors,
+)
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for
+from aligner.files import asked_for, new_directory
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -199,19 +205,8 @@ def export(
         raise ConfigError(f"{output}: exists already; give a directory that does not")
     wanted = None if dtype is None else EXPORT_DTYPES[dtype]
     entries = [_converted(entry, wanted) for entry in source.entries]
-    temporary = output.absolute().parent / f".{output.name}.{uuid.uuid4().hex}"
-    with asked_for(output):
-        temporary.mkdir(parents=True)
-    try:
-        with asked_for(output):
-            notices = _write_all(source, entries, temporary, max_shard_bytes, progress)
-        try:
-            temporary.rename(output)
-        except OSError as error:
-            raise ConfigError(f"{output}: {error.strerror}; it was made by someone else in the meantime") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return notices
+    with asked_for(output), new_directory(output) as directory:
+        return _write_all(source, entries, directory, max_shard_bytes, progress)
 
 
 def _write_all(

@@ -19,7 +19,7 @@ from aligner.config import reward_sources
 from aligner.config.normalization import read_normalization
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
-from aligner.data.model_directory import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from aligner.config.schema import Evaluation
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
 from tests.algorithms import evaluation_jobs
 from tests.megatron.reference import save_llama

@@ -19,11 +19,11 @@ from aligner.algorithms.sft import demonstration_rows
 from aligner.config.normalization import NORMALIZATION
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Checkpoint
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.checkpoint_files import CheckpointReader
 from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import character_tokenizer
 from aligner.observability.metrics import read_metrics
 from aligner.rewards.shaping import RewardNormalizer
 from benchmarks.runs import checkpoint_differences, repeatable

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from aligner import cli
 from aligner.config.schema import Engine
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptText
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
 from tests.megatron import checkpoint_jobs, families

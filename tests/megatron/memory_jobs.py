@@ -131,7 +131,7 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
 def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     """What this rank copies for a checkpoint."""
     adam = checkpoint._adam(runner)
-    units, _ = checkpoint._share_out(runner, adam)
+    units, _ = checkpoint._assign_writers(runner, adam)
     yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
 
 
