@@ -112,7 +112,7 @@ def _reference_scores(job: EvaluationJob, settings: Engine) -> Tensor:
 
 
 def _perplexity(initial: Source, settings: Engine, samples: Sequence[Sample]) -> float:
-    from aligner.megatron.stored_model import stored_logprobs
+    from aligner.megatron.policy import stored_logprobs
 
     batch = collate(samples, 0)
     model = MegatronModel(precision=settings.precision)

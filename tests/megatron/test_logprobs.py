@@ -44,7 +44,7 @@ def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tenso
 
     from aligner.config.schema import Parallel
     from aligner.megatron import world as worlds
-    from aligner.megatron.heads import VocabularyHead
+    from aligner.megatron.layers import VocabularyHead
 
     size = dist.get_world_size()
     world = worlds.initialize(Parallel(tensor=size, sequence=sequence), seed=1, timeout_s=120)
