@@ -1,9 +1,9 @@
 """What runs learn, as hashes: the same before and after a change that must not change it.
 
-Each run's metrics, but for times, and each file of its last checkpoint's policy and critic make one hash each. The runs: PPO at
-one rank and at TP2 x PP2 with a TP2 critic, the same killed and resumed, imitation, and four algorithms on sums, each in turn
-and one beside training. `--tree DIR` runs another checkout of this project, and `--expect FILE` compares with what `--json` wrote
-before: exits 1 where a hash differs.
+Each run's metrics, but for times, and each file of its last checkpoint make a hash. The runs: PPO at one rank and at TP2 x PP2
+with a TP2 critic, the same killed and resumed, imitation, and four algorithms on sums, each in turn and beside training.
+`--tree DIR` runs another checkout of this project, and `--expect FILE` compares with what `--json` wrote before: exits 1
+where a hash differs.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from aligner.config.schema import EngineParallel
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.resharding.update import WeightUpdate
+from aligner.schema import EngineParallelConfig
 
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
@@ -131,7 +131,7 @@ class GenerationEngine(Protocol):
     """
 
     @property
-    def weight_layout(self) -> EngineParallel:
+    def weight_layout(self) -> EngineParallelConfig:
         """The layout to publish weights to, over the engine's ranks."""
         ...
 
