@@ -40,8 +40,6 @@ from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from aligner.training.stopping import StopCondition
 
 _log = logging.getLogger(__name__)
-
-
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
 
