@@ -24,10 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Head
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:

@@ -8,9 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor, MegatronModel
 from aligner.data.checkpoint_files import describe_model
 from aligner.data.export import Source
 from aligner.data.types import PolicyLoss, Rows, Stats
@@ -21,6 +18,9 @@ from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.schema import ActorConfig, MegatronModelConfig
 
 _CHUNK_TOKENS = 1024
 """Logits of a stored model exist for so many tokens at a time."""
@@ -37,7 +37,7 @@ class Policy(CheckpointedModel):
         self,
         shape: ModelShape,
         world: World,
-        settings: Actor,
+        settings: ActorConfig,
         directory: Path,
         temperature: float,
         total_updates: int,
@@ -92,7 +92,7 @@ class Policy(CheckpointedModel):
         return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
 
 
-def stored_logprobs(source: Source, settings: MegatronModel, tokens: Tensor, lengths: Tensor) -> Tensor:
+def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:
     """Log-probability of each next token at temperature 1 under a stored language model, in this process alone.
 
     int64 [B, S] and [B] to float32 [B, S-1]. No world may be there: one is made, and left at the end. Raises AlignerError for
