@@ -16,7 +16,7 @@ from aligner.cli.errors import print_error
 from aligner.launch.kernel import end_with_launcher
 
 if TYPE_CHECKING:
-    from aligner.data.prompts import PromptText
+    from aligner.data.records import Record
     from aligner.engines.generate import Progress as Generated
     from aligner.schema import EngineConfig
 
@@ -163,7 +163,7 @@ def _evaluate_samples(parsed: argparse.Namespace) -> None:
         Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
 
 
-def _prompts(parsed: argparse.Namespace) -> list[PromptText]:
+def _prompts(parsed: argparse.Namespace) -> list[Record]:
     from aligner.data.prompts import read_prompts
 
     return read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)

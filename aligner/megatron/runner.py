@@ -24,7 +24,7 @@ from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Head
+from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
 # Model output [1, T, …] of a micro-batch to what is wanted of it.
@@ -99,7 +99,7 @@ class ModelRunner:
     ) -> None:
         self.world, self.shape, self.settings = world, shape, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
-        self.weights = self.trained = NamedWeights(self.chunks, shape, world, head)
+        self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))
