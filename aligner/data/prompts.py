@@ -108,6 +108,7 @@ def read_prompts(path: Path, key: str, kind: str | None = None) -> list[Record]:
 
     def checked(record: Record) -> Record:
         record.text("prompt")
+        _metadata(record)
         return record
 
     return convert(read_lines(path, key, kind), checked, f"{key}{path}")[0]
