@@ -40,7 +40,7 @@ def build_engine(
     if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
         raise ConfigError("\n".join(problems))
     if settings.kind == "tensorrt_llm":
-        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+        from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
     from aligner.engines.embedded.engine import EmbeddedEngine

@@ -66,7 +66,7 @@ def reference_model(directory: Path) -> Any:
 def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Iterator[GenerationEngine]:
     """An engine without weights."""
     if kind == "tensorrt_llm":
-        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+        from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
         from tests.engines.tensorrt_llm.fake import installed
 
         with installed():

@@ -13,7 +13,7 @@ from aligner.config.schema import EngineParallel
 from aligner.config.weights import weight_table
 from aligner.engines.formats import weight_format
 from aligner.engines.protocol import SamplingOptions
-from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy

@@ -20,14 +20,10 @@ from aligner.config.weights import weight_table
 from aligner.data.types import Sample
 from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, run
 from aligner.engines.requests import request_problems
-from aligner.engines.tensorrt_llm.client import Client, ending_on_failure
-from aligner.engines.tensorrt_llm.environment import device_index
-from aligner.engines.tensorrt_llm.generation import ReplicaGeneration
-from aligner.engines.tensorrt_llm.replica import Replica
-from aligner.engines.tensorrt_llm.sender import WeightSender
-from aligner.engines.tensorrt_llm.update import StreamedUpdate
+from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
+from aligner.engines.tensorrt_llm.llm_client import Client, device_index
+from aligner.engines.tensorrt_llm.update import StreamedUpdate, ipc_handles
 from aligner.errors import AlignerError
-from aligner.resharding.ipc import ipc_handles
 
 
 class TensorRTLLMEngine:
@@ -52,18 +48,14 @@ class TensorRTLLMEngine:
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         context: int | None = None,
-        worker_devices: Sequence[int] | None = None,
     ) -> None:
         """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over the replica.
 
         `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in order (None when TP' is 1);
         `context` is the longest sequence, prompt and response (None: as long as the model allows).
-        `worker_devices`: the workers run on these GPUs of the machine, not on the ranks'. Then a replica has one rank, and
-        `rank` is one of DP'.
         Raises AlignerError on every rank when TensorRT-LLM does not start, or starts on other GPUs than the ranks'.
         """
-        self._separate = worker_devices is not None
-        size = 1 if self._separate else settings.parallel.tensor
+        size = settings.parallel.tensor
         if size > 1 and group is None:
             raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
         self._settings, self._device, self._dtype = settings, torch.device(device), dtype
@@ -84,25 +76,17 @@ class TensorRTLLMEngine:
             )
         self._uuid: str = places[self._replica.rank]["uuid"]
         self._client: Client | None = None
-        self._sender: WeightSender | None = None
-        self._updates = 0
 
         def start() -> None:
-            devices = worker_devices or [place["index"] for place in places]
-            self._client = Client(directory, shape, settings, seed, self._context, dtype, devices)
-            with ending_on_failure(self._client.shutdown):
-                if self._separate:
-                    self._sender = WeightSender(self._client, self._device, settings.update_timeout_s)
-                else:
-                    self._client.check_devices([place["uuid"] for place in places])
+            devices, uuids = [place["index"] for place in places], [place["uuid"] for place in places]
+            self._client = Client(directory, shape, settings, seed, self._context, dtype, devices, uuids)
 
         self._replica.lead("starting TensorRT-LLM", start)
 
     @property
     def weight_layout(self) -> EngineParallel:
         """Where a publish has to bring the weights: whole tensors to every rank."""
-        layout = self._settings.parallel
-        return EngineParallel(tensor=1, data=layout.data if self._separate else layout.ranks)
+        return EngineParallel(tensor=1, data=self._settings.parallel.ranks)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -145,13 +129,11 @@ class TensorRTLLMEngine:
             raise AlignerError(
                 f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
             )
-        self._incoming, self._updates = (version, in_flight), self._updates + 1
-        self._update = StreamedUpdate(self, self._table, group_bytes=self.group_bytes, device=self._device, dtype=self._dtype)
+        self._incoming = version, in_flight
+        self._update = StreamedUpdate(
+            self, self._replica, self._table, group_bytes=self.group_bytes, device=self._device, dtype=self._dtype
+        )
         return self._update
-
-    def together(self, what: str, action: Callable[[], None]) -> None:
-        """Do something on every rank of the replica. Raises AlignerError on all of them when it fails on any."""
-        self._replica.gather(what, action)
 
     def overwrite(self) -> None:
         """Let the responses under way be finished or interrupted; the engine has no version from here on."""
@@ -162,10 +144,6 @@ class TensorRTLLMEngine:
 
     def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
         """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
-        if self._sender is not None:
-            every = self._settings.verify_every
-            self._sender.send(tensors, verifies=self._updates == 1 or (every > 0 and (self._updates - 1) % every == 0))
-            return
         handles: dict[str, str] = {}
         for mine in self._replica.gather("sharing weights", lambda: self._handles(tensors)):
             handles |= mine
@@ -223,16 +201,7 @@ class TensorRTLLMEngine:
 
     def shutdown(self) -> None:
         """End TensorRT-LLM's processes. Collective over the replica."""
-
-        def end(client: Client) -> None:
-            sender, self._sender = self._sender, None
-            try:
-                if sender is not None:
-                    sender.close()
-            finally:
-                client.shutdown()
-
-        self._lead("shutting down", end)
+        self._lead("shutting down", Client.shutdown)
 
     @property
     def _under_way(self) -> bool:
@@ -256,7 +225,7 @@ class TensorRTLLMEngine:
             client.resume_cache()
         client.release()
 
-    def _lead(self, what: str, action: Any) -> None:
+    def _lead(self, what: str, action: Callable[[Client], None]) -> None:
         def act() -> None:
             assert self._client is not None
             action(self._client)
