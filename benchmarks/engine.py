@@ -60,7 +60,7 @@ class Replica:
         import torch
 
         from aligner.config.schema import Engine
-        from aligner.engines.embedded.engine import EmbeddedEngine
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
         self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
         self._rows = -(-batch // self._replicas)
@@ -98,7 +98,7 @@ class Replica:
         import torch
 
         from aligner.data.types import Prompt
-        from aligner.engines.protocol import GenerationRequest, SamplingOptions
+        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         requests = [
             GenerationRequest(Prompt(index // work.samples, "", torch.tensor(prompt)), index % work.samples, length)

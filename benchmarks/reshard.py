@@ -36,8 +36,8 @@ from aligner.config.schema import EngineParallel, Parallel
 from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import slice_shape
 from aligner.resharding.verify import verify
 from benchmarks.models import MODELS, shape_of

@@ -18,7 +18,7 @@ from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy

@@ -19,8 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Config
 from aligner.data.collectives import broadcast_json
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SpanListener
+from aligner.engines.engine_protocol import SpanListener, weight_format
 from aligner.engines.receiver import plan_between_worlds
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy

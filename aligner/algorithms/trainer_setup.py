@@ -26,7 +26,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener
 from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy

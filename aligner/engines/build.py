@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from aligner.config.engines import engine_kind_problems, engine_machine_problems
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine
-from aligner.engines.protocol import GenerationEngine, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 
 
@@ -43,6 +43,6 @@ def build_engine(
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
-    from aligner.engines.embedded.engine import EmbeddedEngine
+    from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)

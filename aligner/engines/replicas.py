@@ -13,7 +13,7 @@ from torch import Tensor
 from aligner.config.schema import EngineParallel
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
 
 STEPS_A_PART = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.schema import Rollout as Settings
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.rollout.samplers import Sampler

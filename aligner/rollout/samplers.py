@@ -9,7 +9,7 @@ from typing import Protocol
 from aligner.config.schema import EngineParallel
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
 from aligner.rollout.services import together
 from aligner.rollout.weights import Offers

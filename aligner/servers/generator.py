@@ -17,7 +17,7 @@ from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join

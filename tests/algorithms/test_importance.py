@@ -16,7 +16,7 @@ from aligner.algorithms.trainer_setup import build_options
 from aligner.config.families import read_config
 from aligner.config.schema import Algorithm, Parallel, Rollout
 from aligner.data.types import Experience
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from tests.algorithms import jobs
 from tests.megatron import families
 

@@ -17,8 +17,8 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import stored_tensors, weight_table
 from aligner.data.types import Prompt, Sample
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, InFlight
-from aligner.resharding.update import WeightUpdate
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, InFlight
+from aligner.resharding.weight_update import WeightUpdate
 
 VOCABULARY, CONTEXT = 120, 48
 SETTINGS = Engine(
@@ -82,7 +82,7 @@ def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Ite
             yield engine
             engine.shutdown()
     else:
-        from aligner.engines.embedded.engine import EmbeddedEngine
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
         chosen = dataclasses.replace(SETTINGS, update=kind.partition("-")[2], **settings)
         yield EmbeddedEngine(shape_of(directory), chosen, 0, seed)

@@ -14,8 +14,8 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import weight_table
 from aligner.data.types import Prompt, Sample
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 
 LENGTHS = (3, 7, 1, 7, 5)

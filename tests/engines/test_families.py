@@ -11,8 +11,8 @@ import torch.distributed as dist
 from aligner.config.model_source import directory_shape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from tests.megatron import families, jobs
 
 LENGTHS = (3, 9, 1, 9)

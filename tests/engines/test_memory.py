@@ -10,9 +10,9 @@ from aligner.config.keys import with_values
 from aligner.config.memory.engine import engine_memory
 from aligner.config.memory.states import engine_weights, shared_weights
 from aligner.config.schema import Config, Engine, EngineParallel, Parallel
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.embedded.weights import parameters
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.embedded.engine_weights import parameters
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED

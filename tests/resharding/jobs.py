@@ -17,8 +17,8 @@ from aligner.config.schema import EngineParallel, Parallel
 from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.publisher import Publisher, PublishStats
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.verify import verify
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 from tests.resharding.sink import Sink

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.schema import Rollout
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts

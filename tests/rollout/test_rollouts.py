@@ -7,7 +7,7 @@ import torch
 
 from aligner.config.schema import Rollout
 from aligner.data.types import Sample
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows

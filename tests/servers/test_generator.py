@@ -15,7 +15,7 @@ from aligner.config.paths import model_directory
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.types import Sample
-from aligner.engines.protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, response_limit
 from aligner.engines.tensorrt_llm.llm_client import Client
 from aligner.engines.tensorrt_llm.responses import Response
 from aligner.errors import AlignerError

@@ -16,7 +16,7 @@ import torch
 
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine
-from aligner.engines.protocol import InFlight, SamplingOptions
+from aligner.engines.engine_protocol import InFlight, SamplingOptions
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.errors import AlignerError

@@ -18,12 +18,12 @@ from aligner.config.model_shape import ModelShape
 from aligner.config.schema import Engine, EngineParallel
 from aligner.config.weights import weight_table
 from aligner.data.types import Sample
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, run
-from aligner.engines.requests import request_problems
+from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions, request_problems, run
 from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
 from aligner.engines.tensorrt_llm.llm_client import Client, device_index
 from aligner.engines.tensorrt_llm.update import StreamedUpdate, ipc_handles
 from aligner.errors import AlignerError
+from aligner.resharding.weight_update import WeightFormat
 
 
 class TensorRTLLMEngine:
@@ -33,7 +33,7 @@ class TensorRTLLMEngine:
     lend their GPUs, hand over weights, and return the same samples.
 
     An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`. TensorRT-LLM
-    takes whole tensors on every GPU and cuts its share out of them: `weight_layout` is the layout to publish to.
+    takes whole tensors on every GPU and cuts its share out of them: `weight_format` says what to publish to.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class TensorRTLLMEngine:
         size = settings.parallel.tensor
         if size > 1 and group is None:
             raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
-        self._settings, self._device, self._dtype = settings, torch.device(device), dtype
+        self._settings, self._device = settings, torch.device(device)
+        layout = EngineParallel(tensor=1, data=settings.parallel.ranks)
+        self._format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         self._context = min(context or shape.max_positions, shape.max_positions)
         self._shape = dataclasses.replace(shape, max_positions=self._context)
         self._table = weight_table(shape)
@@ -84,19 +86,9 @@ class TensorRTLLMEngine:
         self._replica.lead("starting TensorRT-LLM", start)
 
     @property
-    def weight_layout(self) -> EngineParallel:
-        """Where a publish has to bring the weights: whole tensors to every rank."""
-        return EngineParallel(tensor=1, data=self._settings.parallel.ranks)
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What it computes with."""
-        return self._dtype
-
-    @property
-    def group_bytes(self) -> int:
-        """Weights come and go in buckets: the workers have their own."""
-        return self._settings.bucket_mib << 20
+    def weight_format(self) -> WeightFormat:
+        """Whole tensors on every rank, in buckets: the workers have memory of their own."""
+        return self._format
 
     @property
     def version(self) -> int | None:
@@ -130,9 +122,7 @@ class TensorRTLLMEngine:
                 f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
             )
         self._incoming = version, in_flight
-        self._update = StreamedUpdate(
-            self, self._replica, self._table, group_bytes=self.group_bytes, device=self._device, dtype=self._dtype
-        )
+        self._update = StreamedUpdate(self, self._replica, self._table, self._format, self._device)
         return self._update
 
     def overwrite(self) -> None:

@@ -15,6 +15,7 @@ from aligner.config.weights import TensorSpec, stored_tensors
 from aligner.data.weight_files import assemble
 from aligner.engines.tensorrt_llm.generation import Replica
 from aligner.errors import AlignerError
+from aligner.resharding.weight_update import WeightFormat
 
 
 class Receiver(Protocol):
@@ -45,13 +46,10 @@ class StreamedUpdate:
         receiver: Receiver,
         replica: Replica,
         table: Sequence[TensorSpec],
-        *,
-        group_bytes: int,
+        weight_format: WeightFormat,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
-        self._receiver, self._replica, self._group_bytes = receiver, replica, group_bytes
-        self._device, self._dtype = device, dtype
+        self._receiver, self._replica, self._format, self._device = receiver, replica, weight_format, device
         self._specs = {spec.name: spec for spec in table}
         self._missing = stored_tensors(table)
         self._views: dict[str, Tensor] = {}
@@ -62,14 +60,14 @@ class StreamedUpdate:
     @property
     def group_bytes(self) -> int | None:
         """Bytes of the bucket."""
-        return self._group_bytes
+        return self._format.group_bytes
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
         self._check_open()
         known = [name for name in names if name in self._specs]
         for name in known:
-            self._views[name] = torch.empty(self._specs[name].shape, dtype=self._dtype, device=self._device)
+            self._views[name] = torch.empty(self._specs[name].shape, dtype=self._format.dtype, device=self._device)
         return {name: self._views[name] for name in known}
 
     def load(self, names: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from aligner.config.schema import Engine
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.tensorrt_llm import llm_arguments, llm_client
 from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine

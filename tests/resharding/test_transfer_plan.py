@@ -12,7 +12,7 @@ from aligner.config.schema import EngineParallel, Parallel
 from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
 from aligner.resharding import transport
-from aligner.resharding.plan import TransferPlan, extent, plan_resharding, plan_transfers
+from aligner.resharding.transfer_plan import TransferPlan, extent, plan_resharding, plan_transfers
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 
 SIZES = st.sampled_from([1, 2, 4])

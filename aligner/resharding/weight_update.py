@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from aligner.config.schema import EngineParallel
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How an engine takes its weights."""
+
+    layout: EngineParallel
+    """To publish to, over the engine's ranks."""
+    dtype: torch.dtype
+    group_bytes: int | None
+    """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
 
 
 class WeightUpdate(Protocol):

@@ -18,14 +18,21 @@ from aligner.data.types import Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
 from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
-from aligner.engines.embedded.update import EmbeddedUpdate
-from aligner.engines.embedded.weights import EngineWeights, parameters
-from aligner.engines.formats import weight_dtype
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, SpanListener, response_limit, run
-from aligner.engines.requests import request_problems
+from aligner.engines.engine_protocol import (
+    GenerationRequest,
+    InFlight,
+    SamplingOptions,
+    SpanListener,
+    request_problems,
+    response_limit,
+    run,
+    weight_format,
+)
 from aligner.errors import AlignerError, ConfigError
+from aligner.resharding.weight_update import WeightFormat
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
@@ -62,7 +69,8 @@ class EmbeddedEngine:
             raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
         self._shape, self._settings, self._rank, self._seed = shape, settings, rank, seed
         self._device, self._shared = torch.device(device), shared
-        self._dtype = weight_dtype(settings.precision, self._device)
+        self._format = weight_format(settings, self._device)
+        self._dtype = self._format.dtype
         self._layout = parameters(shape, tensor)
         decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
         cache = Cache(shape, tensor, self._device, self._dtype)
@@ -82,19 +90,9 @@ class EmbeddedEngine:
         self._weights = self._allocate()
 
     @property
-    def weight_layout(self) -> EngineParallel:
-        """The engine's own."""
-        return self._settings.parallel
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What it computes with."""
-        return self._dtype
-
-    @property
-    def group_bytes(self) -> int | None:
-        """Its storage is there for all weights at once."""
-        return None
+    def weight_format(self) -> WeightFormat:
+        """Its own layout and precision; its storage is there for all weights at once."""
+        return self._format
 
     @property
     def version(self) -> int | None:
