@@ -17,6 +17,7 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
+from tests.engines.engines import load_directory
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
 from tests.megatron import families
 
@@ -32,7 +33,7 @@ def directory(tmp_path_factory) -> Path:
 
 def make_engine(directory: Path, **settings) -> EmbeddedEngine:
     engine = EmbeddedEngine(shape_of(directory), Engine(**settings), rank=0, seed=7, device="cuda")
-    engine.load_directory(directory)
+    load_directory(engine, directory)
     return engine
 
 
@@ -99,7 +100,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     assert torch.cuda.memory_allocated() - empty < 0.1 * held
     engine.wake()
     if not keep_weights:
-        engine.load_directory(path)
+        load_directory(engine, path)
     assert [response(sample) for sample in engine.generate(make_requests(8), OPTIONS)] == [
         response(sample) for sample in before
     ]

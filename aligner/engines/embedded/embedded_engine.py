@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch.distributed import ProcessGroup
 from aligner.config.engines import cache_bytes_per_token
 from aligner.config.layouts import engine_problems
 from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import engine_slices, weight_table
+from aligner.config.schema import Engine
 from aligner.data.types import Sample
-from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
@@ -105,14 +102,6 @@ class EmbeddedEngine:
         return self._weights.views
 
     @property
-    def matrices(self) -> tuple[Tensor, ...]:
-        """What a token is multiplied with, fused as it is."""
-        tables = {"embedding.position_embeddings.weight"}
-        if not self._shape.tied_embeddings:
-            tables.add("embedding.word_embeddings.weight")
-        return tuple(tensor for name, tensor in self._weights.tensors.items() if tensor.dim() > 1 and name not in tables)
-
-    @property
     def nbytes(self) -> int:
         """Device memory that the engine holds: weights, spare ones, keys and values."""
         spare = 0 if self._spare is None else self._spare.nbytes
@@ -156,24 +145,6 @@ class EmbeddedEngine:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
         return self._update
-
-    def load_directory(self, path: Path, version: int = 0) -> None:
-        """Take this rank's slices of a Hugging Face directory of safetensors; nothing else is read from the disk.
-
-        Raises ConfigError naming the directory and every tensor that is missing or of another shape.
-        """
-        table = weight_table(self._shape)
-        slices = engine_slices(table, EngineParallel(tensor=self._settings.parallel.tensor), self._rank)
-        pieces = read_slices(path, table, slices)
-        update = self.begin_update(version)
-        try:
-            for name, tensor in pieces:
-                update.views([name])[name].copy_(tensor)
-                update.load([name])
-            update.commit()
-        except BaseException:
-            update.abort()
-            raise
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the memory of keys and values, and that of the weights where it is not host memory anyway."""
