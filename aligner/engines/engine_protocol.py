@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
@@ -116,11 +116,11 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
     return problems
 
 
-def weight_format(settings: Engine, device: torch.device | str) -> WeightFormat:
+def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
     """What the engine of these settings, on such devices, will say."""
     layout = settings.parallel
     if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
-        return WeightFormat(EngineParallel(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
+        return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
     return WeightFormat(layout, weight_dtype(settings.precision, torch.device(device)), None)
 
 

@@ -8,15 +8,15 @@ from typing import cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Config
-from aligner.config.weights import weight_table
 from aligner.engines.engine_protocol import GenerationEngine, InFlight
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import Config
 
 
 def plan_between_worlds(config: Config, shape: ModelShape, to: WeightFormat) -> TransferPlan:

@@ -9,14 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aligner.config.schema import EngineParallel
+from aligner.schema import EngineParallelConfig
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """How an engine takes its weights."""
 
-    layout: EngineParallel
+    layout: EngineParallelConfig
     """To publish to, over the engine's ranks."""
     dtype: torch.dtype
     group_bytes: int | None

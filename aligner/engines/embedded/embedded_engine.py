@@ -8,10 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.engines import cache_bytes_per_token
-from aligner.config.layouts import engine_problems
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.data.types import Sample
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
@@ -29,7 +25,10 @@ from aligner.engines.engine_protocol import (
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.layouts import cache_bytes_per_token, engine_problems
+from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat
+from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
@@ -45,7 +44,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         rank: int,
         seed: int,
         group: ProcessGroup | None = None,

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.engines.engine_protocol import InFlight, SamplingOptions
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class Client:
         self,
         directory: Path,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         seed: int,
         context: int,
         dtype: torch.dtype,

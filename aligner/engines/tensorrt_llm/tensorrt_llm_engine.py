@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import weight_table
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions, request_problems, run
 from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
 from aligner.engines.tensorrt_llm.llm_client import Client, device_index
 from aligner.engines.tensorrt_llm.update import StreamedUpdate, ipc_handles
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.weight_update import WeightFormat
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 
 class TensorRTLLMEngine:
@@ -40,7 +40,7 @@ class TensorRTLLMEngine:
         self,
         directory: Path,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         rank: int,
         seed: int,
         group: ProcessGroup | None = None,
@@ -59,7 +59,7 @@ class TensorRTLLMEngine:
         if size > 1 and group is None:
             raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
         self._settings, self._device = settings, torch.device(device)
-        layout = EngineParallel(tensor=1, data=settings.parallel.ranks)
+        layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         self._format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         self._context = min(context or shape.max_positions, shape.max_positions)
         self._shape = dataclasses.replace(shape, max_positions=self._context)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from aligner.config.weights import TensorSpec, stored_tensors
 from aligner.data.weight_files import assemble
 from aligner.engines.tensorrt_llm.generation import Replica
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import TensorSpec, stored_tensors
 from aligner.resharding.weight_update import WeightFormat
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.schema import Engine
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.tensorrt_llm import llm_arguments, llm_client
 from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
+from aligner.schema import EngineConfig
 from tests.engines import engines
 from tests.engines.engines import greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
@@ -51,7 +51,7 @@ def newest() -> Iterator[None]:
         yield
 
 
-def start(directory: Path, settings: Engine = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
+def start(directory: Path, settings: EngineConfig = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
     options = {"device": "cpu", "dtype": torch.float32} | more
     engine = TensorRTLLMEngine(directory, engines.shape_of(directory), settings, 0, 7, **options)
     return engine, FakeLLM.made[-1]
