@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +29,7 @@ from aligner.resharding.publisher import Publisher
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator import Generator
-from aligner.servers.generator_client import further_arrays, request_arrays
+from aligner.servers.generator_client import request_arrays
 from aligner.servers.protocol import GENERATE
 from aligner.servers.samples import with_responses
 from aligner.servers.serving import Caller
@@ -103,14 +103,14 @@ class Generating:
         self.trainer.publish(version)
         received.result(10)
 
-    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, **about: Any) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions) -> list[Sample]:
         """One sample a prompt, by way of the endpoint."""
-        return self._drawn(unbegun(prompts, 1), request_arrays(prompts, 1, options, **about))
+        return self.carry_on(unbegun(prompts, 1), 1, options, None)
 
-    def carry_on(self, samples: Sequence[Sample], each: int, options: SamplingOptions, enough: Enough) -> list[Sample]:
-        return self._drawn(samples, further_arrays(samples, each, options, enough))
-
-    def _drawn(self, samples: Sequence[Sample], request: Mapping[str, Any]) -> list[Sample]:
+    def carry_on(
+        self, samples: Sequence[Sample], each: int, options: SamplingOptions, *about: Any, **more: Any
+    ) -> list[Sample]:
+        request = request_arrays(samples, each, options, *about, **more)
         return with_responses(samples, {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()})
 
 
