@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.dry_run.settings import text_limit
-from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import directory_shape
-from aligner.config.paths import gguf_file, model_directory, run_paths
-from aligner.config.schema import Config
-from aligner.config.weights import Head, TensorSpec, weight_table
+from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
 from aligner.data.weight_files import TensorEntry, assemble, weight_problems, write_safetensors
 from aligner.errors import ConfigError
 from aligner.files import new_directory
+from aligner.models.model_source import directory_shape, gguf_file, model_directory
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, TensorSpec, weight_table
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _PLAIN_CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "

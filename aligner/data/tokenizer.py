@@ -20,9 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import directory_shape
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.model_source import directory_shape
+from aligner.models.shape import ModelShape
 
 # In the order in which a vocabulary takes them: a small one has digits, lowercase letters, space and common punctuation.
 _COMMON = string.digits + string.ascii_lowercase + " .,:;!?'\"-+*/=()<>[]{}_@#&"

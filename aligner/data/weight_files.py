@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.families import COMPUTED_BUFFERS
-from aligner.config.weights import Slice, TensorSpec, stored_tensors
 from aligner.errors import ConfigError
 from aligner.files import naming, new_file
+from aligner.models.families import COMPUTED_BUFFERS
+from aligner.models.weight_slices import Slice, TensorSpec, stored_tensors
 
 _DTYPE_NAMES = {
     torch.float64: "F64",

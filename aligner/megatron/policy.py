@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor
 from aligner.data.checkpoint_files import describe_model
 from aligner.data.types import PolicyLoss, Rows, Stats
 from aligner.megatron.heads import VocabularyHead
@@ -18,6 +16,8 @@ from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
+from aligner.models.shape import ModelShape
+from aligner.schema import ActorConfig
 
 
 class Policy(CheckpointedModel):
@@ -31,7 +31,7 @@ class Policy(CheckpointedModel):
         self,
         shape: ModelShape,
         world: World,
-        settings: Actor,
+        settings: ActorConfig,
         directory: Path,
         temperature: float,
         total_updates: int,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.config.schema import Algorithm, Config, Data, Model, Run
 from aligner.data.examples import (
     Demonstration,
     LabeledSteps,
@@ -28,6 +27,7 @@ from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, RunConfig
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
@@ -55,10 +55,10 @@ def chat(plain, tmp_path_factory) -> Tokenizer:
 def data(tmp_path):
     """Records into a file, and that into settings."""
 
-    def written(*records, **settings) -> Data:
+    def written(*records, **settings) -> DataConfig:
         path = tmp_path / "records.jsonl"
         path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
-        return Data(path=str(path), shuffle=False, **settings)
+        return DataConfig(path=str(path), shuffle=False, **settings)
 
     return written
 
@@ -255,8 +255,8 @@ PAIRS = [{"prompt": "ab", "chosen": letter, "rejected": letter * 2} for letter i
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    run = Run(dir=str(tmp_path_factory.mktemp("run")))
-    return Tokenizer(prepare_model(Config(run=run, model=Model(source="random", config=SHAPE))))
+    run = RunConfig(dir=str(tmp_path_factory.mktemp("run")))
+    return Tokenizer(prepare_model(Config(run=run, model=ModelConfig(source="random", config=SHAPE))))
 
 
 def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
@@ -265,7 +265,7 @@ def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunData:
-    return open_run_data(Config(algorithm=Algorithm(trainer=trainer), data=Data(path=path, **data)), tokenizer)
+    return open_run_data(Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)), tokenizer)
 
 
 def test_the_last_rows_are_held_out_and_never_taken(tokenizer: Tokenizer, tmp_path: Path) -> None:
