@@ -31,8 +31,7 @@ from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
-from aligner.observability.timeline import Timeline, open_timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 
 _log = logging.getLogger(__name__)
 

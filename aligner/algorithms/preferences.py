@@ -17,8 +17,7 @@ from aligner.config.schema import Config
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
-from aligner.observability.timeline import Timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.rewards.shaping import ScoreShaping
 from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import Services

@@ -31,7 +31,7 @@ from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter, SampleWriter, recording
+from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import open_timeline
 from aligner.rollout.pipeline import Pipeline
@@ -176,7 +176,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
     if world.rank != 0:
         return None
     paths = run_paths(config)
-    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), SampleWriter(paths), tokenizer)
+    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
 
 
 def connect(config: Config, world: World) -> Services:

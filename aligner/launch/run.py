@@ -17,8 +17,8 @@ from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts, Stopped
 from aligner.launch.lock import LockedError, locked
+from aligner.observability.console import print_summary
 from aligner.observability.metrics import read_metrics
-from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
 
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
+from aligner.observability.console import make_progress
 from aligner.observability.metrics import FileFollower
-from aligner.observability.progress import make_progress
 
 
 class RunView:

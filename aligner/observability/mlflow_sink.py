@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.files import write_file
-from aligner.observability.sinks import Record
+from aligner.observability.metrics import Record
 
 _PARAMETERS_AT_ONCE = 100
 

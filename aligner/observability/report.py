@@ -19,9 +19,9 @@ from aligner.config.reward_sources import describe_sources, reward_sources
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
+from aligner.observability.console import WINDOW, window_mean
 from aligner.observability.figures import metric_plots, timeline_plots
 from aligner.observability.metrics import read_metrics, read_records
-from aligner.observability.summary import WINDOW, window_mean
 from aligner.observability.trace import Span, read_spans, write_trace
 
 _TEMPLATE = Path(__file__).with_name("report.html")

@@ -6,8 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from aligner.config.paths import RunPaths
-from aligner.observability.progress import LiveProgress, PlainProgress, make_progress
-from aligner.observability.summary import print_summary, summary_table, totals
+from aligner.observability.console import LiveProgress, PlainProgress, make_progress, print_summary, summary_table, totals
 
 
 def console(*, terminal: bool = False) -> Console:
