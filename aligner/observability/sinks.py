@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
-
-
 _Action = Callable[[MetricsSink], None]
 
 
