@@ -24,8 +24,7 @@ from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
-from aligner.observability.timeline import Timeline, open_timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 from aligner.training.offline_tasks import (
