@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.client import RemoteClient, RemoteFuture, control

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from aligner.data.collectives import broadcast_json
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SpanListener
+from aligner.engines.engine_protocol import SpanListener, weight_format
 from aligner.engines.receiver import plan_between_worlds
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
@@ -81,34 +80,34 @@ class RemotePublisher:
 
     @property
     def served(self) -> int:
-        """As `Offers`; a generator that is being brought back is waited for."""
+        """As `AsyncWeightPublisher`; a generator that is being brought back is waited for."""
         with self._lock:
             return self._serving
 
     def offer(self, version: int) -> None:
-        """As `Offers`: a copy in memory."""
+        """As `AsyncWeightPublisher`: a copy in memory."""
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
-        """As `Publishes`."""
+        """As `WeightPublisher`."""
         self.offer(version)
         together(lambda: self.serve(version) if self._client is not None else None)
 
     def serve(self, version: int) -> None:
-        """As `Offers`."""
+        """As `AsyncWeightPublisher`."""
         with self._lock:
             self._wanted = max(self._wanted, version)
             self._bring_up_to_date()
 
     def restore(self) -> int:
-        """As `Offers`."""
+        """As `AsyncWeightPublisher`."""
         with self._lock:
             self._serving = -1
             self._bring_up_to_date()
             return self._serving
 
     def close(self) -> None:
-        """As `Offers`."""
+        """As `AsyncWeightPublisher`."""
         deadline = time.monotonic() + _END_S
         while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread

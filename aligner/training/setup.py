@@ -10,7 +10,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener
 from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
@@ -24,11 +24,11 @@ from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
 from aligner.placement.endpoints import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollouts
+from aligner.resharding.weight_update import WeightPublisher
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services
-from aligner.rollout.weights import Publishes
 from aligner.schema import AlgorithmConfig, Config, RolloutConfig
 from aligner.schema.derived import policy_updates
 from aligner.servers.client import RewardClient
@@ -63,7 +63,8 @@ def train(config: Config) -> bool:
             trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
         with recording(trainer.recorder.metrics if trainer.recorder is not None else None, config.logging):
             trainer.run()
-            trainer.rollouts.close()
+            source = trainer.pipeline if isinstance(trainer, OnlineTrainer) else trainer.builder
+            source.close()
     finally:
         services.close()
     worlds.shutdown()
@@ -92,13 +93,13 @@ def build_trainer(
     timeline = open_timeline(config, "trainer", world.rank)
     sampler, publisher = build_engine_ends(config, shape, world, policy, services.generator, timeline.add)
     options = build_options(config.rollout, shape)
-    rollouts = build_rollouts(config, shape, tokenizer, prompts, sampler, services, options)
+    builder = build_rollout_builder(config, shape, tokenizer, prompts, sampler, services, options)
     ahead = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
         alone = RemoteSampler(services.generator, publisher, is_alone=True)
-        ahead = build_rollouts(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
-    pipeline = Pipeline(
-        rollouts,
+        ahead = build_rollout_builder(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
+    pipeline = RolloutPipeline(
+        builder,
         ahead,
         publisher,
         services,
@@ -111,14 +112,14 @@ def build_trainer(
         config=config,
         paths=paths,
         policy=policy,
-        rollouts=pipeline,
+        pipeline=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resumes else [],
         recorder=build_recorder(config, tokenizer, world),
-        evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
+        evaluator=build_evaluator(config, tokenizer, policy, builder, services, options),
         timeline=timeline,
         ending=StopCondition(config.run, world),
     )
@@ -135,7 +136,9 @@ def build_sampler(
     return PreferenceSampler(
         config=config,
         publisher=publisher,
-        rollouts=build_rollouts(config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)),
+        builder=build_rollout_builder(
+            config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)
+        ),
         services=services,
         shaping=build_shaping(config),
         recorder=build_recorder(config, tokenizer, world),
@@ -145,7 +148,7 @@ def build_sampler(
     )
 
 
-def build_rollouts(
+def build_rollout_builder(
     config: Config,
     shape: ModelShape,
     tokenizer: Tokenizer,
@@ -155,9 +158,9 @@ def build_rollouts(
     options: SamplingOptions,
     *,
     is_alone: bool = False,
-) -> Rollouts:
+) -> RolloutBuilder:
     """This rank's way from prompts to samples; rank 0's own where `is_alone`."""
-    return Rollouts(
+    return RolloutBuilder(
         prompts,
         sampler,
         services,
@@ -206,7 +209,7 @@ def build_engine_ends(
     policy: Policy,
     client: GeneratorClient | None,
     listener: SpanListener | None = None,
-) -> tuple[Sampler, Publishes]:
+) -> tuple[Sampler, WeightPublisher]:
     """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
     `listener` is told what a colocated engine tells of, and when weights move to the generator.
     """

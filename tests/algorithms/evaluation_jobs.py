@@ -13,7 +13,7 @@ from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema import (
     ActorConfig,
@@ -55,8 +55,8 @@ def evaluator(config: Config, world: World) -> Evaluator:
     publisher.publish(version=0)
     options, services = build_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
-    rollouts = Rollouts(stream, sampler, services, config.rollout, options, shape.pad_token_id)
-    built = build_evaluator(config, tokenizer, policy, rollouts, services, options)
+    builder = RolloutBuilder(stream, sampler, services, config.rollout, options, shape.pad_token_id)
+    built = build_evaluator(config, tokenizer, policy, builder, services, options)
     assert built is not None
     return built
 
@@ -76,7 +76,7 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
     found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
-    samples = first.rollouts.generate(first.prompts, 1, first.options)
+    samples = first.builder.generate(first.prompts, 1, first.options)
     found["responses"] = [sample.response.tolist() for sample in samples]
     worlds.shutdown()
     return found

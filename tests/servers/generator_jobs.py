@@ -19,8 +19,7 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.receiver import WeightReceiver, plan_between_worlds
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError

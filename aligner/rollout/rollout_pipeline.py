@@ -20,11 +20,11 @@ from aligner.data.collectives import broadcast_json, broadcast_samples, samples_
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.resharding.weight_update import AsyncWeightPublisher, WeightPublisher
+from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
-from aligner.rollout.weights import Offers, Publishes
-from aligner.schema import RolloutConfig as Settings
+from aligner.schema import RolloutConfig
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
 
@@ -47,7 +47,7 @@ class _Progress:
 class _Drawn:
     """A batch that has been drawn."""
 
-    rollout: Rollout
+    rollout: RolloutBatch
     progress: _Progress
     """Where it has come to."""
 
@@ -61,7 +61,7 @@ class _Batch:
     drawn: Future[_Drawn]
 
 
-class Pipeline:
+class RolloutPipeline:
     """Each step's rollout, drawn up to `max_staleness` steps ahead of it.
 
     Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it, holds no sample admitted at a
@@ -80,11 +80,11 @@ class Pipeline:
 
     def __init__(
         self,
-        rollouts: Rollouts,
-        ahead: Rollouts | None,
-        weights: Publishes | Offers,
+        rollouts: RolloutBuilder,
+        ahead: RolloutBuilder | None,
+        weights: WeightPublisher | AsyncWeightPublisher,
         services: Services,
-        settings: Settings,
+        settings: RolloutConfig,
         steps: int,
         pad_token_id: int,
         *,
@@ -92,7 +92,7 @@ class Pipeline:
         workers: Callable[[str], Executor] = _thread,
     ) -> None:
         """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0, when `weights`
-        need not be `Offers`.
+        need not be `AsyncWeightPublisher`.
 
         No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
         """
@@ -119,7 +119,7 @@ class Pipeline:
         """Whether samples are drawn before their step."""
         return self._settings.steps_ahead > 0
 
-    def publish(self, version: int, last: bool = False) -> None:
+    def publish_weights(self, version: int, last: bool = False) -> None:
         """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.
 
         Every rank calls it. The `last` version begins none, and is served only if it is awaited. Where batches are drawn
@@ -128,7 +128,7 @@ class Pipeline:
         if not self.is_ahead:
             self._weights.publish(version)
             return
-        weights = cast(Offers, self._weights)
+        weights = cast(AsyncWeightPublisher, self._weights)
         weights.offer(version)
         self._served = None
         if self._drawing is None or self._serving is None:
@@ -146,13 +146,13 @@ class Pipeline:
 
         def wait() -> None:
             if self._serving is not None:
-                serving = self._served or self._serving.submit(cast(Offers, self._weights).serve, self._newest)
+                serving = self._served or self._serving.submit(cast(AsyncWeightPublisher, self._weights).serve, self._newest)
                 serving.result()
 
         if self.is_ahead:
             together(wait)
 
-    def take(self) -> Rollout:
+    def take(self) -> RolloutBatch:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
         if not self.is_ahead:
             rollout = self._rollouts.take()
@@ -256,7 +256,7 @@ class Pipeline:
             done.set_result(_Drawn(rollout, self._taken))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
 
-    def _shared(self, rollout: Rollout | None) -> Rollout:
+    def _shared(self, rollout: RolloutBatch | None) -> RolloutBatch:
         """Rank 0's rollout on every rank, with the critic's values of it asked for."""
         described, chosen = broadcast_json((None, None) if rollout is None else (_to_json(rollout), _rows(rollout).tolist()))
         samples = broadcast_samples(None if rollout is None else rollout.samples)
@@ -273,23 +273,23 @@ def _rollout(
     scores: PendingRows,
     values: PendingRows,
     all_scores: PendingRows,
-) -> Rollout:
+) -> RolloutBatch:
     """What `_to_json` has described, of these samples."""
     prompts = [
         Prompt(**fields, tokens=sample.tokens[: sample.prompt_length])
         for fields, sample in zip(described["prompts"], samples, strict=True)
     ]
-    return Rollout(
+    return RolloutBatch(
         prompts, samples, batch, scores, values, all_scores, deferred=described["deferred"], skipped=described["skipped"]
     )
 
 
-def _rows(rollout: Rollout) -> Tensor:
+def _rows(rollout: RolloutBatch) -> Tensor:
     """int64 [B]: which of the samples that were drawn for it are its own."""
     return torch.arange(len(rollout.samples)) if rollout.scores.chosen is None else rollout.scores.chosen
 
 
-def _to_json(rollout: Rollout) -> dict[str, Any]:
+def _to_json(rollout: RolloutBatch) -> dict[str, Any]:
     prompts = [prompt_fields(prompt) for prompt in rollout.prompts]
     return {"prompts": prompts, "deferred": rollout.deferred, "skipped": rollout.skipped}
 
@@ -299,13 +299,13 @@ def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
 
 
-def _to_tensors(rollout: Rollout) -> dict[str, Tensor]:
+def _to_tensors(rollout: RolloutBatch) -> dict[str, Tensor]:
     integers, logprobs = samples_to_tensors(rollout.samples, rollout.batch.tokens.shape[1])
     scores = rollout.all_scores.here()
     return {"integers": integers, "logprobs": logprobs, "scores": scores, "rows": _rows(rollout).contiguous()}
 
 
-def _from_tensors(parts: Mapping[str, Tensor], described: Mapping[str, Any], pad_token_id: int) -> Rollout:
+def _from_tensors(parts: Mapping[str, Tensor], described: Mapping[str, Any], pad_token_id: int) -> RolloutBatch:
     samples = samples_from_tensors(parts["integers"], parts["logprobs"])
     scored: Future[Tensor] = Future()
     scored.set_result(parts["scores"])

@@ -15,18 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.data.types import Sample
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, run
-from aligner.engines.requests import request_problems
-from aligner.engines.tensorrt_llm.client import Client, ending_on_failure
-from aligner.engines.tensorrt_llm.environment import device_index
-from aligner.engines.tensorrt_llm.generation import ReplicaGeneration
-from aligner.engines.tensorrt_llm.replica import Replica
-from aligner.engines.tensorrt_llm.sender import WeightSender
-from aligner.engines.tensorrt_llm.update import StreamedUpdate
+from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions, request_problems, run
+from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
+from aligner.engines.tensorrt_llm.llm_client import Client, device_index
+from aligner.engines.tensorrt_llm.update import StreamedUpdate, ipc_handles
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
-from aligner.resharding.ipc import ipc_handles
+from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig, EngineParallelConfig
 
 
@@ -37,7 +33,7 @@ class TensorRTLLMEngine:
     lend their GPUs, hand over weights, and return the same samples.
 
     An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`. TensorRT-LLM
-    takes whole tensors on every GPU and cuts its share out of them: `weight_layout` is the layout to publish to.
+    takes whole tensors on every GPU and cuts its share out of them: `weight_format` says what to publish to.
     """
 
     def __init__(
@@ -52,21 +48,19 @@ class TensorRTLLMEngine:
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         context: int | None = None,
-        worker_devices: Sequence[int] | None = None,
     ) -> None:
         """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over the replica.
 
         `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in order (None when TP' is 1);
         `context` is the longest sequence, prompt and response (None: as long as the model allows).
-        `worker_devices`: the workers run on these GPUs of the machine, not on the ranks'. Then a replica has one rank, and
-        `rank` is one of DP'.
         Raises AlignerError on every rank when TensorRT-LLM does not start, or starts on other GPUs than the ranks'.
         """
-        self._separate = worker_devices is not None
-        size = 1 if self._separate else settings.parallel.tensor
+        size = settings.parallel.tensor
         if size > 1 and group is None:
             raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
-        self._settings, self._device, self._dtype = settings, torch.device(device), dtype
+        self._settings, self._device = settings, torch.device(device)
+        layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
+        self._format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         self._context = min(context or shape.max_positions, shape.max_positions)
         self._shape = dataclasses.replace(shape, max_positions=self._context)
         self._table = weight_table(shape)
@@ -84,35 +78,17 @@ class TensorRTLLMEngine:
             )
         self._uuid: str = places[self._replica.rank]["uuid"]
         self._client: Client | None = None
-        self._sender: WeightSender | None = None
-        self._updates = 0
 
         def start() -> None:
-            devices = worker_devices or [place["index"] for place in places]
-            self._client = Client(directory, shape, settings, seed, self._context, dtype, devices)
-            with ending_on_failure(self._client.shutdown):
-                if self._separate:
-                    self._sender = WeightSender(self._client, self._device, settings.update_timeout_s)
-                else:
-                    self._client.check_devices([place["uuid"] for place in places])
+            devices, uuids = [place["index"] for place in places], [place["uuid"] for place in places]
+            self._client = Client(directory, shape, settings, seed, self._context, dtype, devices, uuids)
 
         self._replica.lead("starting TensorRT-LLM", start)
 
     @property
-    def weight_layout(self) -> EngineParallelConfig:
-        """Where a publish has to bring the weights: whole tensors to every rank."""
-        layout = self._settings.parallel
-        return EngineParallelConfig(tensor=1, data=layout.data if self._separate else layout.ranks)
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What it computes with."""
-        return self._dtype
-
-    @property
-    def group_bytes(self) -> int:
-        """Weights come and go in buckets: the workers have their own."""
-        return self._settings.bucket_mib << 20
+    def weight_format(self) -> WeightFormat:
+        """Whole tensors on every rank, in buckets: the workers have memory of their own."""
+        return self._format
 
     @property
     def version(self) -> int | None:
@@ -145,13 +121,9 @@ class TensorRTLLMEngine:
             raise AlignerError(
                 f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
             )
-        self._incoming, self._updates = (version, in_flight), self._updates + 1
-        self._update = StreamedUpdate(self, self._table, group_bytes=self.group_bytes, device=self._device, dtype=self._dtype)
+        self._incoming = version, in_flight
+        self._update = StreamedUpdate(self, self._replica, self._table, self._format, self._device)
         return self._update
-
-    def together(self, what: str, action: Callable[[], None]) -> None:
-        """Do something on every rank of the replica. Raises AlignerError on all of them when it fails on any."""
-        self._replica.gather(what, action)
 
     def overwrite(self) -> None:
         """Let the responses under way be finished or interrupted; the engine has no version from here on."""
@@ -162,10 +134,6 @@ class TensorRTLLMEngine:
 
     def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
         """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
-        if self._sender is not None:
-            every = self._settings.verify_every
-            self._sender.send(tensors, verifies=self._updates == 1 or (every > 0 and (self._updates - 1) % every == 0))
-            return
         handles: dict[str, str] = {}
         for mine in self._replica.gather("sharing weights", lambda: self._handles(tensors)):
             handles |= mine
@@ -223,16 +191,7 @@ class TensorRTLLMEngine:
 
     def shutdown(self) -> None:
         """End TensorRT-LLM's processes. Collective over the replica."""
-
-        def end(client: Client) -> None:
-            sender, self._sender = self._sender, None
-            try:
-                if sender is not None:
-                    sender.close()
-            finally:
-                client.shutdown()
-
-        self._lead("shutting down", end)
+        self._lead("shutting down", Client.shutdown)
 
     @property
     def _under_way(self) -> bool:
@@ -256,7 +215,7 @@ class TensorRTLLMEngine:
             client.resume_cache()
         client.release()
 
-    def _lead(self, what: str, action: Any) -> None:
+    def _lead(self, what: str, action: Callable[[Client], None]) -> None:
         def act() -> None:
             assert self._client is not None
             action(self._client)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec, weight_table
 from aligner.resharding import transport
-from aligner.resharding.plan import TransferPlan, extent, plan_resharding, plan_transfers
+from aligner.resharding.transfer_plan import TransferPlan, extent, plan_resharding, plan_transfers
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aligner.data.types import Sample
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.rollouts import Rollouts, informative, truncated
+from aligner.rollout.rollout_builder import RolloutBuilder, informative, truncated
 from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.servers.client import UnscoredError
@@ -20,7 +20,7 @@ EACH = 2
 
 def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, **more):
     settings = RolloutConfig(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
-    return Rollouts(
+    return RolloutBuilder(
         Stream(),
         engine or Digits(),
         services or Scorers(mixed.__contains__),

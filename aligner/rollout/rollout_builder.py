@@ -11,13 +11,13 @@ from torch import Tensor
 
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
-from aligner.schema import RolloutConfig as Settings
+from aligner.schema import RolloutConfig
 from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RefusedError
 
@@ -32,7 +32,7 @@ def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutBatch:
     """A step's samples, each prompt's in a row; scores [B] and values [B, S] arrive while other work goes on."""
 
     prompts: list[Prompt]
@@ -53,12 +53,12 @@ class Rollout:
         """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
         return self.scores.result().isfinite().nonzero()[:, 0]
 
-    def scored(self) -> Rollout:
+    def scored(self) -> RolloutBatch:
         """Without the samples that have no score. Collective."""
         rows = self.scored_rows()
         return self if len(rows) == len(self.samples) else self.select(rows)
 
-    def select(self, rows: Tensor) -> Rollout:
+    def select(self, rows: Tensor) -> RolloutBatch:
         """Some of the samples (int64 [N]), in that order."""
         chosen = rows.tolist()
         return replace(
@@ -81,7 +81,7 @@ class _Asked:
     values: list[RemoteFuture[Tensor]] = field(default_factory=list)
 
 
-class Rollouts:
+class RolloutBuilder:
     """Takes each step's samples from an engine, synchronously: every sample is of the newest weights.
 
     Generation is cut into micro-batches, and a micro-batch's scores and values are asked for before the next one is
@@ -97,7 +97,7 @@ class Rollouts:
         prompts: PromptStream,
         sampler: Sampler,
         services: Services,
-        settings: Settings,
+        settings: RolloutConfig,
         options: SamplingOptions,
         pad_token_id: int,
         *,
@@ -138,7 +138,7 @@ class Rollouts:
             )
         self._under_way = tuple(stragglers)
 
-    def take(self) -> Rollout:
+    def take(self) -> RolloutBatch:
         """The samples of the next training step, equal on every rank. Collective.
 
         Raises AlignerError when dynamic sampling does not find enough prompts.
@@ -150,7 +150,7 @@ class Rollouts:
         self._sampler.rest()  # new weights come before the next step
         kept = range(len(asked.samples)) if rows is None else rows.tolist()
         samples = [asked.samples[row] for row in kept]
-        return Rollout(
+        return RolloutBatch(
             prompts=[asked.prompts[row] for row in kept],
             samples=samples,
             batch=collate(samples, self._pad_token_id),

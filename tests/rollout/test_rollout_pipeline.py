@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.schema import RolloutConfig
 from tests.rollout.clock import Clock, Deadlock
 from tests.rollout.fakes import Digits, Scorers, Stream
@@ -81,7 +81,7 @@ class World:
 
     def pipeline(self):
         def rollouts(**more):
-            return Rollouts(
+            return RolloutBuilder(
                 Stream(),
                 self.engine,
                 Scorers(is_mixed, lambda scores: self.reward.submit(lambda: (self.spend(1.0), scores)[1])),
@@ -92,7 +92,7 @@ class World:
                 **more,
             )
 
-        return Pipeline(
+        return RolloutPipeline(
             rollouts(),
             rollouts(is_alone=True) if self.max_staleness else None,
             self,
@@ -106,7 +106,7 @@ class World:
 
     def train(self, flow, first, last, save_at=None, place=None):
         """What a trainer does; the samples of every step, with their versions and scores."""
-        flow.publish(first)
+        flow.publish_weights(first)
         trained = []
         for step in range(first, last):
             rollout = flow.take()
@@ -117,7 +117,7 @@ class World:
             if save_at == step and place is not None:
                 self.position = flow.finish_save(place)
             self.spend()
-            flow.publish(step + 1, last=step + 1 == self.steps)
+            flow.publish_weights(step + 1, last=step + 1 == self.steps)
             if save_at == step + 1:
                 flow.begin_save(step + 1)
         return trained
@@ -241,7 +241,7 @@ def test_an_engine_that_fails_ahead_is_told_when_its_samples_are_wanted():
 
     world.engine.sample = broken
     with world.flow() as flow:
-        flow.publish(0)
+        flow.publish_weights(0)
         flow.take()
         with pytest.raises(AlignerError, match="generator: out of memory"):
             flow.take()

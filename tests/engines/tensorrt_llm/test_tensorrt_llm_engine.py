@@ -1,4 +1,4 @@
-"""What is TensorRT-LLM's own: arguments by release, memory in order, updates that fail, GPUs of their own."""
+"""What is TensorRT-LLM's own: arguments by release, memory in order, updates that fail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.protocol import SamplingOptions
-from aligner.engines.tensorrt_llm import event_loop, features
-from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
-from aligner.engines.tensorrt_llm.environment import device_index, environment, worker_environment
+from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.tensorrt_llm import llm_arguments, llm_client
+from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import EngineConfig, EngineParallelConfig
+from aligner.schema import EngineConfig
 from tests.engines import engines
 from tests.engines.engines import greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
@@ -95,12 +95,12 @@ def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_i
 
 def test_an_argument_that_a_release_lacks_is_left_out_or_named():
     wanted = {"model": "m", "load_format": "dummy", "sampler_type": "TRTLLMSampler"}
-    known = features.known("AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",))
+    known = llm_arguments.known("AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",))
     assert known == {"model": "m", "load_format": "dummy"}
     with pytest.raises(AlignerError, match="this release's AsyncLLM has no load_format"):
-        features.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
+        llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
     with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
-        features.sleep_arguments({"model"})
+        llm_arguments.sleep_arguments({"model"})
 
 
 def test_without_the_package_the_image_is_named(directory, monkeypatch):
@@ -218,87 +218,6 @@ def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch
 
 
 @pytest.mark.usefixtures("newest")
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_workers_on_gpus_of_their_own_get_the_weights_over_a_link(directory, wanted, tensor):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=tensor, data=1), update_timeout_s=20)
-    engine, llm = start(directory, settings, worker_devices=range(tensor))
-    assert engine.weight_layout == EngineParallelConfig(tensor=1, data=1)
-    for version in (0, 1):
-        publish(engine, directory, version)
-        assert texts(engine) == wanted
-    stored = engines.file_tensors(directory)
-    assert all(torch.equal(whole, stored[name]) for name, whole in llm.whole_weights().items())
-    engine.shutdown()
-
-
-def _never_runs(manifest, *more):
-    raise RuntimeError("out of memory")
-
-
-def _breaks_after_the_first(worker):
-    from aligner.resharding.link import Link
-
-    class Breaks(Link):
-        def complete(self):
-            super().complete()
-            raise RuntimeError("out of memory")
-
-    worker._weight_link.__class__ = Breaks
-
-
-@pytest.mark.usefixtures("newest")
-@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
-def test_a_link_that_one_transfer_broke_is_made_anew(directory, wanted, monkeypatch, during):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=2, data=1), update_timeout_s=60)
-    engine, llm = start(directory, settings, worker_devices=range(2))
-    publish(engine, directory, 0)
-    begin = time.monotonic()
-    with monkeypatch.context() as patch:
-        if during:
-            _breaks_after_the_first(llm.workers[1])
-        else:
-            patch.setattr(llm.workers[1], "receive_weights", _never_runs, raising=False)
-        update = engine.begin_update(1)
-        with pytest.raises(AlignerError, match="out of memory"):
-            write(update, directory)
-        update.abort()
-    assert time.monotonic() - begin < 15
-    assert engine.version is None
-    for version in (2, 3):
-        publish(engine, directory, version)
-        assert texts(engine) == wanted
-    engine.shutdown()
-
-
-@pytest.mark.usefixtures("newest")
-def test_weights_that_come_differently_are_named_with_their_worker(directory, monkeypatch):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=2, data=1), update_timeout_s=20)
-    engine, llm = start(directory, settings, worker_devices=range(2))
-    link = llm.workers[1]._weight_link
-    post = link.post
-    held = []
-
-    def damaged():
-        for tensor in held:
-            if tensor.dim() == 1:
-                tensor[0] += 1
-
-    def keep(sends, receives):
-        held[:] = [tensor for tensor, _ in receives]
-        post(sends, receives)
-
-    complete = link.complete
-    monkeypatch.setattr(link, "post", keep)
-    monkeypatch.setattr(link, "complete", lambda: (complete(), damaged()))
-    update = engine.begin_update(0)
-    with pytest.raises(AlignerError, match=r"other weights than were sent:\nmodel\..*norm\.weight on CPU-1") as caught:
-        write(update, directory)
-    assert "CPU-0" not in str(caught.value)
-    update.abort()
-    engine.shutdown()
-
-
-@pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "does not end"])
 def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
     ended = []
@@ -336,8 +255,8 @@ def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
 
 
 def test_a_blocked_event_loop_can_be_closed(monkeypatch):
-    monkeypatch.setattr(event_loop, "_CLOSE_S", 0.1)
-    loop, go_on = event_loop.EventLoop("blocked"), threading.Event()
+    monkeypatch.setattr(llm_client, "_CLOSE_S", 0.1)
+    loop, go_on = llm_client.EventLoop("blocked"), threading.Event()
 
     async def block():
         go_on.wait()

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
+from aligner.engines.tensorrt_llm.update import ipc_handles
 from aligner.errors import AlignerError
-from aligner.resharding.ipc import ipc_handles
 
 
 def test_handles_open_as_the_tensors_they_were_made_of():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aligner.data.types import Prompt, unbegun
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines import engines
 from tests.engines.engines import greedy, prompts, publish, requests, response, whole_logprobs, write

@@ -1,8 +1,7 @@
-"""What this package calls of TensorRT-LLM, and what it expects there; nothing of TensorRT-LLM is imported.
+"""What `aligner.engines.tensorrt_llm` calls of TensorRT-LLM and expects there; nothing of TensorRT-LLM is imported.
 
-The tests' fake has every entry, takes its signatures from the table and refuses other keywords; where the package is
-installed, a test compares it with the table. Only two attributes of workers are not in it, `engine` and `device_id`, since
-they exist on instances alone.
+The fake has every entry, takes its signatures from the table and refuses other keywords; where the package is installed, a
+test compares it with the table. Only one attribute of workers is not in it, `engine`, since it exists on instances alone.
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ SYMBOLS: Final = (
     # In the workers.
     Symbol("tensorrt_llm.llmapi.rlhf_utils.WorkerExtension.update_weights", _all(ipc_handles=None)),
     Symbol("tensorrt_llm.executor.ray_gpu_worker.RayWorkerWrapper.report_device_id"),
-    Symbol("tensorrt_llm._torch.pyexecutor.py_executor.PyExecutor.control_action"),
     Symbol("tensorrt_llm._torch.pyexecutor.py_executor.PyExecutor.reset_prefix_cache"),
-    Symbol("tensorrt_llm._torch.utils.get_device_uuid"),
 )
 
 MEMORY_TAGS: Final = (

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.data.types import Sample
-from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
 from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
-from aligner.engines.embedded.update import EmbeddedUpdate
-from aligner.engines.embedded.weights import EngineWeights, parameters
-from aligner.engines.formats import weight_dtype
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, SpanListener, response_limit, run
-from aligner.engines.requests import request_problems
+from aligner.engines.engine_protocol import (
+    GenerationRequest,
+    InFlight,
+    SamplingOptions,
+    SpanListener,
+    request_problems,
+    response_limit,
+    run,
+    weight_format,
+)
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.layouts import cache_bytes_per_token, engine_problems
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import engine_slices, weight_table
-from aligner.schema import EngineConfig, EngineParallelConfig
+from aligner.resharding.weight_update import WeightFormat
+from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
@@ -61,7 +65,8 @@ class EmbeddedEngine:
             raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
         self._shape, self._settings, self._rank, self._seed = shape, settings, rank, seed
         self._device, self._shared = torch.device(device), shared
-        self._dtype = weight_dtype(settings.precision, self._device)
+        self._format = weight_format(settings, self._device)
+        self._dtype = self._format.dtype
         self._layout = parameters(shape, tensor)
         decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
         cache = Cache(shape, tensor, self._device, self._dtype)
@@ -81,19 +86,9 @@ class EmbeddedEngine:
         self._weights = self._allocate()
 
     @property
-    def weight_layout(self) -> EngineParallelConfig:
-        """The engine's own."""
-        return self._settings.parallel
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What it computes with."""
-        return self._dtype
-
-    @property
-    def group_bytes(self) -> int | None:
-        """Its storage is there for all weights at once."""
-        return None
+    def weight_format(self) -> WeightFormat:
+        """Its own layout and precision; its storage is there for all weights at once."""
+        return self._format
 
     @property
     def version(self) -> int | None:
@@ -104,14 +99,6 @@ class EmbeddedEngine:
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's slice of every weight that serves, by Hugging Face name; to be read, not written."""
         return self._weights.views
-
-    @property
-    def matrices(self) -> tuple[Tensor, ...]:
-        """What a token is multiplied with, fused as it is."""
-        tables = {"embedding.position_embeddings.weight"}
-        if not self._shape.tied_embeddings:
-            tables.add("embedding.word_embeddings.weight")
-        return tuple(tensor for name, tensor in self._weights.tensors.items() if tensor.dim() > 1 and name not in tables)
 
     @property
     def nbytes(self) -> int:
@@ -157,24 +144,6 @@ class EmbeddedEngine:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
         return self._update
-
-    def load_directory(self, path: Path, version: int = 0) -> None:
-        """Take this rank's slices of a Hugging Face directory of safetensors; nothing else is read from the disk.
-
-        Raises ConfigError naming the directory and every tensor that is missing or of another shape.
-        """
-        table = weight_table(self._shape)
-        slices = engine_slices(table, EngineParallelConfig(tensor=self._settings.parallel.tensor), self._rank)
-        pieces = read_slices(path, table, slices)
-        update = self.begin_update(version)
-        try:
-            for name, tensor in pieces:
-                update.views([name])[name].copy_(tensor)
-                update.load([name])
-            update.commit()
-        except BaseException:
-            update.abort()
-            raise
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the memory of keys and values, and that of the weights where it is not host memory anyway."""

@@ -1,4 +1,4 @@
-"""What the training loop asks of a generation engine."""
+"""What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
-from aligner.resharding.update import WeightUpdate
-from aligner.schema import EngineParallelConfig
+from aligner.models.shape import ModelShape
+from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
@@ -75,6 +76,59 @@ def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
     return limit if request.max_new_tokens is None else min(request.max_new_tokens, limit)
 
 
+def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:
+    """One line for each thing that is wrong, each naming its prompt; the samples of a prompt share their lines."""
+    problems = [problem for request in requests for problem in _problems(request, options, shape)]
+    if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
+        problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
+    return list(dict.fromkeys(problems))
+
+
+def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
+    prompt, tokens, limit = request.prompt, request.prompt.tokens, response_limit(request, options)
+    if not len(tokens):
+        return [f"prompt {prompt.id} is empty; it needs at least one token"]
+    problems = []
+    if request.sample_index < 0:
+        problems.append(f"prompt {prompt.id}: sample_index={request.sample_index} must be at least 0")
+    if limit < max(1, options.min_new_tokens):
+        problems.append(
+            f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"
+        )
+    if request.begun is not None and len(request.begun.response) >= limit:
+        problems.append(
+            f"prompt {prompt.id}: sample {request.sample_index} goes on from {len(request.begun.response)} tokens, but"
+            f" max_new_tokens={limit} allows it no more"
+        )
+    if len(tokens) + limit > shape.max_positions:
+        problems.append(
+            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds the model's"
+            f" {shape.max_positions} positions: shorten the prompt or the response"
+        )
+    low, high = (int(token) for token in tokens.aminmax())
+    if low < 0 or high >= shape.vocab_size:
+        problems.append(
+            f"prompt {prompt.id} has token ids from {low} to {high}; the vocabulary is [0, {shape.vocab_size}):"
+            " was it tokenized with this model's tokenizer?"
+        )
+    return problems
+
+
+def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
+    """What the engine of these settings, on such devices, will say."""
+    layout = settings.parallel
+    if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
+        return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
+    return WeightFormat(layout, weight_dtype(settings.precision, torch.device(device)), None)
+
+
+def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What the embedded engine's weights are at a precision, on a device."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
 class Generation(Protocol):
     """Responses under way. Between two steps the weights may change."""
 
@@ -129,18 +183,8 @@ class GenerationEngine(Protocol):
     """
 
     @property
-    def weight_layout(self) -> EngineParallelConfig:
-        """The layout to publish weights to, over the engine's ranks."""
-        ...
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What its weights are."""
-        ...
-
-    @property
-    def group_bytes(self) -> int | None:
-        """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
+    def weight_format(self) -> WeightFormat:
+        """How it takes new weights."""
         ...
 
     @property
