@@ -37,8 +37,6 @@ from aligner.schema import Config
 from aligner.schema.keys import Key, schema_keys, value_at
 
 _ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
-
-
 _BELOW_ONE = (
     "actor.optimizer.beta1",
     "actor.optimizer.beta2",

@@ -18,8 +18,6 @@ from aligner.schema import EngineConfig, EngineParallelConfig
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
 the new ones from the tokens they have."""
-
-
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 

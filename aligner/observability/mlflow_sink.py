@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from aligner.files import write_file
-from aligner.observability.sinks import Record
+from aligner.observability.metrics import Record
 from aligner.paths import RunPaths
 from aligner.schema import Config
 

@@ -15,9 +15,9 @@ import aligner
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
+from aligner.observability.console import WINDOW, window_mean
 from aligner.observability.figures import metric_plots, timeline_plots
 from aligner.observability.metrics import read_metrics, read_records
-from aligner.observability.summary import WINDOW, window_mean
 from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths
 from aligner.placement.roles import placements

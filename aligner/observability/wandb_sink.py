@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Literal, cast
 
 from aligner.files import write_file
-from aligner.observability.sinks import Record
+from aligner.observability.metrics import Record
 from aligner.paths import RunPaths
 from aligner.schema import Config
 

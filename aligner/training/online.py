@@ -12,9 +12,8 @@ from aligner.algorithms.online_algorithm import OnlineAlgorithm
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience
 from aligner.megatron.policy import Policy
-from aligner.observability.metrics import MetricsWriter, SampleWriter
-from aligner.observability.timeline import Timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import RunPaths
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
@@ -46,7 +45,7 @@ class Recorder:
     """What rank 0 writes down; the other ranks have none."""
 
     metrics: MetricsWriter
-    samples: SampleWriter
+    samples: RecordWriter
     tokenizer: Tokenizer
 
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
@@ -56,10 +55,11 @@ class Recorder:
 
     def write_samples(self, step: int, outcome: Outcome, count: int) -> None:
         """Write some samples, evenly spread over the step's."""
-        samples = outcome.rollout.samples
+        samples, records = outcome.rollout.samples, []
         for index in range(0, len(samples), -(-len(samples) // count)):
-            response = self.tokenizer.decode(samples[index].response)
-            self.samples.write(step, outcome.rollout.prompts[index].text, response, float(outcome.scores[index]))
+            prompt, response = outcome.rollout.prompts[index].text, self.tokenizer.decode(samples[index].response)
+            records.append({"prompt": prompt, "response": response, "reward": float(outcome.scores[index])})
+        self.samples.write(step, records)
 
 
 @dataclass

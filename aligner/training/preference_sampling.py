@@ -13,8 +13,7 @@ from aligner.algorithms.score_shaping import ScoreShaping
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
-from aligner.observability.timeline import Timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import RunPaths, run_paths
 from aligner.resharding.weight_update import WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder

@@ -31,12 +31,8 @@ from aligner.schema import Config
 from aligner.servers.generator_client import GeneratorClient
 
 _log = logging.getLogger(__name__)
-
-
 _FOREVER = timedelta(days=1000)
 """Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
-
-
 _END_S = 2.0
 """How long the end of a rank waits for its thread, which may be in the middle of a move that has failed elsewhere."""
 

@@ -18,7 +18,7 @@ from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices
-from aligner.observability.metrics import MetricsWriter, SampleWriter, recording
+from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
@@ -179,7 +179,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
     if world.rank != 0:
         return None
     paths = run_paths(config)
-    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), SampleWriter(paths), tokenizer)
+    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
 
 
 def connect(config: Config, world: World) -> Services:

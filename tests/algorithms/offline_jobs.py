@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.examples import Demonstration, LabeledSteps, Preference
-from aligner.data.run_data import RunData
+from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import EvaluationConfig
 from tests.algorithms import evaluation_jobs

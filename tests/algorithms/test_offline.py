@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.checkpoint_files import CheckpointReader
 from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import character_tokenizer
 from aligner.models.normalization import NORMALIZATION
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths

@@ -1,4 +1,4 @@
-"""What the planner knows of a pipeline: its phases, who runs them and for how long, and how far generation may run ahead."""
+"""The pipeline that is to be predicted: its phases, which role runs each for how long, and how far generation runs ahead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import heapq
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 HOST = "host"
@@ -63,6 +63,10 @@ class Phase:
         return self.seconds * (self.serial + (1.0 - self.serial) * self.devices / devices)
 
 
+BATCHES = 16
+"""Batches with drawn lengths, and the fewest over which what varies is averaged"""
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Response lengths, log-normal and cut at the longest, and how many sequences are generated at a time.
@@ -78,60 +82,64 @@ class Lengths:
     """of a step"""
     slots: int
     """of all the devices that `generate` was measured on; in proportion on more or fewer"""
+    seed: int = 1
 
-    def draw(self, batch: int, seed: int) -> tuple[float, ...]:
-        """Tokens of each of a step's responses, in order of admission; the draws repeat every `BATCHES` batches."""
-        return _draw(self, batch % BATCHES, seed)
+    @functools.cached_property
+    def drawn(self) -> tuple[tuple[float, ...], ...]:
+        """Tokens of the responses of `BATCHES` batches, in order of admission; after the last the first comes again."""
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        center, spread = math.log(self.mean) - variance / 2, math.sqrt(variance)
+        batches = []
+        for batch in range(BATCHES):
+            stream = random.Random(self.seed * 1_000_003 + batch)
+            tokens = (stream.lognormvariate(center, spread) for _ in range(self.samples))
+            batches.append(tuple(float(min(max(1, round(each)), self.longest)) for each in tokens))
+        return tuple(batches)
 
-    def alone(self, batch: int, slots: int, parts: int, seed: int) -> tuple[tuple[float, float], ...]:
-        """When each part of a batch that has all slots for itself begins and ends, in times of a token."""
-        return _alone(self, batch % BATCHES, min(slots, self.samples), parts, seed)
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a batch, in the mean."""
+        return math.fsum(map(math.fsum, self.drawn)) / BATCHES
 
-    def token_seconds(self, seconds: float, seed: int) -> float:
-        """A token's time with which a batch that has all slots for itself takes so many `seconds` in the mean."""
-        return seconds / self.mean_alone(self.slots, seed)
+    def mean_alone(self, slots: int) -> float:
+        """Token times until the last response of a batch that has all slots for itself is there, in the mean."""
+        return math.fsum(parts[0][1] for parts in generated_alone(self, min(slots, self.samples), 1)) / BATCHES
 
-    def mean_alone(self, slots: int, seed: int) -> float:
-        """Token times until the last response of such a batch is there, in the mean."""
-        return math.fsum(self.alone(batch, slots, 1, seed)[0][1] for batch in range(BATCHES)) / BATCHES
-
-    def mean_filled(self, slots: int, seed: int) -> float:
-        """Token times that a batch takes where no slot is ever empty, in the mean."""
-        return math.fsum(math.fsum(self.draw(batch, seed)) for batch in range(BATCHES)) / BATCHES / slots
+    def token_seconds(self, seconds: float) -> float:
+        """A token's time with which such a batch takes so many `seconds` in the mean."""
+        return seconds / self.mean_alone(self.slots)
 
 
-def share(drawn: tuple[float, ...], part: int, parts: int) -> tuple[float, ...]:
+@functools.cache
+def generated_alone(lengths: Lengths, slots: int, parts: int) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """When each part of each batch that has all slots for itself begins and ends, in times of a token."""
+    batches = []
+    for drawn in lengths.drawn:
+        free = [0.0] * slots
+        batches.append(tuple(fill_slots(free, part_of(drawn, part, parts)) for part in range(parts)))
+    return tuple(batches)
+
+
+def fill_slots(free: list[float], seconds: Iterable[float]) -> tuple[float, float]:
+    """When the first of some responses that take so long begins, and when the last ends; each takes the first free slot.
+
+    `free` is a heap of the times from which slots are free, and is updated.
+    """
+    begin = end = free[0]
+    for each in seconds:
+        done = free[0] + each
+        heapq.heapreplace(free, done)
+        end = max(end, done)
+    return begin, end
+
+
+def part_of(drawn: Sequence[float], part: int, parts: int) -> Sequence[float]:
     """The responses of one of a batch's parts."""
     return drawn[part * len(drawn) // parts : (part + 1) * len(drawn) // parts]
 
 
-BATCHES = 16
-"""Batches with drawn lengths, and the fewest over which what varies is averaged"""
-
-
-@functools.cache
-def _draw(lengths: Lengths, batch: int, seed: int) -> tuple[float, ...]:
-    variance = math.log1p((lengths.deviation / lengths.mean) ** 2)
-    center, stream = math.log(lengths.mean) - variance / 2, random.Random(seed * 1_000_003 + batch)
-    drawn = (stream.lognormvariate(center, math.sqrt(variance)) for _ in range(lengths.samples))
-    return tuple(float(min(max(1, round(tokens)), lengths.longest)) for tokens in drawn)
-
-
-@functools.cache
-def _alone(lengths: Lengths, batch: int, slots: int, parts: int, seed: int) -> tuple[tuple[float, float], ...]:
-    free, spans, drawn = [0.0] * slots, [], lengths.draw(batch, seed)
-    for part in range(parts):
-        begin, end = free[0], free[0]
-        for tokens in share(drawn, part, parts):
-            done = free[0] + tokens
-            heapq.heapreplace(free, done)
-            end = max(end, done)
-        spans.append((begin, end))
-    return tuple(spans)
-
-
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineModel:
     """What is to be predicted; where it has devices is a `Placement`."""
 
     phases: tuple[Phase, ...]
@@ -144,7 +152,6 @@ class Pipeline:
     """New weights are taken while samples are under way; otherwise these finish first."""
     lengths: Lengths | None = None
     """Without them a part's samples all end at once, and more devices shorten generation like any phase."""
-    seed: int = 1
     stepwise: bool = False
     """As runs do: the trainer takes a batch as a whole, asks for its values then, and ends its step with the critic's update
     too. Otherwise each phase begins as soon as its own inputs are there."""
@@ -155,14 +162,10 @@ class Pipeline:
         rounds = math.lcm(1 if self.lengths is None else BATCHES, *(len(phase.varies) for phase in self.phases))
         return rounds * -(-BATCHES // rounds) if rounds > 1 else 1
 
-    def measured(self, name: str) -> float:
-        """Seconds of the phase of this name, as it was measured; 0 where there is none."""
-        return next((phase.seconds for phase in self.phases if phase.name == name), 0.0)
-
     @property
-    def generator(self) -> str:
-        """The role that generates: the trainer where the engine is colocated."""
-        return next(phase.role for phase in self.phases if phase.name == "generate")
+    def generate(self) -> Phase:
+        """The phase in which samples are drawn; its role is the trainer where the engine is colocated."""
+        return next(phase for phase in self.phases if phase.name == "generate")
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -173,27 +176,21 @@ class Pipeline:
     @property
     def fills_slots(self) -> bool:
         """Whether a batch's samples are admitted while those of the batch before are under way."""
-        alone = {phase.name for phase in self.phases if phase.role == self.generator} <= {"load", "generate"}
+        alone = {phase.name for phase in self.phases if phase.role == self.generate.role} <= {"load", "generate"}
         return self.interrupt and self.lengths is not None and self.max_staleness > 0 and alone
 
-    def slots(self, placement: Placement) -> int:
-        """Sequences that are generated at a time, with `lengths`."""
-        assert self.lengths is not None
-        generate = next(phase for phase in self.phases if phase.name == "generate")
-        return max(1, self.lengths.slots * placement[generate.role] // generate.devices)
+    def slots(self, lengths: Lengths, placement: Placement) -> int:
+        """Sequences that are generated at a time."""
+        return max(1, lengths.slots * placement[self.generate.role] // self.generate.devices)
 
     def work(self, placement: Placement) -> dict[str, float]:
         """Seconds a step for which each role is busy at least, whatever waits for what."""
         roles = dict.fromkeys((*self.roles, *(phase.role for phase in self.phases)), 0.0)
         for phase in self.phases:
             if phase.name == "generate" and self.lengths is not None:
-                roles[phase.role] += self._generation(placement, phase)
+                slots, token_s = self.slots(self.lengths, placement), self.lengths.token_seconds(phase.seconds)
+                tokens = self.lengths.mean_tokens / slots if self.fills_slots else self.lengths.mean_alone(slots)
+                roles[phase.role] += token_s * tokens
             else:
                 roles[phase.role] += phase.seconds_at(placement.get(phase.role, 1))
         return roles
-
-    def _generation(self, placement: Placement, generate: Phase) -> float:
-        assert self.lengths is not None
-        slots, token = self.slots(placement), self.lengths.token_seconds(generate.seconds, self.seed)
-        tokens = self.lengths.mean_filled if self.fills_slots else self.lengths.mean_alone
-        return token * tokens(slots, self.seed)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,22 @@ from aligner.data.checkpoint_files import (
     CheckpointReader,
     Entry,
     Manifest,
+    ModelDescription,
     Piece,
-    Trained,
     model_differences,
     portable_source,
     rank_file,
     tensor_key,
 )
 from aligner.data.collectives import broadcast_json, gather_json
-from aligner.data.safetensors_writer import TensorEntry, write_safetensors
+from aligner.data.weight_files import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
-from aligner.files import write_file
+from aligner.files import discard_directory, finish_directory, start_directory, unfinished, write_file
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.runner import ModelRunner
-from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
-from aligner.models.weight_slices import cut_shape
+from aligner.models.weight_slices import Head, cut_shape
 from aligner.schema import ActorConfig, TrainedModelConfig
 
 
@@ -55,32 +54,42 @@ class _Unit:
     writer: int = 0
 
 
-class CheckpointWriter:
-    """Saves a runner's checkpoints, one at a time, in the background. Every rank calls every method."""
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written."""
 
-    def __init__(self, runner: ModelRunner, trained: Trained) -> None:
-        self._runner, self._trained = runner, trained
+    directory: Path
+    manifest: Manifest
+    written: Future[int | str]
+    """What `_write_rank_file` returns."""
+
+
+class CheckpointedModel:
+    """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every method."""
+
+    def __init__(self, runner: ModelRunner, description: ModelDescription) -> None:
+        self.runner, self.world = runner, runner.world
+        self._description = description
         self._pending: _Pending | None = None
 
-    def begin(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and schedule."""
+        self.begin_save(directory)
+        self.finish_save()
+
+    def begin_save(self, directory: Path) -> None:
         """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
-        self.finish()
-        runner, world = self._runner, self._runner.world
-        temporary = directory.with_name(directory.name + ".tmp")
-
-        def make() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-
-        _on_first_rank(world, directory, make)
+        self.finish_save()
+        runner, world, description = self.runner, self.world, self._description
+        _on_first_rank(world, directory, lambda: start_directory(directory))
         adam = _adam(runner)
         adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
-        units, index = _share_out(runner, adam if adam_steps else None)
+        units, index = _assign_writers(runner, adam if adam_steps else None)
         manifest = Manifest(
             aligner=aligner.__version__,
-            model=self._trained.config,
-            head=self._trained.head,
-            source=portable_source(self._trained.source, directory),
+            model=description.config,
+            head=description.head,
+            source=portable_source(description.source, directory),
             holds={
                 "weights": "fp32 main weights where there are such, else as the model has them",
                 "optimizer": "Adam's moments and step count",
@@ -96,9 +105,13 @@ class CheckpointWriter:
             files={},
             index=index,
         )
-        self._pending = _Pending(temporary, directory, manifest, world.rank, _snapshot(adam, units, world.rank))
+        file, tensors = unfinished(directory) / rank_file(world.rank), _snapshot(adam, units, world.rank)
+        # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its file first.
+        executor = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._pending = _Pending(directory, manifest, executor.submit(_write_rank_file, file, tensors))
+        executor.shutdown(wait=False)
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the checkpoint that was begun, if any, is complete under its final name. Collective.
 
         Raises AlignerError on every rank when one could not write its file.
@@ -106,18 +119,40 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        results = gather_json(pending.wait())
+        directory, results = pending.directory, gather_json(pending.written.result())
         if errors := [result for result in results if isinstance(result, str)]:
-            raise AlignerError(f"the checkpoint {pending.directory} could not be written: {'; '.join(errors)}")
+            _on_first_rank(self.world, directory, lambda: discard_directory(directory))
+            raise AlignerError(f"the checkpoint {directory} could not be written: {'; '.join(errors)}")
         files = {rank_file(rank): size for rank, size in enumerate(results) if size}
-        manifest, temporary, directory = replace(pending.manifest, files=files), pending.temporary, pending.directory
 
         def complete() -> None:
-            write_file(temporary / MANIFEST, manifest.to_json())
-            shutil.rmtree(directory, ignore_errors=True)
-            temporary.replace(directory)
+            write_file(unfinished(directory) / MANIFEST, replace(pending.manifest, files=files).to_json())
+            finish_directory(directory)
 
-        _on_first_rank(self._runner.world, directory, complete)
+        _on_first_rank(self.world, directory, complete)
+
+    def load(self, directory: Path) -> None:
+        """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
+
+        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, of another format, or of another
+        model.
+        """
+        self.finish_save()
+        runner, reader = self.runner, CheckpointReader(directory)
+        manifest, adam = reader.manifest, _adam(runner)
+        problems = gather_json(_problems(runner, manifest, self._description.head, adam))
+        if everyone := sorted({problem for found in problems for problem in found}):
+            raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
+        for unit in _units(runner):
+            moments = MOMENTS if unit.parameter in adam and manifest.adam_steps else ()
+            tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *moments)}
+            unit.parameter.data.copy_(tensors[WEIGHT])
+            if unit.parameter in adam:
+                adam.load(unit.parameter, tensors, manifest.adam_steps)
+        adam.set_steps(manifest.adam_steps)
+        runner.updates = manifest.updates
+        runner.scheduler.num_steps = 0
+        runner.scheduler.step(increment=manifest.schedule_steps)
 
 
 def _on_first_rank(world: World, directory: Path, action: Callable[[], None]) -> None:
@@ -132,63 +167,22 @@ def _on_first_rank(world: World, directory: Path, action: Callable[[], None]) ->
         raise AlignerError(f"the checkpoint {directory} could not be written: {error}")
 
 
-class _Pending:
-    """A checkpoint that a thread is writing."""
-
-    def __init__(self, temporary: Path, directory: Path, manifest: Manifest, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        self.temporary, self.directory, self.manifest = temporary, directory, manifest
-        self._file, self._tensors = temporary / rank_file(rank), tensors
-        self._result: int | str = 0
-        # Not a daemon: a rank that ends by itself finishes its file first.
-        self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
-        self._thread.start()
-
-    def wait(self) -> int | str:
-        """Size of this rank's file, 0 where it writes none, or what went wrong."""
-        self._thread.join()
-        return self._result
-
-    def _write(self) -> None:
-        entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()]
-        try:
-            if entries:
-                self._result = write_safetensors(self._file, entries, self._tensors.__getitem__)
-        except OSError as error:
-            self._result = f"{self._file}: {error.strerror or error}"
-            self._file.unlink(missing_ok=True)  # on a full disk its place is needed to say so
-        finally:
-            self._tensors = {}
-
-
-def load_checkpoint(runner: ModelRunner, directory: Path, trained: Trained) -> None:
-    """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
-
-    Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, of another format, or of another model.
-    """
-    reader = CheckpointReader(directory)
-    manifest, adam = reader.manifest, _adam(runner)
-    problems = gather_json(_problems(runner, manifest, trained, adam))
-    if everyone := sorted({problem for found in problems for problem in found}):
-        raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
-    for unit in _units(runner):
-        moments = MOMENTS if unit.parameter in adam and manifest.adam_steps else ()
-        tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *moments)}
-        unit.parameter.data.copy_(tensors[WEIGHT])
-        if unit.parameter in adam:
-            adam.load(unit.parameter, tensors, manifest.adam_steps)
-    adam.set_steps(manifest.adam_steps)
-    runner.updates = manifest.updates
-    runner.scheduler.num_steps = 0
-    runner.scheduler.step(increment=manifest.schedule_steps)
+def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> int | str:
+    """The file's size, 0 where there is nothing to write, or what went wrong."""
+    entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+    try:
+        return write_safetensors(file, entries, tensors.__getitem__) if entries else 0
+    except OSError as error:
+        return f"{file}: {error.strerror or error}"
 
 
 def _adam(runner: ModelRunner) -> AdamState:
     return AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
 
 
-def _problems(runner: ModelRunner, manifest: Manifest, trained: Trained, adam: AdamState) -> list[str]:
-    if manifest.head != trained.head:
-        return [f"its head is {manifest.head}, the model's {trained.head}"]
+def _problems(runner: ModelRunner, manifest: Manifest, head: Head, adam: AdamState) -> list[str]:
+    if manifest.head != head:
+        return [f"its head is {manifest.head}, the model's {head}"]
     if differences := model_differences(manifest.shape, runner.shape):
         return differences
     if manifest.lora != _lora(runner):
@@ -240,7 +234,7 @@ def _units(runner: ModelRunner) -> list[_Unit]:
     return list(found.values())
 
 
-def _share_out(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit], dict[str, Entry]]:
+def _assign_writers(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit], dict[str, Entry]]:
     """Who writes what: this rank's units with their writers, and every rank's as the manifest's index. Collective.
 
     Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `adam`

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aligner.observability.progress import LiveProgress, PlainProgress, make_progress
-from aligner.observability.summary import print_summary, summary_table, totals
+from aligner.observability.console import LiveProgress, PlainProgress, make_progress, print_summary, summary_table, totals
 from aligner.paths import RunPaths
 
 
