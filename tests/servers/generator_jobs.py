@@ -20,15 +20,15 @@ from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import SamplingOptions, weight_format
-from aligner.engines.receiver import WeightReceiver, plan_between_worlds
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.remote_publisher import plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator import Generator
+from aligner.servers.generator import Generator, weight_receiver
 from aligner.servers.generator_client import request_arrays
 from aligner.servers.protocol import GENERATE
 from aligner.servers.samples import with_responses
@@ -52,7 +52,9 @@ class Trainer:
         """`connect` asks the generator to join, and returns a future."""
         self._config = config
         self._tensors: dict[str, Tensor] = {}
-        plan = plan_between_worlds(config, read_shape(model_directory(config)), weight_format(config.engine, "cpu"))
+        plan = plan_between_worlds(
+            read_shape(model_directory(config)), config.actor.parallel, weight_format(config.engine, "cpu")
+        )
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         joined = connect(host="127.0.0.1", port=self._store.port, generation=0)
         link = Link(self._store, 0, plan.labels, timeout=TIMEOUT)
@@ -78,7 +80,7 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
     shape, rank = read_shape(model_directory(config)), dist.get_rank()
     group = replica_group(config.engine.parallel, rank, TIMEOUT)
     engine = build_engine(shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group)
-    generator = Generator(config, engine, WeightReceiver(config, shape, engine, rank, torch.device("cpu")), rank)
+    generator = Generator(config, engine, weight_receiver(config, shape, engine, rank, torch.device("cpu")), rank)
     handlers = {**generator.handlers, "sleep": lambda seconds: time.sleep(seconds)}
     executor = SpmdExecutor(handlers, drain_s=5.0, heartbeat_s=5.0, collective_timeout_s=30.0)
     if rank:

@@ -15,12 +15,11 @@ from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
-from aligner.servers.generator import Generator
+from aligner.servers.generator import Generator, weight_receiver
 from aligner.servers.generator_client import GeneratorClient, request_arrays
 from aligner.servers.protocol import GENERATE, RequestError, WeightsError
 from aligner.servers.samples import with_responses
@@ -54,7 +53,7 @@ def engine(tmp_path_factory):
 
 
 def serving(engine):
-    receiver = WeightReceiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
+    receiver = weight_receiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
     generator = Generator(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
