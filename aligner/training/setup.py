@@ -263,7 +263,7 @@ def build_colocated_publisher(
         engine.wake()
         return engine.begin_update(version)
 
-    plan = plan_resharding(weights.table, shape.num_layers, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    plan = plan_resharding(shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
     return Publisher(
         plan,
         Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),

@@ -99,9 +99,9 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
-    """Load a directory's tensors, in groups as small as the update wants them."""
-    tensors, limit = file_tensors(directory), update.group_bytes
+def write(engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
+    """Load a directory's tensors, in groups as small as the engine wants them."""
+    tensors, limit = file_tensors(directory), engine.weight_format.group_bytes
     names = [name for name in stored_tensors(weight_table(shape_of(directory))) if name != leave_out]
     groups: list[list[str]] = [[]]
     for name in names:
@@ -117,7 +117,7 @@ def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
 
 def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: InFlight = "finish") -> None:
     update = engine.begin_update(version, in_flight)
-    write(update, directory)
+    write(engine, update, directory)
     update.commit()
 
 

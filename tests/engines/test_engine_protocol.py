@@ -303,7 +303,7 @@ def test_one_update_at_a_time(engine, directory):
         engine.begin_update(5)
     with pytest.raises(AlignerError, match="the update to version 4 is open"):
         engine.sleep()
-    write(update, directory)
+    write(engine, update, directory)
     update.commit()
     for late in (update.commit, lambda: update.views(["model.norm.weight"]), lambda: update.load(["model.norm.weight"])):
         with pytest.raises(AlignerError):
@@ -315,7 +315,7 @@ def test_one_update_at_a_time(engine, directory):
 def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, directory):
     update = engine.begin_update(1)
     assert list(update.views(["model.norm.weight", "model.layers.9.mlp.up_proj.weight"])) == ["model.norm.weight"]
-    write(update, directory, leave_out="model.layers.1.mlp.up_proj.weight")
+    write(engine, update, directory, leave_out="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(AlignerError, match=r"lacks .*model\.layers\.1\.mlp\.up_proj\.weight"):
         update.commit()
     update.abort()

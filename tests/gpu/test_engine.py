@@ -116,7 +116,7 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     places = {name: view.data_ptr() for name, view in engine.weights.items()}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
-        plan = plan_resharding(table, shape.num_layers, ParallelConfig(), engine.weight_format.layout)
+        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
         publisher = Publisher(
             plan,

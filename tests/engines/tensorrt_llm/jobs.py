@@ -14,7 +14,6 @@ from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
-from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
@@ -39,7 +38,7 @@ def _engine(directory: Any, layout: EngineParallelConfig) -> TensorRTLLMEngine:
 
 
 def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0) -> Publisher:
-    plan = plan_resharding(weight_table(shape), shape.num_layers, actor.world.layout, engine.weight_format.layout)
+    plan = plan_resharding(shape, actor.world.layout, engine.weight_format.layout)
     labels = [f"rank {rank}" for rank in range(actor.world.size)]
     link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
     return Publisher(

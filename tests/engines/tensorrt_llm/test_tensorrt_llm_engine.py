@@ -171,7 +171,7 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
     assert engine.version == 0
     assert texts(engine) == wanted
     update = engine.begin_update(2)
-    write(update, directory)
+    write(engine, update, directory)
     assert engine.version is None
     with pytest.raises(AlignerError, match="no weights: the update to version 2 is under way"):
         texts(engine)
@@ -184,7 +184,7 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
 def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monkeypatch):
     engine, llm = start(directory)
     update = engine.begin_update(3)
-    write(update, directory)
+    write(engine, update, directory)
     with monkeypatch.context() as patch:
         patch.setattr(llm.workers[0], "update_weights", lambda handles: False, raising=False)
         with pytest.raises(AlignerError, match="worker 0 failed in update_weights: False"):
@@ -204,7 +204,7 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
     monkeypatch.setattr(llm, "workers", [])
     update = engine.begin_update(3)
     with pytest.raises(AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"):
-        write(update, directory)
+        write(engine, update, directory)
     update.abort()
     llm.workers = workers
     engine.shutdown()
