@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,9 +15,6 @@ from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
-InFlight = Literal["finish", "interrupt"]
-"""What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
-the new ones from the tokens they have."""
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
@@ -190,15 +187,6 @@ def advance(generation: Generation, steps: int | None = None) -> dict[int, Sampl
     return samples
 
 
-def run(generation: Generation, count: int) -> list[Sample]:
-    """Step until every one of `count` requests is answered; their samples, in order. A failure drops the rest."""
-    try:
-        samples = advance(generation)
-    finally:
-        generation.cancel()
-    return [samples[index] for index in range(count)]
-
-
 class GenerationEngine(Protocol):
     """A generator of samples, one object per engine rank.
 
@@ -222,15 +210,13 @@ class GenerationEngine(Protocol):
         earlier generation is neither done nor cancelled.
         """
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """`start`, and step until done: one sample per request, in order."""
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> WeightUpdate:
+    def begin_update(self, version: int) -> WeightUpdate:
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
 
         Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
-        weights has none from the first one on until a commit. Raises AlignerError when another update is open or
-        the engine sleeps.
+        weights has none from the first one on until a commit. Responses that it
+        finds half-way are finished under the old weights, or go on under the new ones, as `engine.in_flight` says.
+        Raises AlignerError when another update is open or the engine sleeps.
         """
 
     def sleep(self, keep_weights: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aligner.engines.engine_protocol import InFlight, PartialResponse, SamplingOptions
+from aligner.engines.engine_protocol import PartialResponse, SamplingOptions
 from aligner.errors import AlignerError
 
 
@@ -41,12 +41,12 @@ class Responder:
         self._version = version
         self._admits.set()
 
-    async def hold(self, in_flight: InFlight) -> None:
+    async def hold(self, *, interrupts: bool) -> None:
         """Return when the engine is idle, and stays so until `admit`.
 
         Responses under way are finished first, or interrupted: they keep their tokens, and go on from them later.
         """
-        while in_flight == "finish" and self._tasks and self._admits.is_set():
+        while not interrupts and self._tasks and self._admits.is_set():
             await self._progress(self._tasks, asyncio.ALL_COMPLETED)
         self._admits.clear()
         for response in self._drawing:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions, request_problems, run
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, request_problems
 from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
 from aligner.engines.tensorrt_llm.llm_client import Client, device_index
 from aligner.engines.tensorrt_llm.update import StreamedUpdate, UpdateSteps, ipc_handles
@@ -68,7 +67,7 @@ class TensorRTLLMEngine:
         self._version: int | None = None
         self._missing = "none were published yet"
         self._update: StreamedUpdate | None = None
-        self._incoming: tuple[int, InFlight] = (0, "finish")
+        self._incoming = 0
         self._overwrites = self._asleep = self._cache_asleep = False
         self._generation: ReplicaGeneration | None = None
         places = self._replica.gather("looking for its GPU", lambda: _place(self._device, self._replica.rank))
@@ -109,18 +108,14 @@ class TensorRTLLMEngine:
         self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
         return self._generation
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order."""
-        return run(self.start(requests, options), len(requests))
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> StreamedUpdate:
+    def begin_update(self, version: int) -> StreamedUpdate:
         """Open an update. The old weights serve until its first `load`."""
         self._check_awake("take new weights")
         if self._update is not None:
             raise AlignerError(
-                f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
+                f"an update to version {version} can not begin: the one to version {self._incoming} is still open"
             )
-        self._incoming = version, in_flight
+        self._incoming = version
         steps = UpdateSteps(self._overwrite, self._hand_over, self._finish, self._close)
         self._update = StreamedUpdate(steps, self._replica, self._table, self._format, self._device)
         return self._update
@@ -132,7 +127,7 @@ class TensorRTLLMEngine:
                 "engine.sleep=false: TensorRT-LLM gives memory back only if it was started with engine.sleep=true"
             )
         if self._update is not None:
-            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming[0]} is open")
+            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming} is open")
         if self._under_way:
             raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
         if not self._asleep:
@@ -168,10 +163,10 @@ class TensorRTLLMEngine:
 
     def _overwrite(self) -> None:
         """Let the responses under way be finished or interrupted; the engine has no version from here on."""
-        version, in_flight = self._incoming
         self._version, self._overwrites = None, True
-        self._missing = f"the update to version {version} is under way"
-        self._replica.drive("letting responses end", lambda client: client.hold(in_flight))
+        self._missing = f"the update to version {self._incoming} is under way"
+        interrupts = self._settings.in_flight == "interrupt"
+        self._replica.drive("letting responses end", lambda client: client.hold(interrupts=interrupts))
 
     def _hand_over(self, tensors: Mapping[str, Tensor]) -> None:
         """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
@@ -185,7 +180,7 @@ class TensorRTLLMEngine:
 
     def _finish(self) -> None:
         """Have the workers finish the update; keys and values of the old weights are forgotten."""
-        version, _ = self._incoming
+        version = self._incoming
 
         def finish(client: Client) -> None:
             client.update_weights(None)
@@ -202,7 +197,7 @@ class TensorRTLLMEngine:
         self._update = None
         if self._overwrites:
             self._overwrites = False
-            version, _ = self._incoming
+            version = self._incoming
             self._missing = f"the update to version {version} failed and had begun to overwrite them; publish again"
 
     def _handles(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
