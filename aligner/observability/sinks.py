@@ -13,6 +13,7 @@ from pathlib import Path
 from aligner.config.paths import RunPaths
 from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
+from aligner.observability.trackers import MlflowSink, WandbSink
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000
@@ -28,12 +29,8 @@ def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     if settings.tensorboard:
         opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)
     if settings.wandb.enabled:
-        from aligner.observability.wandb_sink import WandbSink
-
         opened["wandb"] = lambda: WandbSink(config, paths)
     if settings.mlflow.enabled:
-        from aligner.observability.mlflow_sink import MlflowSink
-
         opened["mlflow"] = lambda: MlflowSink(config, paths)
     return [BackgroundSink(name, open_sink, lambda: read_metrics(paths.metrics)) for name, open_sink in opened.items()]
 

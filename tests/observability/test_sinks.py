@@ -16,10 +16,9 @@ from aligner.config.compose import compose_config
 from aligner.config.paths import RunPaths, run_paths
 from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsSink, MetricsWriter, Record, read_metrics
-from aligner.observability.mlflow_sink import MlflowSink
 from aligner.observability.sinks import BackgroundSink, TensorBoardSink, open_sinks
-from aligner.observability.wandb_sink import SUPERSEDED
-from tests.observability.trackers import (
+from aligner.observability.trackers import SUPERSEDED, MlflowSink
+from tests.observability.tracker_readers import (
     Steps,
     mlflow_client,
     mlflow_steps,
