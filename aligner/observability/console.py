@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from aligner.config.paths import RunPaths
+from aligner.paths import RunPaths
 
 WINDOW = 5
 """Steps that are averaged: for the seconds a step and the time left, and at either end of a run."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Logging
 from aligner.errors import AlignerError
 from aligner.files import append
+from aligner.paths import RunPaths
+from aligner.schema import LoggingConfig
 
 Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""
@@ -178,7 +178,7 @@ class MetricsWriter:
 
 
 @contextmanager
-def recording(writer: MetricsWriter | None, settings: Logging) -> Iterator[None]:
+def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator[None]:
     """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at SIGTERM."""
     if writer is None:
         yield

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
 from aligner.observability.trackers import MlflowSink, WandbSink
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000

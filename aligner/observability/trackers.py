@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import unquote, urlsplit
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.files import write_file
 from aligner.observability.metrics import Record
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 SUPERSEDED = "superseded"
 """Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its steps are recorded anew."""

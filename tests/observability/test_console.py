@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aligner.config.paths import RunPaths
 from aligner.observability.console import LiveProgress, PlainProgress, make_progress, print_summary, summary_table, totals
+from aligner.paths import RunPaths
 
 
 def console(*, terminal: bool = False) -> Console:
