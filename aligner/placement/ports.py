@@ -15,9 +15,6 @@ from aligner.schema import Config, PortsConfig, TLSConfig
 PORTS_PER_SERVER = 3
 
 
-_LAST_PORT = 65535
-
-
 LOOPBACK = "127.0.0.1"
 
 
