@@ -11,8 +11,6 @@ from pathlib import Path
 import psutil
 
 _PLACE = Path("/dev/shm")
-
-
 _ENVIRONMENT = "python_env_"
 
 

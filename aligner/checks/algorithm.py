@@ -8,11 +8,8 @@ from aligner.schema import AlgorithmConfig, Config, PreferenceConfig
 from aligner.schema.derived import rows_together
 
 _GROUPED = ("rloo", "grpo", "dr_grpo")
-
-
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
-
 
 _CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")}
 """What losses can be weighed by (`algorithm.truncated_importance`); the others are not."""

@@ -14,8 +14,6 @@ from aligner.schema import Config
 from aligner.schema.references import read_paths
 
 _TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
-
-
 _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 

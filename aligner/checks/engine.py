@@ -82,8 +82,6 @@ def engine_start_problems(config: Config) -> Iterator[str]:
 
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
-
-
 _ELSE = "use engine=embedded"
 
 

@@ -12,8 +12,6 @@ from aligner.schema.data_sources import fields_problems
 from aligner.schema.scoring_functions import function_problem
 
 _EVERY_RUNS = ("eval", "policy", "throughput")
-
-
 _ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness")
 
 

@@ -12,11 +12,7 @@ from urllib.parse import urlsplit
 from aligner.schema import Config
 
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-
-
 _SERVER = "https://api.wandb.ai"
-
-
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 

@@ -51,16 +51,9 @@ def _layer_norm(name: str, parameter: str, *, biased: bool = False) -> tuple[Wei
 
 
 _LAYER, _CORE = "model.layers.{layer}.", "decoder.layers.{layer}."
-
-
 _ATTENTION = _CORE + "self_attention."
-
-
 _QKV = _ATTENTION + "linear_qkv"
-
-
 _PROJECTIONS: tuple[tuple[str, str, Part], ...] = (("q", "query", "query"), ("k", "key", "key"), ("v", "key", "value"))
-
 
 _LLAMA_ATTENTION = (
     *_layer_norm(_LAYER + "input_layernorm", _CORE + "input_layernorm"),
@@ -86,8 +79,6 @@ def _gated(prefix: str, parameter: str, gate: str, up: str, down: str) -> tuple[
 
 
 _LLAMA_MLP = _gated(_LAYER + "mlp.", _CORE + "mlp.", "gate_proj", "up_proj", "down_proj")
-
-
 _EXPERT = _CORE + "mlp.experts.local_experts.{expert}."
 
 
@@ -110,10 +101,7 @@ def _llama_like(*mlp: Weight) -> tuple[Weight, ...]:
 
 
 _GPT2_LAYER = "transformer.h.{layer}."
-
-
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
-
 
 _GPT2 = (
     Weight("transformer.wte.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
@@ -138,9 +126,7 @@ _GPT2 = (
     Weight("lm_head.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
 
-
 _NEOX_LAYER = "gpt_neox.layers.{layer}."
-
 
 _NEOX = (
     Weight("gpt_neox.embed_in.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
@@ -159,10 +145,8 @@ _NEOX = (
     Weight("embed_out.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
 
-
 SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
 """What a reward model or critic has instead of a language-model head, in every family."""
-
 
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "llama": _llama_like(*_LLAMA_MLP),
@@ -172,10 +156,8 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gpt_neox": _NEOX,
 }
 
-
 # What a file may hold besides the table: buffers of older releases, which are computed and not learned.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
-
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -384,13 +366,8 @@ READERS: Mapping[str, Callable[[_Reader], ModelShape]] = {
     "GPT2": _read_gpt2,
 }
 
-
 _CAUSAL = {f"{name}ForCausalLM": name for name in READERS if name != "GPT2"} | {"GPT2LMHeadModel": "GPT2"}
-
-
 _SCALAR = {f"{name}ForSequenceClassification": name for name in READERS}
-
-
 ARCHITECTURES: Mapping[str, str] = _CAUSAL | _SCALAR
 """Hugging Face architecture to the name of its reader."""
 

@@ -22,8 +22,6 @@ from aligner.schema.keys import schema_keys, value_at, with_values
 from aligner.schema.reward_sources import RemoteSource, reward_sources
 
 _LONGEST_SHOWN = 200
-
-
 _TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
 
 

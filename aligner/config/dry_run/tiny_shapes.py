@@ -14,8 +14,6 @@ from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
 
 _VOCABULARY = 64
-
-
 _MOST_LAYERS = 1024
 
 

@@ -15,8 +15,6 @@ from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import with_values
 
 _SECTIONS = {"trainer": "actor", "critic": "critic", "reward": "reward", "generator": "engine"}
-
-
 IsValid = Callable[[Config], bool]
 """Whether a run may have a configuration, whatever memory it needs."""
 

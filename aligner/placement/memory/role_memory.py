@@ -203,8 +203,6 @@ def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
-
-
 GIB, _MIB = 2**30, 2**20
 
 
