@@ -74,13 +74,11 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
 
 def preference_loss_problems(settings: PreferenceConfig) -> Iterator[str]:
     """What of algorithm.preference does not fit together."""
-    if not settings.label_smoothing:
-        return
-    key = f"algorithm.preference.label_smoothing={settings.label_smoothing:g}"
-    if settings.kind != "sigmoid":
-        yield f"{key}: read with kind=sigmoid only, got kind={settings.kind}"
-    elif settings.label_smoothing > 0.5:
-        yield f"{key}: must be at most 0.5; above it the labels are turned round"
+    if settings.label_smoothing and settings.kind != "sigmoid":
+        yield (
+            f"algorithm.preference.label_smoothing={settings.label_smoothing:g}: read with kind=sigmoid only, got"
+            f" kind={settings.kind}"
+        )
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:

@@ -5,10 +5,8 @@ Everything is checked before anything starts, and everything wrong is reported a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from aligner.checks.actor import layout_problems_of_roles
 from aligner.checks.algorithm import algorithm_problems
@@ -117,23 +115,5 @@ def _online(config: Config, shape: ModelShape | None, coming: ExpectedInputs) ->
 def _bounds(config: Config) -> Iterator[str]:
     for name, key in schema_keys().items():
         value = value_at(config, name)
-        if value is None:
-            continue
-        if problem := _out_of_bounds(key, value):
+        if problem := key.bound_problem(value):
             yield f"{name}={value}: {problem}"
-
-
-def _out_of_bounds(key: Key, value: Any) -> str | None:
-    if key.choices and value not in key.choices:
-        return f"allowed: {', '.join(key.choices)}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if key.minimum is not None and value < key.minimum:
-        return f"must be at least {key.minimum:g}"
-    if key.name in _ABOVE_ZERO and value <= 0:
-        return "must be above 0"
-    if key.maximum is not None and value > key.maximum:
-        return f"must be at most {key.maximum:.10g}"
-    if key.name in _BELOW_ONE and value >= 1:
-        return "must be below 1"
-    return None

@@ -150,7 +150,6 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gpt_neox": _NEOX,
 }
 
-
 # What a file may hold besides the table: buffers of older releases, which are computed and not learned.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
