@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aligner.algorithms.losses import Stats
-from aligner.data.examples import LabeledSteps
+from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
-from aligner.data.run_data import RunData, open_run_data
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Rows

@@ -17,6 +17,7 @@ from aligner.schema.keys import value_at
 
 _MORE_STAGES = 8
 """So many times the stages that there are, at most, are proposed."""
+
 Changes = Mapping[str, Any]
 """New values by dotted key."""
 
