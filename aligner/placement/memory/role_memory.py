@@ -225,7 +225,9 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
 def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs) -> Iterator[str]:
     """One line for each role that needs more than `cluster.device_memory_gib`; nothing where that is not given."""
     limit = config.cluster.device_memory_gib
-    for role in memory_needs(config, shape, expected) if limit is not None else ():
+    if limit is None:
+        return
+    for role in memory_needs(config, shape, expected):
         if role.peak.total <= limit * GIB or "." in role.role:  # replicas of the reward are alike
             continue
         where = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
