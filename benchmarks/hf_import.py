@@ -79,8 +79,8 @@ def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Par
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     from aligner.megatron import world as worlds
-    from aligner.megatron.model import build_model
-    from aligner.megatron.weights import NamedWeights
+    from aligner.megatron.gpt_model import build_model
+    from aligner.megatron.named_weights import NamedWeights
 
     torch.set_num_threads(1)
     world = worlds.initialize(layout, seed=1, timeout_s=120)

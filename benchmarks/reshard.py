@@ -35,8 +35,8 @@ from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec, weight_table
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import slice_shape
 from aligner.resharding.verify import verify
 from aligner.schema import EngineParallelConfig, ParallelConfig

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 _CONFIDENCE = 0.95
-
-
 _RESAMPLED_AT_ONCE = 2**22
 """Numbers that the bootstrap holds at a time."""
 

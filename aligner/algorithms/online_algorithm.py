@@ -16,8 +16,7 @@ from aligner.algorithms.losses import Stats
 from aligner.algorithms.preference_losses import pair_loss
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.whitening import masked_whiten
-from aligner.data.types import Experience, SampleBatch
-from aligner.megatron.policy import PolicyLoss
+from aligner.data.types import Experience, PolicyLoss, SampleBatch
 from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import overlong_buffer, rows_together
 

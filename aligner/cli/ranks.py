@@ -90,8 +90,8 @@ def _prepare(parsed: argparse.Namespace) -> None:
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
+    from aligner.data.examples import open_run_data
     from aligner.data.prompts import open_evaluation_prompts, open_prompts
-    from aligner.data.run_data import open_run_data
 
     if config.algorithm.trainer == "online" and config.evaluation.every:
         open_evaluation_prompts(config.evaluation, tokenizer, config.data.max_prompt_tokens)

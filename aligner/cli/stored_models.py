@@ -141,7 +141,7 @@ def _evaluate_samples(parsed: argparse.Namespace) -> None:
 
     from aligner.data.export import find_source
     from aligner.engines.generate import plan_job
-    from aligner.observability.summary import metrics_table
+    from aligner.observability.console import metrics_table
     from aligner.rewards.scorers import resolve_scorer
     from aligner.rewards.sources import TextSource
     from aligner.training.stored_evaluation import evaluate, plan_evaluation

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.data.user_code import imported
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
+from aligner.user_code import imported
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")

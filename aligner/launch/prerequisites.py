@@ -13,6 +13,7 @@ from rich.console import Console
 
 from aligner.config.prerequisites import Prerequisite
 from aligner.errors import AlignerError
+from aligner.files import new_directory
 from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.kernel import LAUNCHER_PID
@@ -70,11 +71,9 @@ def _make(first: Prerequisite, run: Callable[[Config], bool], interrupts: Interr
     if not run(replace(config, run=replace(config.run, resume="auto"))):
         return False
     if first.gives == "preferences":
-        unfinished = first.entry / ".result.unfinished"
-        unfinished.mkdir()
-        for file in (paths.preferences, paths.responses):
-            shutil.copyfile(file, unfinished / file.name)
-        unfinished.rename(first.result)
+        with new_directory(first.result) as directory:
+            for file in (paths.preferences, paths.responses):
+                shutil.copyfile(file, directory / file.name)
     else:
         _convert(first, interrupts)
         shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here

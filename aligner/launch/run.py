@@ -14,8 +14,8 @@ from aligner.config.resume import check_directory, is_unused, settled
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts, Stopped
 from aligner.launch.lock import LockedError, locked
+from aligner.observability.console import print_summary
 from aligner.observability.metrics import read_metrics
-from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
 from aligner.paths import RunPaths, run_paths
 from aligner.placement.endpoints import create_access_key

@@ -66,8 +66,8 @@ def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
     from aligner.config.compose import load_config
     from aligner.launch.state import read_state
+    from aligner.observability.console import WINDOW, Pace
     from aligner.observability.metrics import read_metrics
-    from aligner.observability.progress import WINDOW, Pace
     from aligner.paths import RunPaths
 
     if not run.is_dir():
@@ -108,7 +108,7 @@ def read_status(run: Path) -> RunStatus:
 
 def describe_status(status: RunStatus) -> str:
     """A line for what it does, and one for why it does no more."""
-    from aligner.observability.progress import describe_learning
+    from aligner.observability.console import describe_learning
 
     parts = [status.state, f"step {status.step}/{status.steps}", *describe_learning(status.metrics)]
     if status.seconds_per_step is not None:

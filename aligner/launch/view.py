@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
+from aligner.observability.console import make_progress
 from aligner.observability.metrics import FileFollower
-from aligner.observability.progress import make_progress
 from aligner.paths import RunPaths
 from aligner.schema import Config
 

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from aligner.errors import AlignerError
-from aligner.megatron.weights import NamedWeights, global_parameters
+from aligner.megatron.named_weights import NamedWeights, global_parameters
 from aligner.megatron.world import World
 from aligner.models.adapters import Adapter, adapter_map, adapter_table
 from aligner.models.shape import ModelShape

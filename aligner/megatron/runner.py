@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from aligner.checks.actor import lora_problems
 from aligner.data.collectives import broadcast_json
+from aligner.data.types import Stats
 from aligner.errors import AlignerError, ConfigError
+from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
-from aligner.megatron.model import build_model, drop_last_graph, wrap_for_training
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.offload import OffloadedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
-from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
-Stats = dict[str, Tensor]
 # Model output [1, T, …] of a micro-batch to what is wanted of it.
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
 # Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators.

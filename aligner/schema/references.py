@@ -12,11 +12,7 @@ from aligner.errors import ConfigError
 from aligner.schema import Config
 
 _PREFIX = "experiment:"
-
-
 _NAME = re.compile(r"[\w.+=-]+")
-
-
 _PATHS = (
     "model.path",
     "data.path",

@@ -9,8 +9,6 @@ FUNCTIONS: Mapping[str, str] = {
     "sentiment": "aligner.rewards.scorers:sentiment",
 }
 """The built-in scorers, and where they are."""
-
-
 RULES: Mapping[str, str] = {
     "exact_match": "aligner.rewards.verifiers:exact_match",
     "format": "aligner.rewards.verifiers:format_matches",
@@ -19,8 +17,6 @@ RULES: Mapping[str, str] = {
     "math": "aligner.rewards.verifiers:math",
 }
 """The same of the rules that tell whether a response is right."""
-
-
 _BUILT_IN = {**FUNCTIONS, **RULES}
 
 

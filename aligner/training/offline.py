@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aligner.algorithms.losses import Stats
-from aligner.data.examples import LabeledSteps
+from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
-from aligner.data.run_data import RunData, open_run_data
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Rows
@@ -25,8 +24,7 @@ from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
-from aligner.observability.timeline import Timeline, open_timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 from aligner.training.offline_tasks import (
@@ -40,8 +38,6 @@ from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from aligner.training.stopping import StopCondition
 
 _log = logging.getLogger(__name__)
-
-
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
 

@@ -22,8 +22,6 @@ _PARTS = {
     "rollouts": "samples of the steps to come: rollouts.safetensors, their prompts: rollouts.json",
     "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
 }
-
-
 _HOLDS = {
     "rng": "nothing: every random stream follows from the seed and the step",
     "data": "position, the number of prompts or examples taken: state",

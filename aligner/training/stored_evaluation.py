@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -93,7 +92,7 @@ def evaluate(
                 record = generate.sample_record(job.answers, sample) | {"score": score}
                 if references is not None:
                     record["reference_score"] = float(references[sample.prompt_id])
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(generate.json_line(record))
     return metrics
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, tensor
 from aligner.algorithms.losses import policy_loss
 from aligner.algorithms.online_algorithm import build_objective
 from aligner.data.types import Experience
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.families import read_config
 from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
 from aligner.training.setup import build_options

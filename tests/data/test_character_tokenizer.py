@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
+from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer
 from aligner.models.families import read_config
 from tests.models.test_families import SIZES
 

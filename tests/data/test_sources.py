@@ -8,8 +8,8 @@ import pytest
 
 from aligner.checks.data import data_problems
 from aligner.config.compose import compose_config
+from aligner.data.examples import has_steps, open_demonstrations
 from aligner.data.model_directory import prepare_model
-from aligner.data.offline import has_steps, open_demonstrations
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from aligner.data.types import Prompt, Sample
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.families import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import EngineConfig, EngineParallelConfig
+from tests.engines.engines import load_directory
 
 LENGTHS = (3, 7, 1, 7, 5)
 
@@ -87,7 +88,7 @@ def settings_of(tensor: int = 1, **settings) -> EngineConfig:
 
 def make_engine(directory: Path, tensor: int = 1, rank: int = 0, group=None, seed: int = 7, **settings) -> EmbeddedEngine:
     engine = EmbeddedEngine(shape_of(directory), settings_of(tensor, **settings), rank, seed, group)
-    engine.load_directory(directory)
+    load_directory(engine, directory)
     return engine
 
 
@@ -257,9 +258,9 @@ def test_a_model_that_does_not_divide_is_refused(tied_directory):
 def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
     untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
     with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
-        EmbeddedEngine(untied, EngineConfig(), 0, 1).load_directory(tied_directory)
+        load_directory(EmbeddedEngine(untied, EngineConfig(), 0, 1), tied_directory)
     wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
     with pytest.raises(AlignerError, match=r"gate_proj\.weight is \(48, 32\), must be \(64, 32\)"):
-        EmbeddedEngine(wider, EngineConfig(), 0, 1).load_directory(tied_directory)
+        load_directory(EmbeddedEngine(wider, EngineConfig(), 0, 1), tied_directory)
     with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
-        make_engine(tied_directory).load_directory(tmp_path)
+        load_directory(make_engine(tied_directory), tmp_path)

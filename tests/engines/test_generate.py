@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner import cli
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptText
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
 from aligner.schema import EngineConfig

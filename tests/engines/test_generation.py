@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.cache import CacheSize
 from aligner.engines.embedded.decoder import Step
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig
 from tests.engines.test_embedded import (
@@ -331,7 +331,7 @@ def test_no_response_ends_before_its_least_length(directory):
 
 
 def test_weights_of_another_owner_are_used_where_they_are(directory):
-    from aligner.engines.embedded.weights import parameters
+    from aligner.engines.embedded.engine_weights import parameters
 
     owner = make_engine(directory)
     theirs = {name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name}

@@ -15,11 +15,11 @@ from aligner.algorithms.losses import policy_loss, value_loss
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, response_mask
 from aligner.megatron import world as worlds
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.packing import Cut, PackedBatch, pack
 from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel
-from aligner.megatron.weights import NamedWeights
 from aligner.models.weight_slices import Coordinates, Slice
 from aligner.schema import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig, RewardConfig
 

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec, weight_table
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.publisher import Publisher, PublishStats
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.verify import verify
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
