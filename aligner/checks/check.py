@@ -6,7 +6,6 @@ Everything is checked before anything starts, and everything wrong is reported a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from aligner.checks.actor import layout_problems_of_roles
 from aligner.checks.algorithm import algorithm_problems
@@ -30,7 +29,7 @@ from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random_reward_models, read_shape
 from aligner.models.shape import ModelShape
-from aligner.placement.memory import memory_problems
+from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
 from aligner.schema.keys import schema_keys, value_at
 
@@ -58,13 +57,8 @@ def check(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED, *, is_start
     if shape is None:  # its problem was raised above
         raise AssertionError
     # Last: what is counted must fit together.
-    _raise_all(memory_problems(config, shape, coming, partial(_is_possible, shape=shape, coming=coming)))
+    _raise_all(memory_problems(config, shape, coming))
     return shape
-
-
-def _is_possible(config: Config, shape: ModelShape, coming: ExpectedInputs) -> bool:
-    """Whether a configuration that differs from a valid one in layouts, batches or the engine is valid too."""
-    return not any((*_bounds(config), *_parts(config, shape, coming)))
 
 
 def _raise_all(problems: Iterator[str] | list[str]) -> None:

@@ -91,7 +91,7 @@ def _validate(parsed: argparse.Namespace) -> None:
         return
     from rich.console import Console
 
-    from aligner.placement.memory import memory_needs, memory_table
+    from aligner.placement.memory.role_memory import memory_needs, memory_table
     from aligner.placement.roles import describe_model, placement_table
 
     results, described = plan.results(), _described(plan)
