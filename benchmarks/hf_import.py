@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from aligner.config.model_shape import ModelShape
 from aligner.config.schema import MegatronModel, Parallel
 from aligner.config.weights import weight_table
-from aligner.launch.free_ports import FreePorts
+from aligner.launch.server_ports import FreePorts
 
 
 def make_shape(hidden: int, layers: int, vocabulary: int) -> ModelShape:

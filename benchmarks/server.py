@@ -37,7 +37,7 @@ from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.endpoints import Endpoint
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
-from aligner.launch.free_ports import FreePorts
+from aligner.launch.server_ports import FreePorts
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError
 from aligner.planner.model import KINDS, Lengths, Phase, Pipeline, Placement
@@ -25,10 +25,8 @@ _MOST_STALENESS, _MOST_PARTS, _MOST_SAMPLES = 100, 1000, 100_000
 _MOST_SEED = 10**18
 
 
-def add_plan(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
-    what = "predict step time and utilization of the pipeline, and the best split of devices between roles"
-    command = commands.add_parser("plan", help=what, description=what, allow_abbrev=False)
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options to the command's parser."""
     add = command.add_argument
     add("--measured", type=Path, metavar="RUN", help="directory of a run of an online algorithm: its phases")
     add(
@@ -59,7 +57,6 @@ def add_plan(commands: Any) -> None:
     add("--steps", metavar="N", help=f"steps of the whole run ({_STEPS}; the run's)")
     add("--seed", metavar="N", help="of the lengths that are drawn (1; the run's)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    command.set_defaults(run=_plan)
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ class Job:
     measured: Measured | None
 
 
-def _plan(parsed: argparse.Namespace) -> None:
+def plan(parsed: argparse.Namespace) -> None:
+    """Print the prediction that is asked for. Raises ConfigError as `plan_job` does."""
     job = plan_job(parsed)
     from aligner.planner.plan import compare
     from aligner.planner.view import as_json, print_comparison

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from aligner.config.compose import load_config
 from aligner.config.paths import run_paths
-from aligner.errors import TransientError
-from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
-from aligner.launch.roles import served_model
+from aligner.exit_codes import RESUMABLE
+from aligner.launch.processes import LAUNCHER_PID, end_with_launcher
+from aligner.launch.server_ports import served_model
 from aligner.observability.metrics import MetricsWriter, SampleWriter
 
 RANK = int(os.environ["RANK"])
@@ -128,7 +128,7 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "crash_at_first":
             if not (run / "died").exists():
                 (run / "died").touch()
-                os._exit(TransientError.exit_code)
+                os._exit(RESUMABLE)
             serve(role, run)
         case "leave_grandchild":
             # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aligner.config.slurm_layout import Layout, Place
 from aligner.errors import AlignerError
-from aligner.launch.slurm.commands import addresses, expand
+from aligner.launch.slurm.slurm_commands import addresses, expand
 
 
 @dataclass(frozen=True)
