@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from aligner.cli.commands import COMMANDS, parse_arguments
+from aligner.cli.command_table import COMMANDS, parse_arguments
 from aligner.errors import AlignerError, Interrupted, Stopped
 from aligner.exit_codes import exit_code
 from aligner.files import full_disk

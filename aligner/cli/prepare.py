@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from aligner.config.reward_sources import FunctionSource, reward_sources
-from aligner.config.schema import Config
+from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
-from aligner.data.run_data import open_run_data
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.scorers import resolve_scorer
+from aligner.schema import Config
+from aligner.schema.reward_sources import FunctionSource, reward_sources
 
 
 def prepare_run(config: Config) -> None:

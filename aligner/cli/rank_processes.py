@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import signal
 
-from aligner.cli.commands import load
+from aligner.cli.command_table import load
 from aligner.config.compose import compose_config, load_config
-from aligner.config.placement import server_ranks
 from aligner.config.prerequisites import plan_run
-from aligner.config.schema import Config
-from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import ConfigError, Stopped
 from aligner.launch.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 ROLES = {
     "prepare": "aligner.cli.prepare:prepare_run",
-    "trainer": "aligner.algorithms.trainer_setup:train",
+    "trainer": "aligner.training.setup:train",
     "generator": "aligner.servers.generator:serve_generator",
     "critic": "aligner.servers.critic:serve_critic",
     "reward": "aligner.servers.reward:serve_reward",

@@ -11,11 +11,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import compose_config
-from aligner.config.described import described_inputs
-from aligner.config.memory import memory_needs, memory_table
-from aligner.config.model_source import Coming, is_coming
-from aligner.config.placement import describe_model, placement_table
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
 from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
@@ -23,7 +20,10 @@ from aligner.launch.local import launch as launch_here
 from aligner.launch.slurm.job import supervise as supervise_job
 from aligner.launch.slurm.submit import checked_script, submit
 from aligner.launch.status import describe_status, read_status
+from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.observability.report import write_report
+from aligner.placement.memory import memory_needs, memory_table
+from aligner.placement.roles import describe_model, placement_table
 
 _WATCH_S = 5.0
 
@@ -89,10 +89,10 @@ def _plan(parsed: argparse.Namespace) -> RunPlan:
     return plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
 
 
-def _described(plan: RunPlan) -> Coming:
+def _described(plan: RunPlan) -> ExpectedInputs:
     """What is not there yet and goes by the configuration; a person is told of each."""
     results = plan.results()
-    described = {path: shape for path, shape in described_inputs(plan.config).items() if not is_coming(path, results)}
+    described = {path: shape for path, shape in absent_inputs(plan.config).items() if not is_expected(path, results)}
     for path, shape in described.items():
         how = "its records are not checked" if shape is None else "its shape is taken from the configuration"
         print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)

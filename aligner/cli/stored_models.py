@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from aligner.algorithms.stored_evaluation import evaluate, plan_evaluation
-from aligner.config.schema import Engine
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import PromptText, read_prompts
 from aligner.engines.generate import Progress as Generated
 from aligner.engines.generate import generate, plan_job
 from aligner.launch.processes import end_with_launcher
-from aligner.observability.summary import metrics_table
+from aligner.observability.console import metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
+from aligner.schema import EngineConfig
+from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
 
 def generate_samples(parsed: argparse.Namespace) -> None:
@@ -61,9 +61,9 @@ def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in names}
 
 
-def _engine(parsed: argparse.Namespace) -> Engine:
+def _engine(parsed: argparse.Namespace) -> EngineConfig:
     chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    return Engine(kind=parsed.engine, update="in_place", **chosen)
+    return EngineConfig(kind=parsed.engine, update="in_place", **chosen)
 
 
 @contextmanager

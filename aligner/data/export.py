@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +18,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.lora import adapter_map
-from aligner.config.model_source import directory_config
-from aligner.config.normalization import NORMALIZATION
-from aligner.config.paths import RunPaths, complete_steps
-from aligner.config.schema import Lora
-from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
-from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
-from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
+from aligner.data.weight_files import (
+    DTYPES,
+    TensorEntry,
+    assemble,
+    file_name,
+    tensor_files,
+    weight_problems,
+    write_safetensors,
+)
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for
+from aligner.files import asked_for, new_directory
+from aligner.models.adapters import adapter_map
+from aligner.models.families import read_config
+from aligner.models.model_source import directory_config
+from aligner.models.normalization import NORMALIZATION
+from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
+from aligner.paths import RunPaths, complete_steps
+from aligner.schema import LoraConfig
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -129,7 +135,7 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
     by_name = stored_tensors(table)
     if missing := [spec.name for spec in table if spec.name not in manifest.index]:
         raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
-    lora = Lora(**manifest.lora) if manifest.lora else Lora()
+    lora = LoraConfig(**manifest.lora) if manifest.lora else LoraConfig()
     adapters = adapter_map(table, lora)
 
     def merged(spec: TensorSpec) -> Tensor:
@@ -199,19 +205,8 @@ def export(
         raise ConfigError(f"{output}: exists already; give a directory that does not")
     wanted = None if dtype is None else EXPORT_DTYPES[dtype]
     entries = [_converted(entry, wanted) for entry in source.entries]
-    temporary = output.absolute().parent / f".{output.name}.{uuid.uuid4().hex}"
-    with asked_for(output):
-        temporary.mkdir(parents=True)
-    try:
-        with asked_for(output):
-            notices = _write_all(source, entries, temporary, max_shard_bytes, progress)
-        try:
-            temporary.rename(output)
-        except OSError as error:
-            raise ConfigError(f"{output}: {error.strerror}; it was made by someone else in the meantime") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return notices
+    with asked_for(output), new_directory(output) as directory:
+        return _write_all(source, entries, directory, max_shard_bytes, progress)
 
 
 def _write_all(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Stats = dict[str, Tensor]
+"""Statistics by name, one number each."""
 
 FinishReason = Literal["stop", "length", "unfinished"]
 """Why a response ended; an unfinished one is under way, and can go on from the tokens that it has."""
@@ -114,6 +117,9 @@ class Rows:
         return {name: tensor for name, tensor in members.items() if tensor is not None}
 
 
+_RowsT = TypeVar("_RowsT", bound=Rows, contravariant=True)
+
+
 @dataclass(frozen=True)
 class Experience(Rows):
     """A step's samples with what an online algorithm makes of them; the mask is that of the responses."""
@@ -144,6 +150,17 @@ class SampleBatch(Rows):
     """float32 [B, S-1], 0 outside the mask"""
     weight_versions: Tensor
     """int64 [B, S-1], 0 outside the mask"""
+
+
+class PolicyLoss(Protocol[_RowsT]):
+    """A loss of the policy on right-padded rows."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _RowsT, denominator: float) -> tuple[Tensor, Stats]:
+        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
+
+        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
+        """
+        ...
 
 
 def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:

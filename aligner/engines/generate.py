@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.data.export import Source
 from aligner.data.prompts import PromptText, tokenize
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for
+from aligner.files import asked_for, new_file
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def plan_job(
 
 
 def generate(
-    job: Job, settings: Engine, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
+    job: Job, settings: EngineConfig, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
 ) -> Progress:
     """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
 
@@ -126,11 +125,16 @@ def generate(
 
     with written(output, overwrite) as file:
         for sample in draw(job, settings, told):
-            file.write(json.dumps(sample_record(job, sample), ensure_ascii=False) + "\n")
+            file.write(json_line(sample_record(job, sample)))
     return done
 
 
-def draw(job: Job, settings: Engine, progress: Callable[[Progress], None]) -> Iterator[Sample]:
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of a JSONL file."""
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+
+
+def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None]) -> Iterator[Sample]:
     """The job's samples, in the order of its requests, by an engine of this one process; its end shuts the engine down.
 
     `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.
@@ -162,7 +166,7 @@ def load(engine: GenerationEngine, source: Source) -> None:
 
 
 @contextmanager
-def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
+def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """A file under a temporary name, which takes that of `output` when the block ends well.
 
     Raises ConfigError where `output` can not be written, or exists and is not to be overwritten.
@@ -170,15 +174,10 @@ def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
     if output.is_dir() or (output.exists() and not overwrite):
         advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
         raise ConfigError(f"{output}: {advice}")
-    temporary = output.parent / f".{output.name}.{uuid.uuid4().hex}"
-    with asked_for(output):
-        file = temporary.open("x", encoding="utf-8")
-    try:
-        with file:
-            yield file
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        with asked_for(output):
+            file = stack.enter_context(new_file(output))
+        yield file
 
 
 def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> Iterator[Sample]:

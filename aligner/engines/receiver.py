@@ -8,16 +8,15 @@ from typing import cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Config
-from aligner.config.weights import weight_table
-from aligner.engines.formats import WeightFormat
-from aligner.engines.protocol import GenerationEngine, InFlight
+from aligner.engines.engine_protocol import GenerationEngine, InFlight
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
-from aligner.resharding.update import WeightUpdate
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
+from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import Config
 
 
 def plan_between_worlds(config: Config, shape: ModelShape, to: WeightFormat) -> TransferPlan:
@@ -38,7 +37,7 @@ class WeightReceiver:
 
     def __init__(self, config: Config, shape: ModelShape, engine: GenerationEngine, rank: int, device: torch.device) -> None:
         self._settings, self._engine, self._device = config.engine, engine, device
-        self._format = WeightFormat(engine.weight_layout, engine.weight_dtype, engine.group_bytes)
+        self._format = engine.weight_format
         self._plan = plan_between_worlds(config, shape, self._format)
         self._rank = config.actor.parallel.ranks + rank
         self._publisher: Publisher | None = None

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import Interrupted, Stopped
 from aligner.launch.run_view import print_line
+from aligner.signals import STOP_SIGNAL
 
 
 class Interrupts:

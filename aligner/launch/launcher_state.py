@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from aligner.config.paths import run_paths
-from aligner.config.placement import role_ranks
-from aligner.config.schema import Config
 from aligner.errors import AlignerError, Stopped
 from aligner.exit_codes import exit_code
 from aligner.files import write_file
 from aligner.launch.processes import process_start
+from aligner.paths import run_paths
+from aligner.placement.roles import role_ranks
+from aligner.schema import Config
 
 HEARTBEAT_S = 10.0
 """So often the launcher touches the file."""

@@ -7,12 +7,8 @@ from functools import partial
 
 from rich.console import Console
 
-from aligner.config.checks import check
-from aligner.config.paths import run_paths
-from aligner.config.placement import role_ranks, threads_per_rank
-from aligner.config.ports import LOOPBACK
+from aligner.checks.check import check
 from aligner.config.prerequisites import RunPlan
-from aligner.config.schema import Config
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import refuse_locked
 from aligner.launch.prerequisite_runs import complete
@@ -21,6 +17,10 @@ from aligner.launch.rank_environment import Command, role_command, world_environ
 from aligner.launch.ranks import Ranks, log_of
 from aligner.launch.server_ports import FreePorts, local_hosts
 from aligner.launch.supervisor import Supervisor
+from aligner.paths import run_paths
+from aligner.placement.ports import LOOPBACK
+from aligner.placement.roles import role_ranks, threads_per_rank
+from aligner.schema import Config
 
 
 def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> None:

@@ -11,15 +11,16 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from aligner.config.paths import run_paths
 from aligner.config.prerequisites import Prerequisite
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
+from aligner.files import new_directory
 from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import LockedError, locked
 from aligner.launch.processes import Processes
 from aligner.launch.run_view import print_line
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 _POLL_S = 0.1
 
@@ -60,11 +61,9 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
         shutil.rmtree(unfinished)
     run(replace(config, run=replace(config.run, resume="auto")))
     if first.gives == "preferences":
-        unfinished = first.entry / ".result.unfinished"
-        unfinished.mkdir()
-        for file in (paths.preferences, paths.responses):
-            shutil.copyfile(file, unfinished / file.name)
-        unfinished.rename(first.result)
+        with new_directory(first.result) as directory:
+            for file in (paths.preferences, paths.responses):
+                shutil.copyfile(file, directory / file.name)
     else:
         _convert(first, interrupts)
         shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here

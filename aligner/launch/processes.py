@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from aligner.config.leftovers import remove_leftovers
-from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import AlignerError
 from aligner.launch.ranks import Rank
+from aligner.signals import STOP_SIGNAL
+from aligner.triton_cleanup import remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
 """Environment variable by which a rank knows its launcher."""
@@ -96,7 +96,7 @@ class Processes:
         self._kill(rest)
         if not rest:
             for rank in own:
-                remove_leftovers(rank.process.pid)
+                remove_triton_files(rank.process.pid)
                 self._ranks.remove(rank)
         return not rest
 
@@ -113,7 +113,7 @@ class Processes:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
         for rank in self._ranks:
-            remove_leftovers(rank.process.pid)
+            remove_triton_files(rank.process.pid)
 
     def _kill(self, processes: Sequence[psutil.Process]) -> None:
         """Kill and reap them."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aligner.config.paths import run_paths
-from aligner.config.schema import Config
 from aligner.observability.logs import launcher_line
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 
 @dataclass(eq=False)

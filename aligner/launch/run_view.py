@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.config.paths import run_paths
-from aligner.config.schema import Config
+from aligner.observability.console import make_progress
 from aligner.observability.metrics import FileFollower
-from aligner.observability.progress import make_progress
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 
 def print_line(console: Console, text: str) -> None:

@@ -10,9 +10,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from aligner.config.endpoints import Endpoint
-from aligner.config.placement import server_ranks
-from aligner.config.ports import (
+from aligner.errors import AlignerError
+from aligner.placement.endpoints import Endpoint
+from aligner.placement.ports import (
     LOOPBACK,
     client_address,
     explicit_ports,
@@ -21,8 +21,8 @@ from aligner.config.ports import (
     listening_addresses,
     port_is_free,
 )
-from aligner.config.schema import Config
-from aligner.errors import AlignerError
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config
 
 PORTS = range(20000, 32000)
 """Below those that the kernel gives to outgoing connections: such a one would often be gone before a server has started."""

@@ -6,12 +6,12 @@ import signal
 import time
 from collections.abc import Callable
 
-from aligner.config.endpoints import Endpoint
-from aligner.config.schema import Config
 from aligner.exit_codes import RESUMABLE
 from aligner.launch.failure import describe_end, rank_error, root_failure
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.server_ports import is_healthy
+from aligner.placement.endpoints import Endpoint
+from aligner.schema import Config
 
 GRACE_S = 1.0
 """After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""

@@ -11,16 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.config.endpoints import load_endpoints
-from aligner.config.paths import RunPaths, can_resume, run_paths
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.exit_codes import FINISHED, RESUMABLE, is_stopped
 from aligner.launch.launcher_state import LauncherState, RoleState, read_state
 from aligner.launch.server_ports import is_healthy
 from aligner.launch.slurm.slurm_commands import is_in_queue
+from aligner.observability.console import WINDOW, Pace, describe_learning
 from aligner.observability.metrics import read_metrics
-from aligner.observability.progress import WINDOW, Pace, describe_learning
+from aligner.paths import RunPaths, can_resume, run_paths
+from aligner.placement.endpoints import load_endpoints
+from aligner.schema import Config
 
 _SLURM_S = 5.0
 """How long Slurm is waited for."""

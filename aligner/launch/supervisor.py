@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from aligner.config.endpoints import Endpoint, save_endpoints
-from aligner.config.paths import model_directory, run_paths
-from aligner.config.schema import Config
-from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE
 from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
@@ -24,6 +20,11 @@ from aligner.launch.run_directory import run_directory
 from aligner.launch.run_view import RunView, print_line
 from aligner.launch.server_ports import FreePorts, free_ports, pick_endpoints
 from aligner.launch.servers import GRACE_S, ServerGroup
+from aligner.models.model_source import model_directory
+from aligner.paths import run_paths
+from aligner.placement.endpoints import Endpoint, save_endpoints
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor
-from aligner.data.checkpoint_files import trained_model
-from aligner.data.types import Rows
-from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
+from aligner.data.checkpoint_files import describe_model
+from aligner.data.types import PolicyLoss, Rows, Stats
 from aligner.megatron.heads import VocabularyHead
 from aligner.megatron.lora import LoraWeights
+from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
-from aligner.megatron.runner import ModelRunner, Stats
+from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
-
-_R = TypeVar("_R", bound=Rows, contravariant=True)
-
-
-class PolicyLoss(Protocol[_R]):
-    """A loss of the policy on right-padded rows."""
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
-
-        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
-        """
-        ...
+from aligner.models.shape import ModelShape
+from aligner.schema import ActorConfig
 
 
-class Policy:
+class Policy(CheckpointedModel):
     """The actor: log-probs at the sampling temperature and updates, SPMD over the trainer's ranks.
 
     Tensors are those of the whole step, equal on every rank; each data rank computes its share of the rows, and results
@@ -44,7 +31,7 @@ class Policy:
         self,
         shape: ModelShape,
         world: World,
-        settings: Actor,
+        settings: ActorConfig,
         directory: Path,
         temperature: float,
         total_updates: int,
@@ -52,16 +39,14 @@ class Policy:
         with_reference: bool = True,
     ) -> None:
         """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is not there."""
-        self.world = world
         self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
-        self.runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
-        self.runner.weights.load_directory(directory)
+        runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
+        super().__init__(runner, describe_model(directory, "vocabulary", shape.num_layers))
+        runner.weights.load_directory(directory)
         # With adapters the initial weights are the model without them.
-        keeps_copy = with_reference and not isinstance(self.runner.weights, LoraWeights)
-        self._reference = self.runner.host_copy() if keeps_copy else {}
-        self.runner.start_training()
-        self._trained = trained_model(directory, "vocabulary", shape.num_layers)
-        self._checkpoints = CheckpointWriter(self.runner, self._trained)
+        keeps_copy = with_reference and not isinstance(runner.weights, LoraWeights)
+        self._reference = runner.host_copy() if keeps_copy else {}
+        runner.start_training()
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
@@ -102,24 +87,6 @@ class Policy:
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
         return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
-
-    def begin_save(self, directory: Path) -> None:
-        """Copy weights, optimizer and schedule to host memory, and write them in the background."""
-        self._checkpoints.begin(directory)
-
-    def finish_save(self) -> None:
-        """Wait until what `begin_save` began is complete."""
-        self._checkpoints.finish()
-
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer and schedule."""
-        self.begin_save(directory)
-        self.finish_save()
-
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote, at whatever layout."""
-        self.finish_save()
-        load_checkpoint(self.runner, directory, self._trained)
 
     def _score(
         self, output: Tensor, batch: PackedBatch, *, with_entropy: bool = False, temperature: float | None = None

@@ -7,44 +7,21 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
-
-Record = Mapping[str, float]
-"""A step's metrics by name; where it stands for itself, with its `step`."""
+from aligner.observability.metrics import MetricsSink, Record, read_metrics
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
-
-
-class MetricsSink(Protocol):
-    """Takes the metrics that `metrics.jsonl` has got."""
-
-    def write(self, step: int, record: Record) -> None:
-        """Take the metrics of a step; one that it has is not taken again."""
-        ...
-
-    def resume(self, kept: Sequence[Record]) -> None:
-        """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """The run has ended; write out what is held back."""
-        ...
-
-
 _Action = Callable[[MetricsSink], None]
 
 
 def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     """All that `logging` asks for."""
-    from aligner.observability.metrics import read_metrics
-
     settings, opened = config.logging, dict[str, Callable[[], MetricsSink]]()
     if settings.tensorboard:
         opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)

@@ -1,4 +1,4 @@
-"""What a pipeline's placement comes to, and what would make it faster."""
+"""What a placement of devices comes to, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from aligner.planner.model import Pipeline, Placement
+from aligner.planner.phases import PipelineModel, Placement
 from aligner.planner.search import Units, best_split
 from aligner.planner.simulation import Forecast, forecast
 
@@ -15,13 +15,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A placement, how it does, and what a change of one thing would do."""
+class PlanRequest:
+    """What is to be predicted."""
 
-    pipeline: Pipeline
+    pipeline: PipelineModel
     placement: Placement
+    """Of the roles that the pipeline has, as are the units"""
     units: Units
     steps: int
+    devices: int | None
+    """How many to find the best split of"""
+    measured: Measured | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement, how it does, what a change of one thing would do, and what it is to be compared with."""
+
+    request: PlanRequest
+    placement: Placement
     forecast: Forecast
     ideal_s: float
     """A step where no role waited for another: the work of the one that has most"""
@@ -29,6 +41,10 @@ class Plan:
     """With other bounds on staleness; with 0 alone where the engine is colocated"""
     one_more: Mapping[str, Forecast]
     """By role, with one more unit of it"""
+    colocated: tuple[Placement, Forecast] | None
+    """Of a best split: that of as many devices, synchronous with the engine on the trainer's"""
+    as_measured: Forecast | None
+    """What would have been predicted for the run that was measured"""
 
     @property
     def bottleneck(self) -> str:
@@ -41,26 +57,35 @@ class Plan:
         return sum(self.placement.values())
 
 
-def make_plan(pipeline: Pipeline, placement: Placement, units: Units, steps: int) -> Plan:
-    """Predict the steady state, and its neighbors."""
-    bound = pipeline.max_staleness
-    bounds = sorted({0, 1, 2, bound, bound + 1}) if pipeline.generator != "trainer" else [0]
+def make_plan(request: PlanRequest) -> Plan:
+    """Predict the steady state for a placement or, given a number of devices, for its best split; and its neighbors.
+
+    Raises ConfigError where there are too few devices.
+    """
+    pipeline, placement, steps, measured = request.pipeline, request.placement, request.steps, request.measured
+    bound, is_colocated, colocated = pipeline.max_staleness, pipeline.generate.role == "trainer", None
+    if request.devices is not None:
+        placement = fastest_placement(pipeline, request.units, request.devices)
+        if not is_colocated:
+            together = _with_colocated_engine(pipeline)
+            split = fastest_placement(together, request.units, request.devices)
+            colocated = split, forecast(together, split, steps)
+    bounds = [0] if is_colocated else sorted({0, 1, 2, bound, bound + 1})
     by_staleness = {other: forecast(replace(pipeline, max_staleness=other), placement, steps) for other in bounds}
+    more = {role: {**placement, role: placement[role] + request.units[role]} for role in pipeline.roles}
     return Plan(
-        pipeline=pipeline,
+        request=request,
         placement=placement,
-        units=units,
-        steps=steps,
         forecast=by_staleness[bound],
         ideal_s=max(pipeline.work(placement).values()),
         by_staleness=by_staleness,
-        one_more={
-            role: forecast(pipeline, {**placement, role: placement[role] + units[role]}, steps) for role in pipeline.roles
-        },
+        one_more={role: forecast(pipeline, enlarged, steps) for role, enlarged in more.items()},
+        colocated=colocated,
+        as_measured=None if measured is None else forecast(measured.pipeline, measured.placement, steps),
     )
 
 
-def fastest_placement(pipeline: Pipeline, units: Units, devices: int) -> Placement:
+def fastest_placement(pipeline: PipelineModel, units: Units, devices: int) -> Placement:
     """The split of at most so many devices with the fastest step. Raises ConfigError where they are too few."""
 
     def cost(placement: Placement) -> tuple[float, float]:
@@ -69,49 +94,7 @@ def fastest_placement(pipeline: Pipeline, units: Units, devices: int) -> Placeme
     return best_split(cost, {role: units[role] for role in pipeline.roles}, devices)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A plan, and what it is to be compared with."""
-
-    plan: Plan
-    devices: int | None = None
-    """How many the plan's placement is the best split of, where it is one"""
-    colocated: Plan | None = None
-    """The best split of as many, synchronous with the engine on the trainer's"""
-    measured: Measured | None = None
-    as_measured: Forecast | None = None
-    """What would have been predicted for the run that was measured"""
-
-
-def compare(
-    pipeline: Pipeline,
-    placement: Placement,
-    units: Units,
-    steps: int,
-    devices: int | None = None,
-    measured: Measured | None = None,
-) -> Comparison:
-    """Predict for a placement or, given a number of devices, for its best split.
-
-    Raises ConfigError where there are too few devices.
-    """
-    colocated = None
-    if devices is not None:
-        placement = fastest_placement(pipeline, units, devices)
-        if pipeline.generator != "trainer":
-            together = with_colocated_engine(pipeline)
-            own = {role: units[role] for role in together.roles}
-            colocated = make_plan(together, fastest_placement(together, own, devices), own, steps)
-    return Comparison(
-        plan=make_plan(pipeline, placement, units, steps),
-        devices=devices,
-        colocated=colocated,
-        measured=measured,
-        as_measured=None if measured is None else forecast(measured.pipeline, measured.placement, steps),
-    )
-
-
-def with_colocated_engine(pipeline: Pipeline) -> Pipeline:
+def _with_colocated_engine(pipeline: PipelineModel) -> PipelineModel:
     """The same work, synchronous, with the engine on the trainer's devices."""
     phases = (replace(phase, role="trainer") if phase.role == "generator" else phase for phase in pipeline.phases)
     return replace(pipeline, phases=tuple(phases), max_staleness=0)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from aligner.errors import ConfigError
-from aligner.planner.model import Placement
+from aligner.planner.phases import Placement
 
 Units = Mapping[str, int]
 """Devices by role that come together only, such as its tensor- and pipeline-parallel ranks."""
@@ -61,17 +61,14 @@ def fastest_split(
 
     def split(counts: _Counts) -> dict[str, int]:
         placement = {role: count * units[role] for role, count in zip(free, counts, strict=True)}
-        left = devices - sum(placement.values())
-        return {role: {**placement, rest: left // units[rest] * units[rest]}[role] for role in units}
+        placement[rest] = (devices - sum(placement.values())) // units[rest] * units[rest]
+        return {role: placement[role] for role in units}
 
     def cost_of(counts: _Counts) -> tuple[float, float]:
         if counts not in known:
-            known[counts] = cost(split(counts)) if _fits(counts) else (float("inf"), 0.0)
+            placement = split(counts)
+            known[counts] = cost(placement) if min(placement.values()) > 0 else (math.inf, 0.0)
         return known[counts]
-
-    def _fits(counts: _Counts) -> bool:
-        taken = sum(count * units[role] for role, count in zip(free, counts, strict=True))
-        return min(counts, default=1) >= 1 and taken <= devices - units[rest]
 
     largest = [(devices - sum(units.values())) // units[role] + 1 for role in free]
     stride = [1] * len(free)

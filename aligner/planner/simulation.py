@@ -8,14 +8,13 @@ graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from aligner.planner.model import KINDS, Pipeline, Placement, share
+from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
 
 _SETTLING = 8
 """Batches, and two more for each that may be under way, which pass before what varies is averaged"""
@@ -25,8 +24,8 @@ _SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Span:
-    """A role at work, from `start` to `end` seconds after the run began."""
+class PhaseRun:
+    """A role at work on a part of a batch, from `start` to `end` seconds after the run began."""
 
     name: str
     role: str
@@ -57,10 +56,10 @@ class Forecast:
 class Simulation:
     """Follows batches from the start of a run; deterministic."""
 
-    pipeline: Pipeline
+    pipeline: PipelineModel
     placement: Placement
-    spans: list[Span] | None = None
-    """Gets every span, where a list is given."""
+    schedule: list[PhaseRun] | None = None
+    """Gets all that is done, where a list is given."""
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
@@ -70,7 +69,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         pipeline, placement = self.pipeline, self.placement
-        self._engine, self._fills = pipeline.generator, pipeline.fills_slots
+        self._engine, self._fills = pipeline.generate.role, pipeline.fills_slots
         self._roles = {name: kind.runs[0] for name, kind in KINDS.items()}
         self._roles |= {"load": self._engine} | {phase.name: phase.role for phase in pipeline.phases}
         self._seconds: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,))
@@ -79,10 +78,10 @@ class Simulation:
             self._seconds[phase.name] = tuple(mean * factor for factor in phase.varies)
         roles = sorted({phase.role for phase in pipeline.phases})
         self.busy, self._free, self._covered = dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0)
-        if pipeline.lengths is not None:
-            self._token_s = pipeline.lengths.token_seconds(pipeline.measured("generate"), pipeline.seed)
-            self._slot_count = pipeline.slots(placement)
-            under_way = pipeline.lengths.samples * (pipeline.max_staleness + 1)  # at most, by admission
+        if (lengths := pipeline.lengths) is not None:
+            self._token_s = lengths.token_seconds(pipeline.generate.seconds)
+            self._slot_count = pipeline.slots(lengths, placement)
+            under_way = lengths.samples * (pipeline.max_staleness + 1)  # at most, by admission
             self._slots = [0.0] * min(self._slot_count, under_way)
 
     def advance(self) -> None:
@@ -139,30 +138,21 @@ class Simulation:
 
     def _generate(self, batch: int, after: float) -> list[float]:
         """When the last sample of each part is there. They are admitted in order, each to the slot that is free first."""
-        lengths, parts, seed = self.pipeline.lengths, self.pipeline.micro_batches, self.pipeline.seed
+        lengths, parts = self.pipeline.lengths, self.pipeline.micro_batches
         if lengths is None:
             return [self._run("generate", batch, part, after=after, share=parts) for part in range(parts)]
-        if not self._fills:
-            alone = lengths.alone(batch, self._slot_count, parts, seed)
+        busy: float | None = None
+        if self._fills:
+            drawn = [self._token_s * tokens for tokens in lengths.drawn[batch % BATCHES]]
+            spans = [fill_slots(self._slots, part_of(drawn, part, parts)) for part in range(parts)]
+            busy = self._token_s * math.fsum(lengths.drawn[batch % BATCHES]) / self._slot_count / parts
+        else:
+            alone = generated_alone(lengths, min(self._slot_count, lengths.samples), parts)[batch % BATCHES]
             spans = [(after + self._token_s * begin, after + self._token_s * end) for begin, end in alone]
             self._free[self._engine] = max(end for _, end in spans)
-            busy = None
-        else:
-            drawn = lengths.draw(batch, seed)
-            spans = [self._fill(share(drawn, part, parts)) for part in range(parts)]
-            busy = self._token_s * math.fsum(drawn) / self._slot_count / parts
         for part, (begin, end) in enumerate(spans):
             self._note("generate", batch, part, begin, end, busy)
         return [end for _, end in spans]
-
-    def _fill(self, responses: Sequence[float]) -> tuple[float, float]:
-        """When the first of some responses begins, and the last one ends."""
-        begin = end = self._slots[0]
-        for tokens in responses:
-            done = self._slots[0] + self._token_s * tokens
-            heapq.heapreplace(self._slots, done)
-            end = max(end, done)
-        return begin, end
 
     def _note(self, name: str, batch: int, part: int, start: float, end: float, busy: float | None = None) -> None:
         """A role is busy while it does anything; a generator that overlaps batches tells by how much it is, its slots' mean.
@@ -173,15 +163,15 @@ class Simulation:
         covered = self._covered[role]
         self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
         self._covered[role] = max(covered, end)
-        if self.spans is not None:
-            self.spans.append(Span(name, role, batch, part, start, end))
+        if self.schedule is not None:
+            self.schedule.append(PhaseRun(name, role, batch, part, start, end))
 
     def clocks(self) -> list[float]:
         """All times that later batches depend on, but for the slots of `lengths`."""
         return [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
 
 
-def forecast(pipeline: Pipeline, placement: Placement, steps: int = 1) -> Forecast:
+def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> Forecast:
     """Step time and utilization in the steady state, and the time of a run of so many steps.
 
     Exact where all batches take equally long: they are followed until all clocks have moved alike over max_staleness + 1 of

@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import Store
 
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan
+from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import Exchange, Read, ReadOnce, copy_local, slice_shape, steps
-from aligner.resharding.update import WeightUpdate
 from aligner.resharding.verify import verify
+from aligner.resharding.weight_update import WeightUpdate
 
 
 @dataclass(frozen=True)

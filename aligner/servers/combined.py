@@ -10,8 +10,8 @@ from typing import Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.reward_sources import has_reward_model
-from aligner.config.schema import Config
+from aligner.schema import Config
+from aligner.schema.reward_sources import has_reward_model
 from aligner.servers.backend import ValueModel
 from aligner.servers.host import Serve
 from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, REWARD_MODEL, EndpointSpec

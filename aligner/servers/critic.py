@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
-from aligner.config.paths import model_directory, run_paths
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
+from aligner.paths import run_paths
+from aligner.schema import Config
 from aligner.servers.backend import ValueModel
 from aligner.servers.combined import build_with_reward, with_rewards
 from aligner.servers.commands import Handler, RowJoin, joined_by

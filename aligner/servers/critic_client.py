@@ -15,21 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.access import Access
-from aligner.config.endpoints import Endpoint
 from aligner.errors import AlignerError
+from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.client import RemoteClient, RemoteFuture, control, response_arrays, sequence_arrays
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.journal import UpdateJournal
 from aligner.servers.ledger import RunId
-from aligner.servers.protocol import (
-    CRITIC_INFER,
-    CRITIC_INFER_WITH_REWARD,
-    CRITIC_TRAIN,
-    EndpointSpec,
-    array_text,
-    text_array,
-)
+from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, EndpointSpec, array_text, text_array
 
 T = TypeVar("T")
 

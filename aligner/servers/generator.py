@@ -12,15 +12,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
+from aligner.models.model_source import model_directory
+from aligner.schema import Config
 from aligner.servers.commands import Handler, runs_at_pauses
 from aligner.servers.host import Serve
 from aligner.servers.protocol import DRAWN, GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text

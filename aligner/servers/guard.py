@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.config.access import KEY_HEADER, run_access
-from aligner.config.schema import TLS, Config
+from aligner.placement.endpoints import KEY_HEADER, run_access
+from aligner.schema import Config, TLSConfig
 
 _REQUESTS = ("inference", "metadata", "model-config", "statistics")
 # Loading a model runs code that its sender chose; shared memory, traces and logs name files of this machine.
@@ -25,7 +25,7 @@ class Guard:
 
     key: str | None = field(default=None, repr=False)
     """The run's key; None serves anyone."""
-    tls: TLS = field(default_factory=TLS)
+    tls: TLSConfig = field(default_factory=TLSConfig)
     own_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     @property

@@ -16,14 +16,14 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import claim_directories, claim_leftovers, remove_leftovers, triton_environments
-from aligner.config.ports import http_address
-from aligner.config.schema import Ports
 from aligner.errors import AlignerError, TransientError
+from aligner.placement.endpoints import Endpoint
+from aligner.placement.ports import http_address
+from aligner.schema import PortsConfig
 from aligner.servers.environment import ensure_server_environment
 from aligner.servers.guard import Guard
 from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
+from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments
 
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
@@ -44,7 +44,7 @@ class TritonHost:
     def __init__(
         self,
         address: str,
-        ports: Ports,
+        ports: PortsConfig,
         max_batch_size: int,
         concurrent: int = 1,
         guard: Guard = Guard(),  # noqa: B008  # frozen
@@ -73,7 +73,7 @@ class TritonHost:
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         ensure_server_environment()
-        claim_leftovers()
+        claim_triton_files()
         workspace = Workspace()
         claim_directories([workspace.path])
         here = self.endpoint
@@ -144,7 +144,7 @@ class TritonHost:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        remove_leftovers(os.getpid())
+        remove_triton_files(os.getpid())
 
 
 class _TritonEnded(BaseException):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aligner.config.reward_sources import has_reward_model
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.schema import Config
+from aligner.schema.reward_sources import has_reward_model
 from aligner.servers.backend import ValueModel
 from aligner.servers.protocol import PROTOCOL_VERSION
 from aligner.servers.scoring import Scoring, build_scoring

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from aligner.config import reward_sources
-from aligner.config.normalization import read_normalization
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
-from aligner.data.model_directory import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer
+from aligner.models.model_source import model_directory
+from aligner.models.normalization import read_normalization
+from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
+from aligner.schema import Config, reward_sources
 from aligner.servers.backend import ValueModel
 from aligner.servers.commands import Handler, RowJoin, joined_by
 from aligner.servers.host import Serve

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from aligner import cli
-from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from tests.engines.test_generate import save_critic
 from tests.megatron import families
 

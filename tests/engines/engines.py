@@ -12,17 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import stored_tensors, weight_table
 from aligner.data.types import Prompt, Sample
-from aligner.engines.protocol import GenerationEngine, GenerationRequest, InFlight
-from aligner.resharding.update import WeightUpdate
+from aligner.data.weight_files import read_slices
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, InFlight
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
+from aligner.resharding.weight_update import WeightUpdate
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 VOCABULARY, CONTEXT = 120, 48
-SETTINGS = Engine(
-    parallel=EngineParallel(tensor=1, data=1), precision="fp32", sleep=True, update="in_place", cuda_graphs=False, bucket_mib=1
+SETTINGS = EngineConfig(
+    parallel=EngineParallelConfig(tensor=1, data=1),
+    precision="fp32",
+    sleep=True,
+    update="in_place",
+    cuda_graphs=False,
+    bucket_mib=1,
 )
 KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
 
@@ -66,7 +73,7 @@ def reference_model(directory: Path) -> Any:
 def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Iterator[GenerationEngine]:
     """An engine without weights."""
     if kind == "tensorrt_llm":
-        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+        from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
         from tests.engines.tensorrt_llm.fake import installed
 
         with installed():
@@ -82,8 +89,6 @@ def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Ite
             yield engine
             engine.shutdown()
     else:
-        from aligner.engines.embedded.engine import EmbeddedEngine
-
         chosen = dataclasses.replace(SETTINGS, update=kind.partition("-")[2], **settings)
         yield EmbeddedEngine(shape_of(directory), chosen, 0, seed)
 
@@ -113,6 +118,17 @@ def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
 def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: InFlight = "finish") -> None:
     update = engine.begin_update(version, in_flight)
     write(update, directory)
+    update.commit()
+
+
+def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:
+    """Publish this rank's slices of a Hugging Face directory of safetensors."""
+    table = weight_table(engine._shape)
+    pieces = read_slices(directory, table, engine_slices(table, engine.weight_format.layout, engine._rank))
+    update = engine.begin_update(version)
+    for name, tensor in pieces:
+        update.views([name])[name].copy_(tensor)
+        update.load([name])
     update.commit()
 
 

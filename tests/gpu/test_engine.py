@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import Engine, Parallel
-from aligner.config.weights import weight_table
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
-from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.transfer_plan import plan_resharding
+from aligner.schema import EngineConfig, ParallelConfig
+from tests.engines.engines import load_directory
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
 from tests.megatron import families
 
@@ -31,8 +32,8 @@ def directory(tmp_path_factory) -> Path:
 
 
 def make_engine(directory: Path, **settings) -> EmbeddedEngine:
-    engine = EmbeddedEngine(shape_of(directory), Engine(**settings), rank=0, seed=7, device="cuda")
-    engine.load_directory(directory)
+    engine = EmbeddedEngine(shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device="cuda")
+    load_directory(engine, directory)
     return engine
 
 
@@ -99,7 +100,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     assert torch.cuda.memory_allocated() - empty < 0.1 * held
     engine.wake()
     if not keep_weights:
-        engine.load_directory(path)
+        load_directory(engine, path)
     assert [response(sample) for sample in engine.generate(make_requests(8), OPTIONS)] == [
         response(sample) for sample in before
     ]
@@ -115,7 +116,7 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     places = {name: view.data_ptr() for name, view in engine.weights.items()}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
-        plan = plan_resharding(table, shape.num_layers, Parallel(), engine.weight_layout)
+        plan = plan_resharding(table, shape.num_layers, ParallelConfig(), engine.weight_format.layout)
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
         publisher = Publisher(
             plan,

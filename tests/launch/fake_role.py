@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.config.paths import run_paths
 from aligner.exit_codes import RESUMABLE
 from aligner.launch.processes import LAUNCHER_PID, end_with_launcher
 from aligner.launch.server_ports import served_model
-from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.paths import run_paths
 
 RANK = int(os.environ["RANK"])
 
@@ -80,10 +80,11 @@ def train(run: Path, steps: int, pause_s: float) -> None:
     paths = run_paths(config)
     if RANK != 0:
         return
-    metrics, samples = MetricsWriter(paths), SampleWriter(paths)
+    metrics, samples = MetricsWriter(paths), RecordWriter(paths.samples)
     for step in range(1, steps + 1):
         time.sleep(pause_s)
-        samples.write(step, "prompt [red]text[/red]", f"answer {step}\n\x1b[2J", step / 10)
+        sample = {"prompt": "prompt [red]text[/red]", "response": f"answer {step}\n\x1b[2J", "reward": step / 10}
+        samples.write(step, [sample])
         stats = {"reward/mean": step / 10, "kl/reference": 0.01, "time/step": 0.5, "time/train": 0.25}
         metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
     if config.algorithm.trainer == "preferences":

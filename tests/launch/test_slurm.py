@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, save_config
-from aligner.config.paths import RunPaths
 from aligner.config.prerequisites import plan_run
-from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
 from aligner.launch.rank_environment import DEVICES, IS_TASK, adopt_environment
@@ -22,6 +20,8 @@ from aligner.launch.slurm.job_steps import Step, TaskRank, configured_environmen
 from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launch.slurm.submit import submit
+from aligner.paths import RunPaths
+from aligner.placement.slurm_layout import slurm_layout
 from tests.launch.stand_ins import stand_in
 
 GENEROUS = (

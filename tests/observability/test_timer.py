@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer
 
 
 def clock(times: list[float]) -> Iterator[float]:

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aligner.errors import ConfigError
-from aligner.planner.model import Phase, Pipeline
+from aligner.planner.phases import Phase, PipelineModel
 from aligner.planner.plan import fastest_placement
 from aligner.planner.search import fastest_split, proportional_split
 from aligner.planner.simulation import forecast
@@ -21,7 +21,7 @@ UNITS = st.fixed_dictionaries({role: st.sampled_from((1, 1, 2, 3)) for role in (
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(pipelines(even=True), UNITS, st.integers(6, 14))
 def test_the_split_that_is_found_from_a_coarse_grid_is_the_best_of_all(
-    placed: tuple[Pipeline, dict[str, int]], all_units: dict[str, int], devices: int
+    placed: tuple[PipelineModel, dict[str, int]], all_units: dict[str, int], devices: int
 ) -> None:
     made = replace(placed[0], max_staleness=placed[0].max_staleness % 3)
     units = {role: all_units[role] for role in made.roles}
@@ -53,7 +53,7 @@ def test_a_thousand_devices_are_split_best() -> None:
 
 def test_devices_that_would_not_help_are_left_over() -> None:
     phases = (Phase("generate", "generator", 10.0, serial=1.0), Phase("train", "trainer", 20.0))
-    found = fastest_placement(Pipeline(phases), {"trainer": 1, "generator": 1}, 16)
+    found = fastest_placement(PipelineModel(phases), {"trainer": 1, "generator": 1}, 16)
     assert found == {"trainer": 2, "generator": 1}
     # Together with the host's 1 s generation must fit into two steps: fewer for one role would take more for another.
     made = pipeline(1, generate=20, score_at_host=1, train=30)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.resharding.plan import TransferPlan
+from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import slice_shape
 
 

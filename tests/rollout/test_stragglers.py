@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import EngineParallel, Rollout
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import ColocatedSampler
+from aligner.schema import EngineParallelConfig, RolloutConfig
 from tests.rollout.clock import Clock
 from tests.rollout.fakes import Stream, Writer, _now
 
@@ -59,7 +59,7 @@ class Case:
     rounds: int
 
     def start(self, position=0, under_way=()):
-        shape = Rollout(
+        shape = RolloutConfig(
             prompts_per_step=self.parts * self.part,
             samples_per_prompt=self.each,
             micro_batches=self.parts,
@@ -73,9 +73,9 @@ class Case:
 class Run:
     def __init__(self, case, shape, position, under_way):
         self.shape, self.stream, self.engine, self.scorers = shape, Recorded(), Writer(case.seed), Scores()
-        sampler = ColocatedSampler(self.engine, EngineParallel(tensor=1, data=1), rank=0)
+        sampler = ColocatedSampler(self.engine, EngineParallelConfig(tensor=1, data=1), rank=0)
         options, rounds = SamplingOptions(max_new_tokens=40), case.rounds
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutBuilder(
             self.stream,
             sampler,
             self.scorers,
@@ -141,7 +141,7 @@ class Trainer:
     def __init__(self, case, steps):
         self.run = case.start()
         own = self.run.rollouts
-        self.pipeline = Pipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
+        self.pipeline = RolloutPipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
 
     def offer(self, version):
         pass
@@ -153,13 +153,13 @@ class Trainer:
         return ()
 
     def train(self, first, last, save_at=None, place=None):
-        self.pipeline.publish(first)
+        self.pipeline.publish_weights(first)
         trained = []
         for step in range(first, last):
             rollout = self.pipeline.take()
             trained.append([*described(rollout), rollout.deferred])
             assert min(int(sample.weight_versions[0]) for sample in rollout.samples) >= step - self.run.shape.max_staleness
-            self.pipeline.publish(step + 1)
+            self.pipeline.publish_weights(step + 1)
             if step + 1 == save_at:
                 self.pipeline.begin_save(save_at)
                 self.position = self.pipeline.finish_save(place)

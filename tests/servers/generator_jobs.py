@@ -16,18 +16,17 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from aligner.config.compose import compose_config
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.receiver import WeightReceiver, plan_between_worlds
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
+from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator import Generator
 from aligner.servers.generator_client import further_arrays, request_arrays

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.config.paths import model_directory
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator import Generator
 from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
@@ -26,6 +26,7 @@ from aligner.servers.protocol import GENERATE, RequestError, WeightsError
 from aligner.servers.samples import with_responses
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
+from tests.engines.engines import load_directory
 from tests.servers.generator_jobs import (
     Trainer,
     one_replica_refuses,
@@ -72,7 +73,7 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
 
 
 def test_samples_over_the_wire_are_those_of_the_engine(engine):
-    engine.load_directory(engine.directory, version=3)
+    load_directory(engine, engine.directory, version=3)
     call, serve = serving(engine)
     arrays = request_arrays(PROMPTS, 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
@@ -201,7 +202,7 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
     first, again, last, changed = pool.run(run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough)[0]
     config = compose_config(overrides)
     engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
-    engine.load_directory(model_directory(config), version=1)
+    load_directory(engine, model_directory(config), version=1)
     whole = engine.generate([GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
     longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
     steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)

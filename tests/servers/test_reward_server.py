@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from aligner.data.model_directory import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.sources import ModelSource
 from aligner.servers.client import RewardClient
 from aligner.servers.connection import RemoteError

@@ -15,7 +15,7 @@ from aligner.data.types import FinishReason, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.protocol import GenerationRequest, SamplingOptions, SpanListener, response_limit
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, SpanListener, response_limit
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192

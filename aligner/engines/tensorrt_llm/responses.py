@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aligner.data.types import FinishReason, Sample
-from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions
 from aligner.errors import AlignerError
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
-from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.slurm.allocation import read_allocation
 from aligner.launch.slurm.job_steps import SlurmSteps
 from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launch.supervisor import Supervisor
+from aligner.paths import RunPaths
+from aligner.placement.slurm_layout import slurm_layout
 
 _PATIENCE_S = 60.0
 """For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""

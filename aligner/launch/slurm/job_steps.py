@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aligner.config.paths import run_paths
-from aligner.config.placement import role_ranks
-from aligner.config.schema import Config
-from aligner.config.slurm import container_mounts
-from aligner.config.slurm_layout import Layout, Place, container_image, numbers, slurm_role
 from aligner.errors import AlignerError
 from aligner.launch.rank_environment import DEVICES, IS_TASK, role_command, world_environment
 from aligner.launch.ranks import Rank, Ranks, log_of
 from aligner.launch.server_ports import FreePorts
 from aligner.launch.slurm.allocation import Allocation, Nodes
 from aligner.launch.slurm.slurm_commands import slurm_command
+from aligner.paths import run_paths
+from aligner.placement.roles import role_ranks
+from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, numbers, slurm_role
+from aligner.schema import Config
 
 _POLL_S = 0.2
 _KILL_TIMEOUT_S = 30.0

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import EngineParallel
-from aligner.config.weights import weight_table
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SamplingOptions
-from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+from aligner.engines.engine_protocol import SamplingOptions, weight_format
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
-from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.transfer_plan import plan_resharding
+from aligner.schema import EngineParallelConfig
 from tests.engines import engines
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
 from tests.megatron import jobs
@@ -31,7 +30,7 @@ def _replica(size: int) -> dist.ProcessGroup | None:
     return None if size == 1 else groups[dist.get_rank() // size]
 
 
-def _engine(directory: Any, layout: EngineParallel) -> TensorRTLLMEngine:
+def _engine(directory: Any, layout: EngineParallelConfig) -> TensorRTLLMEngine:
     settings = dataclasses.replace(engines.SETTINGS, parallel=layout)
     rank, group = dist.get_rank(), _replica(layout.tensor)
     return TensorRTLLMEngine(
@@ -40,7 +39,7 @@ def _engine(directory: Any, layout: EngineParallel) -> TensorRTLLMEngine:
 
 
 def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0) -> Publisher:
-    plan = plan_resharding(weight_table(shape), shape.num_layers, actor.world.layout, engine.weight_layout)
+    plan = plan_resharding(weight_table(shape), shape.num_layers, actor.world.layout, engine.weight_format.layout)
     labels = [f"rank {rank}" for rank in range(actor.world.size)]
     link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
     return Publisher(
@@ -63,7 +62,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
     shape = engines.shape_of(directory)
     actor.train(jobs.make_experience(shape.vocab_size), jobs.loss)
     with installed():
-        layout = EngineParallel(tensor=tensor, data=data)
+        layout = EngineParallelConfig(tensor=tensor, data=data)
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
         known = weight_format(dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu")
@@ -74,7 +73,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
             "samples": [(engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples],
             "greedy": [engines.response(sample) for sample in greedy],
             "versions": {version for sample in samples for version in sample.weight_versions.tolist()},
-            "takes": [(engine.weight_layout, engine.group_bytes), (known.layout, known.group_bytes)],
+            "takes": [(engine.weight_format.layout, engine.weight_format.group_bytes), (known.layout, known.group_bytes)],
             "whole": [{name: whole.numpy() for name, whole in llm.whole_weights().items()} for llm in FakeLLM.made],
         }
         engine.shutdown()
@@ -85,7 +84,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
 def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
     """What each rank is told when one that does not drive fails to put its tensors together."""
     with installed():
-        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         update = engine.begin_update(1)
         name = "model.norm.weight"
         if dist.get_rank() == 0:
@@ -105,7 +104,7 @@ def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: 
     actor = jobs.policy(str(directory), trainer)
     shape, said = engines.shape_of(directory), {}
     with installed():
-        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         _publisher(actor, engine, shape).publish(1)
         for llm in FakeLLM.made:
             llm.broken_worker = 1
