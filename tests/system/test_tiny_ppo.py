@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from aligner.data.model_directory import check_model_directory
-from aligner.errors import RESUMABLE
+from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
 from benchmarks.faults import GROUPS, random_faults, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end

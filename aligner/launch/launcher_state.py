@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from aligner.errors import RESUMABLE, AlignerError
+from aligner.errors import AlignerError, Stopped
+from aligner.exit_codes import exit_code
 from aligner.files import write_file
-from aligner.launch.interrupts import Interrupted
-from aligner.launch.kernel import process_start
+from aligner.launch.processes import process_start
+from aligner.paths import run_paths
+from aligner.placement.roles import role_ranks
+from aligner.schema import Config
 
 HEARTBEAT_S = 10.0
 """So often the launcher touches the file."""
@@ -32,13 +36,13 @@ class RoleState:
 
 
 @dataclass(frozen=True)
-class RunState:
+class LauncherState:
     """What the file says."""
 
     pid: int
     """The launcher's, on its host."""
     pid_start: int | None
-    """When that process was started (`aligner.launch.kernel.process_start`)."""
+    """When that process was started (`aligner.launch.processes.process_start`)."""
     host: str
     started: float
     """Seconds since the epoch, as are the other times."""
@@ -53,34 +57,40 @@ class RunState:
     heartbeat: float = field(default=0.0, compare=False)
     """When the launcher last touched the file: not written in it."""
 
+    def is_gone(self, now: float) -> bool:
+        """Whether the launcher has ended without a word: its process, or where that is elsewhere, its heartbeat."""
+        if self.ended is not None:
+            return False
+        if self.job is None and self.host == socket.gethostname():
+            return process_start(self.pid) != self.pid_start
+        return now - self.heartbeat > 6 * HEARTBEAT_S
 
-def write_state(state: RunState, path: Path) -> None:
-    """Write the file, whole."""
-    content = asdict(state)
-    del content["heartbeat"]
-    write_file(path, json.dumps(content, indent=1) + "\n")
+    @property
+    def why_ended(self) -> str | None:
+        """Why a run that has ended did so."""
+        if self.ended is not None:
+            return self.reason
+        where = f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
+        return f"its launcher, {where}, is gone without having ended it"
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole."""
+        content = asdict(self)
+        del content["heartbeat"]
+        write_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def read_state(path: Path) -> RunState | None:
+def read_state(path: Path) -> LauncherState | None:
     """Read the file; None where there is none. Raises AlignerError for something else."""
     try:
         heartbeat = path.stat().st_mtime
         content = json.loads(path.read_text())
         roles = {name: RoleState(**role) for name, role in content.pop("roles").items()}
-        return RunState(**content, roles=roles, heartbeat=heartbeat)
+        return LauncherState(**content, roles=roles, heartbeat=heartbeat)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise AlignerError(f"{path} is not what a launcher writes: {error}") from error
-
-
-def launcher_is_gone(state: RunState, now: float) -> bool:
-    """Whether the launcher has ended without a word: its process, or where that is elsewhere, its heartbeat."""
-    if state.ended is not None:
-        return False
-    if state.job is None and state.host == socket.gethostname():
-        return process_start(state.pid) != state.pid_start
-    return now - state.heartbeat > 6 * HEARTBEAT_S
 
 
 class StateRecorder:
@@ -89,41 +99,28 @@ class StateRecorder:
     Where the file cannot be written, on a full disk, the run goes on without.
     """
 
-    def __init__(self, path: Path, roles: Mapping[str, int], job: str | None = None) -> None:
-        """`roles` has the number of ranks of each."""
-        self._path = path
-        pid, ranks = os.getpid(), {name: RoleState(count) for name, count in roles.items()}
-        self._state = RunState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
+    def __init__(self, config: Config, job: str | None = None) -> None:
+        self._path = run_paths(config).status
+        pid, ranks = os.getpid(), {name: RoleState(count) for name, count in role_ranks(config).items()}
+        self._state = LauncherState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
         self._touched = 0.0
-        self._early: str | None = None
 
     def __enter__(self) -> StateRecorder:
-        self._write(self._state)
+        self._write()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        code, reason = (0, None) if self._early is None else (RESUMABLE, self._early)
-        if isinstance(error, Interrupted):
-            code, reason = 128 + error.number, f"stopped by {error}"
-        elif error is not None:
-            code, reason = 1, (str(error) or type(error).__name__).splitlines()[0]
-            if isinstance(error, AlignerError):
-                code, reason = error.exit_code, error.summary
-        self._write(replace(self._state, ended=time.time(), exit_code=code, reason=reason))
+        self._end(error)
 
     def update(self, role: str, *, healthy: bool, restarts: int = 0) -> None:
         """How a role is now; the file is written when that has changed."""
         now = replace(self._state.roles[role], healthy=healthy, restarts=restarts)
         if now != self._state.roles[role]:
-            self._write(replace(self._state, roles={**self._state.roles, role: now}))
+            self._write(roles={**self._state.roles, role: now})
 
-    def stopped_early(self, reason: str) -> None:
-        """The run was told to stop, and has done so before its end."""
-        self._early = reason
-
-    def queued_again(self) -> None:
-        """So its job is queued again; it may not have time to say more."""
-        self._write(replace(self._state, ended=time.time(), exit_code=RESUMABLE, reason=self._early, queued_again=True))
+    def queued_again(self, stopped: Stopped) -> None:
+        """The run was stopped and its job is queued again; it may not have time to say more."""
+        self._end(stopped, queued_again=True)
 
     def beat(self) -> None:
         """The launcher lives: to be called every second or so."""
@@ -132,7 +129,14 @@ class StateRecorder:
                 os.utime(self._path)
             self._touched = time.monotonic()
 
-    def _write(self, state: RunState) -> None:
-        self._state, self._touched = state, time.monotonic()
+    def _end(self, error: BaseException | None, **more: Any) -> None:
+        reason = None
+        if error is not None:
+            told = error.summary if isinstance(error, AlignerError) else str(error)
+            reason = (told or type(error).__name__).splitlines()[0]
+        self._write(ended=time.time(), exit_code=exit_code(error), reason=reason, **more)
+
+    def _write(self, **changes: Any) -> None:
+        self._state, self._touched = replace(self._state, **changes), time.monotonic()
         with contextlib.suppress(OSError):
-            write_state(state, self._path)
+            self._state.write(self._path)
