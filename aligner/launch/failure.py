@@ -54,11 +54,11 @@ def _error_line(rank: Rank) -> str | None:
             return lines[number].removeprefix(REPORTED)
         if lines[number] == _TRACEBACK:
             return next((line for line in lines[number + 1 :] if line and not line.startswith(" ")), None)
-    return next(iter(rank.starter_said.splitlines()), None)
+    return next(iter(rank.starter_messages.splitlines()), None)
 
 
 def _with_log(message: str, rank: Rank) -> str:
-    said = _quoted(rank.starter_said.splitlines()[-TAIL_LINES:])
+    said = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     before = f"what started it says:\n{said}\n" if said else ""
     return f"{message}; {before}the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
-from aligner.errors import TransientError
-from aligner.launch.endpoints import is_ready
+from aligner.exit_codes import RESUMABLE
 from aligner.launch.failure import describe_end, rank_error, root_failure
 from aligner.launch.ranks import Rank, Ranks
-from aligner.launch.roles import served_model
+from aligner.launch.server_ports import is_healthy
+from aligner.placement.endpoints import Endpoint
 from aligner.schema import Config
 
 GRACE_S = 1.0
@@ -21,40 +22,24 @@ _FIRST_BACKOFF_S = 1.0
 class ServerGroup:
     """The ranks of one server. When one of them ends all are replaced: the others have lost their world."""
 
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        config: Config,
-        ranks: Ranks,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Starts the ranks. `address` is where health is asked for."""
+    def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        """Starts the ranks."""
         self.name = name
-        self._address = address
-        self._settings = config.server
-        self._stop_timeout_s = config.cluster.stop_timeout_s
+        self.restarts = 0
+        """How often it was started again."""
+        self.was_healthy = False
+        """Whether it has been healthy since the run began."""
+        self._endpoint = endpoint
+        self._config = config
         self._all = ranks
         self._tell = tell
-        self._restarts = 0
-        self._was_healthy = False
         self._kill_at = 0.0
         self._start()
-
-    @property
-    def was_healthy(self) -> bool:
-        """Whether it has been healthy since the run began."""
-        return self._was_healthy
 
     @property
     def is_healthy(self) -> bool:
         """Whether it is, or was when it was last asked."""
         return self._healthy and not self._told
-
-    @property
-    def restarts(self) -> int:
-        """How often it was started again."""
-        return self._restarts
 
     @property
     def ended(self) -> list[Rank]:
@@ -64,8 +49,8 @@ class ServerGroup:
     @property
     def lost(self) -> bool:
         """Whether a rank has ended and may not be started again: too often, or at a first start that would fail again."""
-        may_pass = self._was_healthy or any(rank.exit_code == TransientError.exit_code for rank in self.ended)
-        return bool(self.ended) and not (may_pass and self._restarts < self._settings.max_restarts)
+        may_pass = self.was_healthy or any(rank.exit_code == RESUMABLE for rank in self.ended)
+        return bool(self.ended) and not (may_pass and self.restarts < self._config.server.max_restarts)
 
     def poll(self) -> None:
         """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
@@ -76,24 +61,23 @@ class ServerGroup:
             self._check_health()
 
     def _start(self) -> None:
-        self.ranks = self._all.start(self.name, self._restarts)
+        self.ranks = self._all.start(self.name, self.restarts)
         self._healthy = False
         self._told = False  # that a rank has ended, and that all will be started again
         self._started = self._next_check = time.monotonic()
 
     def _check_health(self) -> None:
-        now = time.monotonic()
+        now, timeout = time.monotonic(), self._config.server.start_timeout_s
         if now < self._next_check:
             return
         self._next_check = now + _HEALTH_POLL_S
-        if is_ready(self._address, served_model(self.name)):
-            if self._was_healthy:
+        if is_healthy(self._config, self.name, self._endpoint):
+            if self.was_healthy:
                 self._tell(f"{self.name} is healthy again")
-            self._healthy = self._was_healthy = True
-        elif now - self._started > self._settings.start_timeout_s:
-            which = f" after restart {self._restarts}" if self._restarts else ""
-            message = f"{self.name} was not healthy within server.start_timeout_s={self._settings.start_timeout_s:g} s{which}"
-            raise rank_error(message, self.ranks[0])
+            self._healthy = self.was_healthy = True
+        elif now - self._started > timeout:
+            which = f" after restart {self.restarts}" if self.restarts else ""
+            raise rank_error(f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}", self.ranks[0])
 
     def _replace(self, ended_at: float) -> None:
         """End what is left of the ranks, then start them again."""
@@ -102,15 +86,14 @@ class ServerGroup:
             return
         if not self._told:
             cause = describe_end(root_failure(self.ended))
-            self._told, self._restarts = True, self._restarts + 1
-            self._tell(f"{cause}; starting {self.name} again ({self._restarts} of {self._settings.max_restarts})")
-            self._all.terminate(self.ranks)
-            self._kill_at = now + self._stop_timeout_s
+            self._told, self.restarts = True, self.restarts + 1
+            self._tell(f"{cause}; starting {self.name} again ({self.restarts} of {self._config.server.max_restarts})")
+            self._all.send(signal.SIGTERM, self.ranks)
+            self._kill_at = now + self._config.cluster.stop_timeout_s
         running = any(rank.exit_code is None for rank in self.ranks)
         if running and now < self._kill_at:
             return
         # What a killed rank leaves behind holds its ports: a new one could not listen there.
         gone = self._all.kill(self.ranks)
-        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self._restarts - 1):
-            self._all.forget(self.ranks)
+        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
             self._start()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aligner.errors import AlignerError
-from aligner.launch.slurm.commands import addresses, expand
+from aligner.launch.slurm.slurm_commands import addresses, expand
 from aligner.placement.slurm_layout import Layout, Place
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from aligner.config.resume import check_directory
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
-from aligner.launch.slurm.commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import RunPaths, cache_directory, run_paths
 from aligner.placement.endpoints import create_access_key
@@ -112,13 +111,10 @@ def _queued(paths: RunPaths, config: Config) -> str:
     try:
         printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
-        unknown = _NotKnownError(
+        raise _NotKnownError(
             f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue --me --name={config.run.name}`"
             " tells; where it is not, launch again with run.resume=auto"
-        )
-        if isinstance(error, KeyboardInterrupt):
-            unknown.exit_code = 128 + signal.SIGINT
-        raise unknown from error
+        ) from error
     return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
 
 
