@@ -56,10 +56,7 @@ class LauncherState:
     """Whether the job, which has ended, waits in its queue to go on."""
 
     def is_gone(self, heartbeat: float) -> bool:
-        """Whether the launcher has ended without a word: its process, or where that is elsewhere, its heartbeat.
-
-        `heartbeat` is when the file was last touched.
-        """
+        """Whether the launcher has ended without a word: its process or, where that is elsewhere, the file's last touch."""
         if self.ended is not None:
             return False
         if self.job is None and self.host == socket.gethostname():

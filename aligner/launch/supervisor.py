@@ -54,8 +54,8 @@ class Supervisor:
     _state: StateRecorder = field(init=False)
     _groups: list[ServerGroup] = field(default_factory=list)
     _trainers: Sequence[Rank] = ()
-    _tell_at: float | None = None
-    """When the trainer is to be told again to stop; None: it was not told yet."""
+    _tell_at: float = 0.0
+    """When the trainer is to be told again to stop; 0: it was not told yet."""
 
     def run(self) -> None:
         """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
@@ -176,9 +176,9 @@ class Supervisor:
     def _pass_on_stop(self, view: RunView) -> None:
         """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
         now = time.monotonic()
-        if not self.interrupts.told_to_stop or (self._tell_at is not None and now < self._tell_at):
+        if not self.interrupts.told_to_stop or now < self._tell_at:
             return
-        if self._tell_at is None:
+        if not self._tell_at:
             view.note("told to stop: the run takes a checkpoint after this step, and ends")
         self._tell_at = now + _TELL_AGAIN_S
         self._ranks.send(STOP_SIGNAL, self._trainers)

@@ -82,12 +82,12 @@ def job_of(script: Path) -> str | None:
     return None
 
 
-def expand(hosts: str) -> list[str]:
+def host_names(hosts: str) -> list[str]:
     """The names that a list such as n[1-3] stands for."""
     return slurm_command("scontrol", "show", "hostnames", hosts, attempts=PATIENT).split()
 
 
-def addresses(hosts: Sequence[str]) -> list[str]:
+def node_addresses(hosts: Sequence[str]) -> list[str]:
     """Where the nodes are reached by the others."""
     described = slurm_command("scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT)
     found = {}

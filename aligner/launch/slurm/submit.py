@@ -30,10 +30,6 @@ _QUEUEING_S = 600.0
 """So long `sbatch` may take: it tries again by itself where the controller is busy."""
 
 
-class _NotKnownError(AlignerError):
-    """Whether the job is queued."""
-
-
 def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
     """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is asked.
 
@@ -75,7 +71,17 @@ def submit(plan: RunPlan) -> None:
             write_file(paths.job_script, script)
             job = _queued(paths, config)
         paths.status.unlink(missing_ok=True)  # that of the start before this one
-    print(_told(job, config))
+    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
+    print(
+        f"job {job}",
+        f"script: {paths.job_script}",
+        f"log:    {paths.job_log(job)}",
+        f"follow: tail -F {paths.job_log(job)}",
+        f"status: squeue --jobs={job}; aligner status {paths.root}",
+        f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
+        f"end:    scancel {job}",
+        sep="\n",
+    )
 
 
 @contextlib.contextmanager
@@ -85,7 +91,7 @@ def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
     written_over = {file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before}
     try:
         yield
-    except _NotKnownError:
+    except NoAnswerError:
         raise
     except BaseException:
         for path in {*paths.root.iterdir()} - before:
@@ -103,7 +109,7 @@ def _queued(paths: RunPaths, config: Config) -> str:
     try:
         printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
-        raise _NotKnownError(
+        raise NoAnswerError(
             f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue --me --name={config.run.name}`"
             " tells; where it is not, launch again with run.resume=auto"
         ) from error
@@ -120,22 +126,6 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
         raise
     except AlignerError as error:
         raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
-
-
-def _told(job: str, config: Config) -> str:
-    paths = run_paths(config)
-    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
-    return "\n".join(
-        (
-            f"job {job}",
-            f"script: {paths.job_script}",
-            f"log:    {paths.job_log(job)}",
-            f"follow: tail -F {paths.job_log(job)}",
-            f"status: squeue --jobs={job}; aligner status {paths.root}",
-            f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
-            f"end:    scancel {job}",
-        )
-    )
 
 
 def render_script(config: Config) -> str:
