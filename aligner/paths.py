@@ -13,6 +13,7 @@ PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
 LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
+
 CHECKPOINT_MANIFEST = "manifest.json"
 """Written last: a checkpoint without it does not count."""
 

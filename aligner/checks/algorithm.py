@@ -10,6 +10,7 @@ from aligner.schema.derived import rows_together
 _GROUPED = ("rloo", "grpo", "dr_grpo")
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
+
 _CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")}
 """What losses can be weighed by (`algorithm.truncated_importance`); the others are not."""
 
@@ -74,13 +75,11 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
 
 def preference_loss_problems(settings: PreferenceConfig) -> Iterator[str]:
     """What of algorithm.preference does not fit together."""
-    if not settings.label_smoothing:
-        return
-    key = f"algorithm.preference.label_smoothing={settings.label_smoothing:g}"
-    if settings.kind != "sigmoid":
-        yield f"{key}: read with kind=sigmoid only, got kind={settings.kind}"
-    elif settings.label_smoothing > 0.5:
-        yield f"{key}: must be at most 0.5; above it the labels are turned round"
+    if settings.label_smoothing and settings.kind != "sigmoid":
+        yield (
+            f"algorithm.preference.label_smoothing={settings.label_smoothing:g}: read with kind=sigmoid only, got"
+            f" kind={settings.kind}"
+        )
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:

@@ -5,10 +5,7 @@ Everything is checked before anything starts, and everything wrong is reported a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 from aligner.checks.actor import layout_problems_of_roles
 from aligner.checks.algorithm import algorithm_problems
@@ -32,18 +29,9 @@ from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random_reward_models, read_shape
 from aligner.models.shape import ModelShape
-from aligner.placement.memory import memory_problems
+from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
-from aligner.schema.keys import Key, schema_keys, value_at
-
-_ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
-_BELOW_ONE = (
-    "actor.optimizer.beta1",
-    "actor.optimizer.beta2",
-    "critic.optimizer.beta1",
-    "critic.optimizer.beta2",
-    "algorithm.preference.label_smoothing",
-)
+from aligner.schema.keys import schema_keys, value_at
 
 
 def check(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED, *, is_starting: bool = True) -> ModelShape:
@@ -69,13 +57,8 @@ def check(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED, *, is_start
     if shape is None:  # its problem was raised above
         raise AssertionError
     # Last: what is counted must fit together.
-    _raise_all(memory_problems(config, shape, coming, partial(_is_possible, shape=shape, coming=coming)))
+    _raise_all(memory_problems(config, shape, coming))
     return shape
-
-
-def _is_possible(config: Config, shape: ModelShape, coming: ExpectedInputs) -> bool:
-    """Whether a configuration that differs from a valid one in layouts, batches or the engine is valid too."""
-    return not any((*_bounds(config), *_parts(config, shape, coming)))
 
 
 def _raise_all(problems: Iterator[str] | list[str]) -> None:
@@ -117,23 +100,5 @@ def _online(config: Config, shape: ModelShape | None, coming: ExpectedInputs) ->
 def _bounds(config: Config) -> Iterator[str]:
     for name, key in schema_keys().items():
         value = value_at(config, name)
-        if value is None:
-            continue
-        if problem := _out_of_bounds(key, value):
+        if problem := key.bound_problem(value):
             yield f"{name}={value}: {problem}"
-
-
-def _out_of_bounds(key: Key, value: Any) -> str | None:
-    if key.choices and value not in key.choices:
-        return f"allowed: {', '.join(key.choices)}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if key.minimum is not None and value < key.minimum:
-        return f"must be at least {key.minimum:g}"
-    if key.name in _ABOVE_ZERO and value <= 0:
-        return "must be above 0"
-    if key.maximum is not None and value > key.maximum:
-        return f"must be at most {key.maximum:.10g}"
-    if key.name in _BELOW_ONE and value >= 1:
-        return "must be below 1"
-    return None

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.placement.ports import _LAST_PORT, client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.placement.ports import client_address, explicit_ports, listening_addresses, port_is_free
 from aligner.schema import Config, TLSConfig
+from aligner.schema.server import LAST_PORT
 
 
 def port_problems(config: Config) -> Iterator[str]:
@@ -38,8 +39,8 @@ def port_problems(config: Config) -> Iterator[str]:
         return
     taken: dict[int, str] = {}
     for key, port in explicit_ports(config).items():
-        if port > _LAST_PORT:
-            yield f"{key}={port}: a port is at most {_LAST_PORT}"
+        if port > LAST_PORT:
+            yield f"{key}={port}: a port is at most {LAST_PORT}"
         elif port in taken:
             yield f"{key}={port}: {taken[port]} has the same port"
         elif is_here and not port_is_free(address := addresses[key.split(" ")[0].rpartition(".")[2]], port):

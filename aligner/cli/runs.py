@@ -22,7 +22,7 @@ from aligner.launch.slurm.submit import checked_script, submit
 from aligner.launch.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.observability.report import write_report
-from aligner.placement.memory import memory_needs, memory_table
+from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.roles import describe_model, placement_table
 
 _WATCH_S = 5.0

@@ -21,7 +21,8 @@ from rich.progress import (
 )
 
 from aligner.data.export import export, find_source, parse_size
-from aligner.data.prompts import PromptText, read_prompts
+from aligner.data.prompts import read_prompts
+from aligner.data.records import Record
 from aligner.engines.generate import Progress as Generated
 from aligner.engines.generate import generate, plan_job
 from aligner.launch.processes import end_with_launcher
@@ -60,7 +61,7 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
 
 
-def _prompts(parsed: argparse.Namespace) -> list[PromptText]:
+def _prompts(parsed: argparse.Namespace) -> list[Record]:
     return read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
 
 

@@ -21,6 +21,7 @@ from aligner.schema.reward_sources import ModelSource, model_sources, reward_sou
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
+
 NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
 
 

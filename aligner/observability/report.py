@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -16,7 +15,6 @@ from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
 from aligner.observability.console import WINDOW, window_mean
-from aligner.observability.figures import metric_plots, timeline_plots
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths
@@ -69,29 +67,16 @@ def render(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
+    from aligner.observability.figures import metric_plots, timeline_plots
+
     metrics = read_metrics(paths.metrics)
-    plots = [
-        {
-            "key": plot.key,
-            "title": plot.title,
-            "note": plot.note,
-            "wide": plot.wide,
-            "html": plot.figure.to_html(
-                full_html=False,
-                include_plotlyjs=False,
-                div_id=f"plot-{plot.key}",
-                config={"displayModeBar": False, "responsive": True},
-            ),
-        }
-        for plot in itertools.chain(timeline_plots(spans), metric_plots(metrics))
-    ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=config.run.name or paths.root.name,
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         state=_state(config, metrics),
         key_figures=key_figures(metrics),
-        plots=plots,
+        plots=[*timeline_plots(spans), *metric_plots(metrics)],
         samples=_samples(read_records(paths.samples)),
         settings=_settings(config),
         roles=placements(config),
@@ -136,13 +121,9 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         by_step.setdefault(record["step"], []).append(record)
     steps = list(by_step)
     chosen = [*by_step[steps[0]][:_SAMPLES_OF_FIRST], *by_step[steps[-1]][:_SAMPLES_OF_LAST]] if len(steps) > 1 else records
+    texts = ("prompt", "response")
     return [
-        {
-            "step": record["step"],
-            "prompt": _printable(record["prompt"]),
-            "response": _printable(record["response"]),
-            "reward": f"{record['reward']:.3f}",
-        }
+        {"step": record["step"], "reward": f"{record['reward']:.3f}", **{text: _printable(record[text]) for text in texts}}
         for record in chosen[: _SAMPLES_OF_FIRST + _SAMPLES_OF_LAST]
     ]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
@@ -66,6 +65,8 @@ class Simulation:
     """By batch."""
     busy: dict[str, float] = field(init=False)
     """By role, seconds for which it was busy so far."""
+    history: list[tuple[list[float], dict[str, float]]] = field(default_factory=list)
+    """After every batch, the times that later batches depend on, but for the slots of `lengths`; and `busy`."""
 
     def __post_init__(self) -> None:
         pipeline, placement = self.pipeline, self.placement
@@ -101,6 +102,8 @@ class Simulation:
         updated = policy if self.pipeline.max_staleness and not self.pipeline.stepwise else max(policy, critic)
         weights = self._run("other", batch, after=updated)
         self.published.append(self._run("publish", batch, after=weights))
+        clocks = [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+        self.history.append((clocks, dict(self.busy)))
 
     def _inputs(self, samples: Sequence[float], part: int) -> dict[str, float]:
         """By phase that reads samples, when it may begin with a part; the parts' samples are there at these times."""
@@ -166,10 +169,6 @@ class Simulation:
         if self.schedule is not None:
             self.schedule.append(PhaseRun(name, role, batch, part, start, end))
 
-    def clocks(self) -> list[float]:
-        """All times that later batches depend on, but for the slots of `lengths`."""
-        return [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
-
 
 def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> Forecast:
     """Step time and utilization in the steady state, and the time of a run of so many steps.
@@ -177,26 +176,16 @@ def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> F
     Exact where all batches take equally long: they are followed until all clocks have moved alike over max_staleness + 1 of
     them, and from then on they always do. Otherwise a mean over batches.
     """
-    simulation, period = Simulation(pipeline, placement), pipeline.max_staleness + 1
-    if (window := pipeline.window) > 1:
-        before = _follow(simulation, _SETTLING + 2 * period)
-        _follow(simulation, window)
-        return _summary(simulation, window, before, steps)
-    _follow(simulation, period)
-    seen: deque[tuple[list[float], dict[str, float]]] = deque(maxlen=period)
-    for _ in range(_SETTLING_PERIODS * period):
-        seen.append((simulation.clocks(), dict(simulation.busy)))
+    simulation, period, window = Simulation(pipeline, placement), pipeline.max_staleness + 1, pipeline.window
+    if window > 1:
+        for _ in range(_SETTLING + 2 * period + window):
+            simulation.advance()
+        return _summary(simulation, window, steps)
+    for batches in range(1, (_SETTLING_PERIODS + 1) * period + 1):
         simulation.advance()
-        if len(seen) == period and _moved_alike(seen[0][0], simulation.clocks()):
+        if batches >= 2 * period and _moved_alike(simulation.history[-1 - period][0], simulation.history[-1][0]):
             break
-    return _summary(simulation, period, seen[0][1], steps)
-
-
-def _follow(simulation: Simulation, batches: int) -> dict[str, float]:
-    """Busy seconds by role after so many further batches."""
-    for _ in range(batches):
-        simulation.advance()
-    return dict(simulation.busy)
+    return _summary(simulation, period, steps)
 
 
 def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -204,11 +193,12 @@ def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
     return max(moves) - min(moves) <= _SAME * max(after)
 
 
-def _summary(simulation: Simulation, period: int, busy_before: Mapping[str, float], steps: int) -> Forecast:
+def _summary(simulation: Simulation, period: int, steps: int) -> Forecast:
     """Of a simulation whose last `period` batches repeat."""
     published, last = simulation.published, len(simulation.published) - 1
     step_s = (published[-1] - published[-1 - period]) / period
     repeats = max(0, -(-(steps - last) // period))
+    busy_before = simulation.history[-1 - period][1]
     return Forecast(
         step_s=step_s,
         run_s=published[steps - repeats * period] + repeats * period * step_s,

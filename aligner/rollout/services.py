@@ -58,7 +58,7 @@ class PendingRows:
         rows = self._received[width]
         return rows if self.chosen is None else rows[self.chosen]
 
-    def here(self) -> Tensor:
+    def local(self) -> Tensor:
         """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
         parts, error = _outcome(self.futures)
         if error is not None:

@@ -16,7 +16,10 @@ class PreferenceConfig:
     )
     beta: float = option(0.1, "weight of staying near the reference", minimum=1e-6)
     label_smoothing: float = option(
-        0.0, "probability that a pair's label is wrong: conservative DPO (kind=sigmoid)", minimum=0
+        0.0,
+        "probability that a pair's label is wrong: conservative DPO (kind=sigmoid); above 0.5 labels would be turned round",
+        minimum=0,
+        maximum=0.5,
     )
 
 
@@ -98,7 +101,7 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = option(0.05, "weight of the per-token KL penalty", minimum=0)
     kl_estimator: str = option("k1", "estimator of the KL penalty", choices=("k1", "k2", "k3"))
-    kl_target: float | None = option(None, "adapt the coefficient towards this KL per sequence; fixed when null", minimum=0)
+    kl_target: float | None = option(None, "adapt the coefficient towards this KL per sequence; fixed when null", above=0)
     kl_horizon: int = option(10000, "horizon of the adaptive coefficient, in samples", minimum=1)
     early_stop_kl: float | None = option(
         None, "leave out the rest of a step's updates once policy/approx_kl of one is above this; never when null", minimum=0

@@ -7,10 +7,18 @@ from typing import Any
 
 
 def option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, maximum: float | None = None
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A field with its default, its help text and its bounds."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    """A field with its default, its help text and its bounds; `above` and `below` are themselves not allowed."""
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    metadata = {"help": help, "choices": choices, **bounds}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -25,7 +25,7 @@ from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
 from tests.config.test_command_line import aligner
-from tests.config.test_families import CONFIGS
+from tests.models.test_families import CONFIGS
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],

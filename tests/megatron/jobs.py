@@ -210,7 +210,7 @@ def attend(
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from aligner.megatron.attention import PackedAttention
+    from aligner.megatron.layers import PackedAttention
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())

@@ -24,21 +24,20 @@ class Digits:
         """The second token is drawn when `spend` has returned."""
         self.version, self.spend = 0, spend
 
-    def sample(self, prompts, samples_per_prompt, options):
+    def sample(self, samples, samples_per_prompt, options, enough=None):
         first = self.version
         self.spend()
         return [
             Sample(
-                prompt.id,
-                index,
-                torch.tensor([5, 10 + prompt.id, 10 + index]),
+                sample.prompt_id,
+                sample.sample_index,
+                torch.tensor([5, 10 + sample.prompt_id, 10 + sample.sample_index]),
                 1,
                 torch.zeros(2),
                 torch.tensor([first, self.version]),
                 "stop",
             )
-            for prompt in prompts
-            for index in range(samples_per_prompt)
+            for sample in samples
         ]
 
     def rest(self):

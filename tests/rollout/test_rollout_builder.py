@@ -76,11 +76,12 @@ class Picky(Digits):
         super().__init__()
         self.refused, self.at_first, self.error = refused, at_first, error
 
-    def sample(self, prompts, samples_per_prompt, options):
+    def sample(self, samples, samples_per_prompt, options, enough=None):
         self.at_first -= 1
-        if self.at_first >= 0 or self.refused & {prompt.id for prompt in prompts}:
+        prompts = {sample.prompt_id for sample in samples}
+        if self.at_first >= 0 or self.refused & prompts:
             raise self.error("generator", "host:1", "AlignerError", f"{len(prompts)} prompts")
-        return super().sample(prompts, samples_per_prompt, options)
+        return super().sample(samples, samples_per_prompt, options, enough)
 
 
 def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(caplog):

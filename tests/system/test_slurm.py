@@ -21,7 +21,7 @@ from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
 pytestmark = [
-    pytest.mark.system,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]

@@ -21,8 +21,10 @@ from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sour
 
 Values = dict[str, Any]
 """New values by key."""
+
 _PATIENCE_S = 1800.0
 """For what takes seconds where every rank has a device to itself: here many share a core."""
+
 _DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
 
 

@@ -14,8 +14,8 @@ from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import EvaluationConfig
-from tests.algorithms import evaluation_jobs
 from tests.megatron.reference import save_llama
+from tests.training import evaluation_jobs
 from tests.worker_pool import WorkerPool
 
 PROMPTS = ["abc", "hello", "1+1="]

@@ -26,9 +26,9 @@ from aligner.schema import CheckpointConfig
 from aligner.training.offline_tasks import demonstration_rows, pair_rows, step_rows
 from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
-from tests.algorithms import offline_jobs
-from tests.algorithms.offline_jobs import TASKS, configuration, examples
 from tests.megatron.reference import save_llama
+from tests.training import offline_jobs
+from tests.training.offline_jobs import TASKS, configuration, examples
 from tests.worker_pool import WorkerPool
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ from aligner.errors import ConfigError
 from aligner.placement import devices
 from aligner.placement.devices import device_of, uses_gpus
 from aligner.schema import EngineConfig
-from tests.config.test_layouts import DENSE, EXPERTS
+from tests.models.test_layouts import DENSE, EXPERTS
 
 TENSORRT_LLM = EngineConfig(kind="tensorrt_llm", update="in_place")
 

@@ -85,7 +85,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["data.prompts=[a,' ']"], "data.prompts: a prompt is empty"),
         (["data.path=absent.txt"], "data.path=absent.txt: no such file"),
         (["data.path=prompts.csv"], "allowed are .jsonl and .txt"),
-        (["critic.ports.http=70000"], "critic.ports.http=70000: a port is at most 65535"),
+        (["critic.ports.http=70000"], "critic.ports.http=70000: must be at most 65535"),
+        (["algorithm.trainer=dpo", "algorithm.preference.label_smoothing=0.6"], "label_smoothing=0.6: must be at most 0.5"),
         (["server.interface=203.0.113.7"], "server.interface=203.0.113.7: cannot listen there"),
         (
             ["server.interface=eth99"],
