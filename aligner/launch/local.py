@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from aligner.checks.check import check
 from aligner.config.prerequisites import RunPlan
 from aligner.launch.endpoints import free_ports, local_hosts, pick_endpoints
 from aligner.launch.free_ports import FreePorts
@@ -50,7 +49,7 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
 
 def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> bool:
     """One run, from its check to its summary; whether it is at its end."""
-    check(config)
+    RunPlan(config, ()).check()
     paths = run_paths(config)
     with (
         run_directory(config, console) as config,
