@@ -58,12 +58,12 @@ class RoleMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_needs(config: Config, shape: ModelShape, coming: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
+def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
     """Every role that has a model; the configuration must be one that `check` accepts."""
     roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
     if has_generator(config):
         roles.append(_generator(config, shape))
-    rewards = list(reward_shapes(config, coming).values())
+    rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic.with_reward:
