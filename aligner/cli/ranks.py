@@ -25,7 +25,7 @@ def add_ranks(commands: Any) -> None:
     _add_rank(commands, "train", _train, "one trainer rank; the launcher calls it")
     roles = "role=generator, critic, reward, or a replica such as reward.1"
     _add_rank(commands, "serve", _serve, f"one server rank, {roles}; the launcher calls it")
-    what = "make the model's directory; check it, the data and the scorer; the launcher calls it"
+    what = "make the model's directory; check it, the data and the functions that are named; the launcher calls it"
     _add_rank(commands, "prepare", _prepare, what)
 
 
@@ -73,6 +73,7 @@ def _prepare(parsed: argparse.Namespace) -> None:
     end_with_launcher()
     config = _config(parsed)
     configure_logs(config.logging.format, "prepare")
+    from aligner.algorithms.extension import require_functions
     from aligner.data.model_directory import prepare_model
     from aligner.data.tokenizer import Tokenizer
     from aligner.rewards.scorers import resolve_scorer
@@ -86,6 +87,8 @@ def _prepare(parsed: argparse.Namespace) -> None:
             resolve_scorer(source.function, f"{source.key}.function")
     if config.evaluation.function is not None:
         resolve_scorer(config.evaluation.function, "evaluation.function")
+    if config.algorithm.trainer == "online":
+        require_functions(config.algorithm)
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
