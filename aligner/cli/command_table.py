@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ class Command:
 
     function: str
     """`module:function` that carries it out: it takes the parsed arguments, and raises what ends it early."""
-    add_arguments: Callable[[argparse.ArgumentParser], None]
     help: str
+    arguments: tuple[Callable[[argparse.ArgumentParser], Any], ...]
+    """Each adds one or some to the command's parser."""
     draws_samples: bool = False
 
     def run(self, parsed: argparse.Namespace) -> None:
@@ -48,7 +51,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False))
+        its_parser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        for add in command.arguments:
+            add(its_parser)
     parsed, rest = parser.parse_known_args(arguments)
     # argparse gives up on positionals that follow an option.
     if flags := [text for text in rest if text.startswith("-")]:
@@ -60,89 +65,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parsed
 
 
-def _add_overrides(command: argparse.ArgumentParser) -> None:
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="experiment=NAME, and keys that differ from it")
-    command.add_argument("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/")
-
-
-def _add_launch_arguments(command: argparse.ArgumentParser) -> None:
-    _add_overrides(command)
-    command.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing (cluster=slurm)")
-
-
-def _add_rank_arguments(command: argparse.ArgumentParser) -> None:
-    _add_overrides(command)
-    command.add_argument("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides")
-
-
-def _add_run_directory(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
-
-
-def _add_status_arguments(command: argparse.ArgumentParser) -> None:
-    _add_run_directory(command)
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
-    command.add_argument("--watch", action="store_true", help="tell again every 5 s until the run has ended")
-
-
-def _add_report_arguments(command: argparse.ArgumentParser) -> None:
-    _add_run_directory(command)
-    command.add_argument("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given")
-
-
-def _add_generate_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    _add_sampling_arguments(add)
-    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order")
-    add("--temperature", type=float, default=1.0, help="sampling temperature (1)")
-
-
-def _add_evaluate_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    _add_sampling_arguments(add)
-    add("--function", required=True, metavar="NAME", help="scorer: a built-in one's name, or module:callable")
-    add("--pass-threshold", type=float, default=1.0, metavar="SCORE", help="a response passes with this score or above (1)")
-    add(
-        "--reference",
-        type=Path,
-        metavar="SOURCE",
-        help="the initial model: its perplexity on the responses, and its own ones where a prompt has no `reference`",
-    )
-    add("--temperature", type=float, help="sampling temperature; greedy if not given, or 1 with several samples a prompt")
-    add("--output", type=Path, metavar="FILE.jsonl", help="one JSON object a sample, with its score")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-
-
-def _add_sampling_arguments(add: Callable[..., Any]) -> None:
-    """What is asked of which model, and how responses are drawn."""
-    add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
-    add(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help=".jsonl with a `prompt` key a line, or .txt with a prompt a line; - reads standard input",
-    )
-    add(
-        "--prompts-format",
-        choices=("jsonl", "txt"),
-        help="where the name does not say it; txt for standard input if not given",
-    )
-    add("--overwrite", action="store_true", help="replace the output where it exists")
-    add("--samples", type=_at_least(1), default=1, metavar="K", help="responses a prompt (1)")
-    add("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="longest response, in tokens (128)")
-    add("--min-new-tokens", type=int, default=0, metavar="N", help="no end-of-sequence token before so many tokens (0)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw among the K most probable tokens; 0: among all (0)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens whose probabilities reach P (1)")
-    add("--greedy", action="store_true", help="take the most probable token instead of drawing")
-    add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token")
-    add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)")
-    add("--engine", choices=("embedded", "tensorrt_llm"), default="embedded", help="generation backend (embedded)")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)")
-    add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)")
-    add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given")
-
-
 def _at_least(smallest: int) -> Callable[[str], int]:
     def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < smallest:
@@ -152,68 +74,125 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
-def _add_convert_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path, metavar="SOURCE", help=_SOURCE.format(", reward_model or critic"))
-    command.add_argument("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given")
-    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB")
+_add = partial(methodcaller, "add_argument")
+_RUN = _add("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
+_OVERRIDES = (
+    _add("overrides", nargs="*", metavar="key=value", help="experiment=NAME, and keys that differ from it"),
+    _add("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/"),
+)
+_RANK = (*_OVERRIDES, _add("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides"))
+_SAMPLING = (
+    _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format("")),
+    _add(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=".jsonl with a `prompt` key a line, or .txt with a prompt a line; - reads standard input",
+    ),
+    _add(
+        "--prompts-format",
+        choices=("jsonl", "txt"),
+        help="where the name does not say it; txt for standard input if not given",
+    ),
+    _add("--overwrite", action="store_true", help="replace the output where it exists"),
+    _add("--samples", type=_at_least(1), default=1, metavar="K", help="responses a prompt (1)"),
+    _add("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="longest response, in tokens (128)"),
+    _add("--min-new-tokens", type=int, default=0, metavar="N", help="no end-of-sequence token before so many tokens (0)"),
+    _add("--top-k", type=int, default=0, metavar="K", help="draw among the K most probable tokens; 0: among all (0)"),
+    _add("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens whose probabilities reach P (1)"),
+    _add("--greedy", action="store_true", help="take the most probable token instead of drawing"),
+    _add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token"),
+    _add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)"),
+    _add("--engine", choices=("embedded", "tensorrt_llm"), default="embedded", help="generation backend (embedded)"),
+    _add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)"),
+    _add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)"),
+    _add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given"),
+)
 
+_GENERATE = (
+    *_SAMPLING,
+    _add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order"),
+    _add("--temperature", type=float, default=1.0, help="sampling temperature (1)"),
+)
+_EVALUATE = (
+    *_SAMPLING,
+    _add("--function", required=True, metavar="NAME", help="scorer: a built-in one's name, or module:callable"),
+    _add("--pass-threshold", type=float, default=1.0, metavar="SCORE", help="a response passes with this score or above (1)"),
+    _add(
+        "--reference",
+        type=Path,
+        metavar="SOURCE",
+        help="the initial model: its perplexity on the responses, and its own ones where a prompt has no `reference`",
+    ),
+    _add("--temperature", type=float, help="sampling temperature; greedy if not given, or 1 with several samples a prompt"),
+    _add("--output", type=Path, metavar="FILE.jsonl", help="one JSON object a sample, with its score"),
+    _add("--json", action="store_true", help="print one JSON object instead of a table"),
+)
 
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
-        _add_launch_arguments,
         "start every role of a run and wait for its end; with cluster=slurm queue it as a job",
+        (
+            *_OVERRIDES,
+            _add("--dry-run", action="store_true", help="print the job's script and submit nothing (cluster=slurm)"),
+        ),
     ),
     "validate": Command(
-        "aligner.cli.runs:validate",
-        _add_overrides,
-        "check a configuration and print the placement of its roles; start nothing",
+        "aligner.cli.runs:validate", "check a configuration and print the placement of its roles; start nothing", _OVERRIDES
     ),
     "status": Command(
         "aligner.cli.runs:status",
-        _add_status_arguments,
         "tell what a run does: its step, reward, pace, time left, and the health of its roles",
+        (
+            _RUN,
+            _add("--json", action="store_true", help="print one JSON object instead of a line"),
+            _add("--watch", action="store_true", help="tell again every 5 s until the run has ended"),
+        ),
     ),
     "report": Command(
         "aligner.cli.runs:report",
-        _add_report_arguments,
         "draw a run's metrics, timeline and samples, finished or not, as one HTML page that opens without a network",
+        (_RUN, _add("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given")),
     ),
     "plan": Command(
         "aligner.planner.command:print_prediction",
-        add_plan_arguments,
         "predict step time and utilization of the pipeline, and the best split of devices between roles",
+        (add_plan_arguments,),
     ),
     "generate": Command(
         "aligner.cli.stored_models:generate_samples",
-        _add_generate_arguments,
         "draw responses to prompts from a checkpoint's policy, or a Hugging Face directory's model, into a JSONL file",
+        _GENERATE,
         draws_samples=True,
     ),
     "evaluate": Command(
         "aligner.cli.stored_models:evaluate_samples",
-        _add_evaluate_arguments,
         "score a stored model's responses to prompts, and compare them with references",
+        _EVALUATE,
         draws_samples=True,
     ),
     "convert": Command(
         "aligner.cli.stored_models:convert",
-        _add_convert_arguments,
         "write a checkpoint's model, or a Hugging Face directory's, as a Hugging Face directory",
+        (
+            _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(", reward_model or critic")),
+            _add("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet"),
+            _add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given"),
+            _add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB"),
+        ),
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",
-        _add_run_directory,
         "run a run directory's configuration inside its Slurm job; the job's script calls it",
+        (_RUN,),
     ),
-    "train": Command("aligner.cli.rank_processes:train", _add_rank_arguments, "one trainer rank; the launcher calls it"),
-    "serve": Command(
-        "aligner.cli.rank_processes:serve", _add_rank_arguments, f"one server rank, {_ROLES}; the launcher calls it"
-    ),
+    "train": Command("aligner.cli.rank_processes:train", "one trainer rank; the launcher calls it", _RANK),
+    "serve": Command("aligner.cli.rank_processes:serve", f"one server rank, {_ROLES}; the launcher calls it", _RANK),
     "prepare": Command(
         "aligner.cli.rank_processes:prepare",
-        _add_rank_arguments,
         "make the model's directory; check it, the data and the scorer; the launcher calls it",
+        _RANK,
     ),
 }

@@ -16,7 +16,7 @@ from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL
 
 ROLES = {
-    "prepare": "aligner.cli.prepare:prepare_run",
+    "prepare": "aligner.training.prepare:prepare_run",
     "trainer": "aligner.training.setup:train",
     "generator": "aligner.servers.generator:serve_generator",
     "critic": "aligner.servers.critic:serve_critic",
@@ -27,16 +27,14 @@ ROLES = {
 
 def prepare(parsed: argparse.Namespace) -> None:
     """Make the model's directory; check it, the data and the scorer."""
-    adopt_environment()
-    config = _config(parsed)
+    config = _start(parsed)
     configure_logs(config.logging.format, "prepare")
     load(ROLES["prepare"])(config)
 
 
 def train(parsed: argparse.Namespace) -> None:
     """Train to the run's end. Raises Stopped where it was told to stop before that."""
-    adopt_environment()
-    config = _config(parsed)
+    config = _start(parsed)
     configure_logs(config.logging.format, "trainer")
     is_finished = load(ROLES["trainer"])(config)
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
@@ -46,23 +44,20 @@ def train(parsed: argparse.Namespace) -> None:
 
 def serve(parsed: argparse.Namespace) -> None:
     """Serve a role until told to end."""
-    adopt_environment()
     groups = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
-    config = _config(parsed)
+    config = _start(parsed)
     if len(groups) != 1 or groups[0] not in server_ranks(config):
         raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
     configure_logs(config.logging.format, groups[0])
-    role, _, _ = groups[0].partition(".")
-    run = load(ROLES[role])
-    if role == "reward":
-        run(config, groups[0])  # which of the replicas it is
-    else:
-        run(config)
+    role = groups[0].partition(".")[0]
+    replica = groups if role == "reward" else ()
+    load(ROLES[role])(config, *replica)
 
 
-def _config(parsed: argparse.Namespace) -> Config:
-    """A configuration for one rank, which runs nothing first."""
+def _start(parsed: argparse.Namespace) -> Config:
+    """Take what the launcher or Slurm has set for the rank; returns its configuration, for which nothing is run first."""
+    adopt_environment()
     if parsed.config is None:
         plan = plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
         if plan.config.dry_run.scale != "none":

@@ -19,7 +19,7 @@ from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
 from aligner.launch.local import launch as launch_here
 from aligner.launch.slurm.job import supervise as supervise_job
 from aligner.launch.slurm.submit import checked_script, submit
-from aligner.launch.status import describe_status, read_status
+from aligner.launch.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.observability.report import write_report
 from aligner.placement.memory.role_memory import memory_needs, memory_table
@@ -74,7 +74,7 @@ def status(parsed: argparse.Namespace) -> None:
         while True:
             now = read_status(parsed.run_directory)
             print(json.dumps(asdict(now)) if parsed.json else describe_status(now), flush=True)
-            if not parsed.watch or now.is_over:
+            if not parsed.watch or now.state in OVER:
                 return
             time.sleep(_WATCH_S)
 

@@ -10,7 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
@@ -67,12 +75,16 @@ def _engine(parsed: argparse.Namespace) -> EngineConfig:
     return EngineConfig(kind=parsed.engine, update="in_place", **chosen)
 
 
+def _progress(count: ProgressColumn) -> Progress:
+    """A bar on a terminal while something goes on, with `count` for how far it is."""
+    console, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextmanager
 def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
-    """Shows on a terminal how far a job of so many samples is."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    """Shows how far a job of so many samples is."""
+    with _progress(MofNCompleteColumn()) as progress:
         task = progress.add_task("reading the model", total=samples)
 
         def show(now: Generated) -> None:
@@ -85,9 +97,7 @@ def convert(parsed: argparse.Namespace) -> None:
     """Write a model as a Hugging Face directory, and print where it is."""
     end_with_launcher()
     max_shard_bytes, source = parse_size(parsed.max_shard_size), find_source(parsed.source)
-    console = Console(stderr=True)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress(DownloadColumn()) as progress:
         task = progress.add_task("writing", total=None)
         notices = export(
             source,

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,16 +54,14 @@ class LauncherState:
     reason: str | None = None
     queued_again: bool = False
     """Whether the job, which has ended, waits in its queue to go on."""
-    heartbeat: float = field(default=0.0, compare=False)
-    """When the launcher last touched the file: not written in it."""
 
-    def is_gone(self, now: float) -> bool:
-        """Whether the launcher has ended without a word: its process, or where that is elsewhere, its heartbeat."""
+    def is_gone(self, heartbeat: float) -> bool:
+        """Whether the launcher has ended without a word: its process or, where that is elsewhere, the file's last touch."""
         if self.ended is not None:
             return False
         if self.job is None and self.host == socket.gethostname():
             return process_start(self.pid) != self.pid_start
-        return now - self.heartbeat > 6 * HEARTBEAT_S
+        return time.time() - heartbeat > 6 * HEARTBEAT_S
 
     @property
     def why_ended(self) -> str | None:
@@ -75,18 +73,15 @@ class LauncherState:
 
     def write(self, path: Path) -> None:
         """Write the file, whole."""
-        content = asdict(self)
-        del content["heartbeat"]
-        write_file(path, json.dumps(content, indent=1) + "\n")
+        write_file(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_state(path: Path) -> LauncherState | None:
     """Read the file; None where there is none. Raises AlignerError for something else."""
     try:
-        heartbeat = path.stat().st_mtime
         content = json.loads(path.read_text())
         roles = {name: RoleState(**role) for name, role in content.pop("roles").items()}
-        return LauncherState(**content, roles=roles, heartbeat=heartbeat)
+        return LauncherState(**content, roles=roles)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -7,7 +7,6 @@ from functools import partial
 
 from rich.console import Console
 
-from aligner.checks.check import check
 from aligner.config.prerequisites import RunPlan
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import refuse_locked
@@ -39,7 +38,7 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
     with Interrupts(console) as interrupts:
 
         def run(config: Config) -> None:
-            check(config)
+            RunPlan(config, ()).check()
             Supervisor(config, console, interrupts, partial(LocalRanks, command), local_hosts(config)).run()
 
         for first in plan.prerequisites:
@@ -58,17 +57,11 @@ class LocalRanks(Processes, Ranks):
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
-        ranks = role_ranks(self._config).get(role, 1)
+        ranks, started = role_ranks(self._config).get(role, 1), []
         command = self._command(role, run_paths(self._config).config)
         world = world_environment(ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config))
-        return [
-            self.spawn(
-                role,
-                rank,
-                command,
-                {"RANK": str(rank), "LOCAL_RANK": str(rank), **world},
-                log_of(self._config, role, rank, restarts),
-                restarts,
-            )
-            for rank in range(ranks)
-        ]
+        for rank in range(ranks):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **world}
+            log = log_of(self._config, role, rank, restarts)
+            started.append(self.spawn(role, rank, command, environment, log, restarts))
+        return started

@@ -94,7 +94,10 @@ def _locked_file(directory: Path, wait: Callable[[LockedError], None] | None, pa
             if not _try_lock(file, fcntl.LOCK_EX, patience_s):
                 error = _locked_error(directory, file)
             elif _is_still_at(path, file):
-                _sign(file)
+                holder = Holder(os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
+                file.truncate(0)
+                file.write(json.dumps(asdict(holder)) + "\n")
+                file.flush()
                 until_taken.pop_all()
                 return file
             else:  # its holder before this one has just removed it
@@ -150,13 +153,6 @@ def _is_still_at(path: Path, file: IO[str]) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
-
-
-def _sign(file: IO[str]) -> None:
-    holder = Holder(os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
-    file.truncate(0)
-    file.write(json.dumps(asdict(holder)) + "\n")
-    file.flush()
 
 
 def _holder(file: IO[str]) -> Holder | None:

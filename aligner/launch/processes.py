@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,15 +64,20 @@ class Processes:
         """Start a rank in a session of its own, its output appended to `log`; it knows this process as its launcher."""
         self._started += 1
         mark = f"{os.getpid()}-{self._started}"
-        with log.open("ab") as output, _blocked_stop():
-            process = subprocess.Popen(
-                list(command),
-                env={**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), _START: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        with log.open("ab") as output:
+            # It does not die of the signal to stop, which it may take when it is ready.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+            try:
+                process = subprocess.Popen(
+                    list(command),
+                    env={**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), _START: mark},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             started = RankProcess(role, rank, log, output.tell(), restarts, process, mark)
         self._ranks.append(started)
         return started
@@ -126,16 +131,6 @@ class Processes:
 
     def _descendants(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]
-
-
-@contextlib.contextmanager
-def _blocked_stop() -> Iterator[None]:
-    """A process that is started meanwhile does not die of the signal to stop, which it may take when it is ready."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _mark(process: psutil.Process) -> str | None:

@@ -58,18 +58,12 @@ def adopt_environment() -> None:
     os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
     if chosen := os.environ.pop(DEVICES, ""):
         # Chosen here: what srun is started with Slurm replaces by all that the job has on the node.
-        os.environ[_VISIBLE] = ",".join(_visible(chosen))
-
-
-def _visible(chosen: str) -> list[str]:
-    given = os.environ.get(_VISIBLE)
-    if given is None:  # Slurm counts no devices here
-        return chosen.split(",")
-    names = given.split(",")
-    try:
-        return [names[int(place)] for place in chosen.split(",")]
-    except IndexError:
-        raise AlignerError(
-            f"this role's devices are numbers {chosen} of its node's, and Slurm gives the step {_VISIBLE}={given} alone;"
-            " see cluster.devices_per_node and cluster.slurm.roles.ROLE.devices"
-        ) from None
+        if (given := os.environ.get(_VISIBLE)) is not None:  # Slurm counts devices here
+            names, places = given.split(","), [int(place) for place in chosen.split(",")]
+            if max(places) >= len(names):
+                raise AlignerError(
+                    f"this role's devices are numbers {chosen} of its node's, and Slurm gives the step {_VISIBLE}={given}"
+                    " alone; see cluster.devices_per_node and cluster.slurm.roles.ROLE.devices"
+                )
+            chosen = ",".join(names[place] for place in places)
+        os.environ[_VISIBLE] = chosen

@@ -47,7 +47,10 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
         except Stopped as error:
             stopped = error
         finally:
-            _write_trace(paths, console)
+            try:
+                write_trace(paths)
+            except (AlignerError, OSError) as error:  # the run does not fail for want of it
+                print_line(console, f"{paths.trace} was not written: {error}")
         print_summary(read_metrics(paths.metrics), paths, console)
         if stopped is not None:
             raise stopped
@@ -60,11 +63,3 @@ def _forget_training(paths: RunPaths) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _write_trace(paths: RunPaths, console: Console) -> None:
-    """The run's timeline as one file, however the run has ended; it does not fail for want of it."""
-    try:
-        write_trace(paths)
-    except (AlignerError, OSError) as error:
-        print_line(console, f"{paths.trace} was not written: {error}")

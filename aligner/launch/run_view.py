@@ -48,11 +48,8 @@ class RunView:
             self._pending = []
         self._pending += more
 
-    def finish(self) -> None:
-        """Show what is left."""
-        self.update()
-        self.update()
-
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Show what is left, and leave the terminal as it was."""
+        self.update()
+        self.update()
         self._progress.close()

@@ -27,7 +27,7 @@ _SLURM_S = 5.0
 _ANSWER_S = 2.0
 """How long a server is waited for."""
 _GOES_ON = ("starting", "running")
-_OVER = ("finished", "failed", "stopped")
+OVER = ("finished", "failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,6 @@ class RunStatus:
     note: str | None
     """Why it has ended, and how to go on."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.state in _OVER
-
 
 def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
@@ -88,11 +83,11 @@ def read_status(run: Path) -> RunStatus:
         pace.add(record)
     step = int(metrics[-1]["step"]) if metrics else 0
     last_step = paths.metrics.stat().st_mtime if metrics else None
-    state = _state(config, launcher, step, last_step, now)
+    state = _state(config, launcher, step, last_step)
     in_queue = _is_in_queue(config, launcher) if state == "stopped" else False
     if in_queue:
         state = "queued"
-    resumable = state in _OVER and step < config.run.steps and can_resume(config)
+    resumable = state in OVER and step < config.run.steps and can_resume(config)
     return RunStatus(
         name=str(config.run.name),
         directory=str(paths.root),
@@ -128,7 +123,7 @@ def describe_status(status: RunStatus) -> str:
     return line if status.note is None else f"{line}\n  {status.note}"
 
 
-def _state(config: Config, launcher: LauncherState | None, step: int, last_step: float | None, now: float) -> str:
+def _state(config: Config, launcher: LauncherState | None, step: int, last_step: float | None) -> str:
     is_done = step >= config.run.steps
     if launcher is None:
         waiting = "queued" if config.cluster.kind == "slurm" else "stopped"
@@ -139,7 +134,7 @@ def _state(config: Config, launcher: LauncherState | None, step: int, last_step:
         return "finished" if is_done else "stopped"  # run.stop_after
     if launcher.exit_code is not None:
         return "stopped" if is_stopped(launcher.exit_code) else "failed"
-    if launcher.is_gone(now):
+    if launcher.is_gone(run_paths(config).status.stat().st_mtime):
         return "stopped"
     return "starting" if last_step is None or last_step < launcher.started else "running"
 

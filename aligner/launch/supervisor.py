@@ -12,14 +12,13 @@ from rich.console import Console
 
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE
-from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
+from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error, root_failure
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.launcher_state import StateRecorder
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.run_directory import run_directory
 from aligner.launch.run_view import RunView, print_line
-from aligner.launch.server_ports import FreePorts, free_ports, pick_endpoints
-from aligner.launch.servers import GRACE_S, ServerGroup
+from aligner.launch.server_ports import FreePorts, free_ports, is_healthy, pick_endpoints
 from aligner.models.model_source import model_directory
 from aligner.paths import run_paths
 from aligner.placement.endpoints import Endpoint, save_endpoints
@@ -29,6 +28,10 @@ from aligner.signals import STOP_SIGNAL
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0
 """A trainer rank that is still starting does not hear that it should stop: it is told again."""
+_GRACE_S = 1.0
+"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
+_HEALTH_POLL_S = 0.5
+_FIRST_BACKOFF_S = 1.0
 
 
 @dataclass
@@ -51,8 +54,8 @@ class Supervisor:
     _state: StateRecorder = field(init=False)
     _groups: list[ServerGroup] = field(default_factory=list)
     _trainers: Sequence[Rank] = ()
-    _tell_at: float | None = None
-    """When the trainer is to be told again to stop; None: it was not told yet."""
+    _tell_at: float = 0.0
+    """When the trainer is to be told again to stop; 0: it was not told yet."""
 
     def run(self) -> None:
         """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
@@ -118,7 +121,6 @@ class Supervisor:
                     self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
-            view.finish()
         if any(rank.exit_code == RESUMABLE for rank in self._trainers):
             # Without the servers' draining: who is told to stop has little time.
             self.interrupts.stop("told to stop, with all that it trained in a checkpoint")
@@ -145,7 +147,7 @@ class Supervisor:
 
     def _linger(self) -> None:
         """Wait for what comes together with a rank's end: other ends, or a signal to this process, for all of them."""
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             self._tick()
 
@@ -174,9 +176,9 @@ class Supervisor:
     def _pass_on_stop(self, view: RunView) -> None:
         """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
         now = time.monotonic()
-        if not self.interrupts.told_to_stop or (self._tell_at is not None and now < self._tell_at):
+        if not self.interrupts.told_to_stop or now < self._tell_at:
             return
-        if self._tell_at is None:
+        if not self._tell_at:
             view.note("told to stop: the run takes a checkpoint after this step, and ends")
         self._tell_at = now + _TELL_AGAIN_S
         self._ranks.send(STOP_SIGNAL, self._trainers)
@@ -193,3 +195,83 @@ class Supervisor:
 def _has_done(trainer: Rank) -> bool:
     """Whether a trainer rank has ended as it should: at the run's end, or when it was told to."""
     return trainer.exit_code in (FINISHED, RESUMABLE)
+
+
+class ServerGroup:
+    """The ranks of one server. When one of them ends all are replaced: the others have lost their world."""
+
+    def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        """Starts the ranks."""
+        self.name = name
+        self.restarts = 0
+        """How often it was started again."""
+        self.was_healthy = False
+        """Whether it has been healthy since the run began."""
+        self._endpoint = endpoint
+        self._config = config
+        self._all = ranks
+        self._tell = tell
+        self._kill_at = 0.0
+        self._start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it is, or was when it was last asked."""
+        return self._healthy and not self._told
+
+    @property
+    def ended(self) -> list[Rank]:
+        """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
+        return [rank for rank in self.ranks if rank.ended_at is not None and not self._told]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended and may not be started again: too often, or at a first start that would fail again."""
+        may_pass = self.was_healthy or any(rank.exit_code == RESUMABLE for rank in self.ended)
+        return bool(self.ended) and not (may_pass and self.restarts < self._config.server.max_restarts)
+
+    def poll(self) -> None:
+        """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
+        ended = [rank.ended_at for rank in self.ranks if rank.ended_at is not None]
+        if ended:
+            self._replace(min(ended))
+        elif not self._healthy:
+            self._check_health()
+
+    def _start(self) -> None:
+        self.ranks = self._all.start(self.name, self.restarts)
+        self._healthy = False
+        self._told = False  # that a rank has ended, and that all will be started again
+        self._started = self._next_check = time.monotonic()
+
+    def _check_health(self) -> None:
+        now, timeout = time.monotonic(), self._config.server.start_timeout_s
+        if now < self._next_check:
+            return
+        self._next_check = now + _HEALTH_POLL_S
+        if is_healthy(self._config, self.name, self._endpoint):
+            if self.was_healthy:
+                self._tell(f"{self.name} is healthy again")
+            self._healthy = self.was_healthy = True
+        elif now - self._started > timeout:
+            which = f" after restart {self.restarts}" if self.restarts else ""
+            raise rank_error(f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}", self.ranks[0])
+
+    def _replace(self, ended_at: float) -> None:
+        """End what is left of the ranks, then start them again."""
+        now = time.monotonic()
+        if now < ended_at + _GRACE_S:
+            return
+        if not self._told:
+            cause = describe_end(root_failure(self.ended))
+            self._told, self.restarts = True, self.restarts + 1
+            self._tell(f"{cause}; starting {self.name} again ({self.restarts} of {self._config.server.max_restarts})")
+            self._all.send(signal.SIGTERM, self.ranks)
+            self._kill_at = now + self._config.cluster.stop_timeout_s
+        running = any(rank.exit_code is None for rank in self.ranks)
+        if running and now < self._kill_at:
+            return
+        # What a killed rank leaves behind holds its ports: a new one could not listen there.
+        gone = self._all.kill(self.ranks)
+        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
+            self._start()

@@ -6,7 +6,7 @@ import functools
 import os
 from datetime import timedelta
 
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
@@ -316,5 +316,5 @@ def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions
 def build_kl_controller(settings: AlgorithmConfig) -> KLController:
     """A fixed coefficient, or one that follows a target."""
     if settings.kl_target is None:
-        return FixedKLController(settings.kl_coefficient)
-    return AdaptiveKLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)
+        return KLController(settings.kl_coefficient)
+    return KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)

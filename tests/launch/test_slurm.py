@@ -17,9 +17,8 @@ from aligner.launch.rank_environment import DEVICES, IS_TASK, adopt_environment
 from aligner.launch.slurm import submit as submitting
 from aligner.launch.slurm.allocation import Nodes, read_allocation
 from aligner.launch.slurm.job_steps import Step, TaskRank, configured_environment, srun_command
-from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
-from aligner.launch.slurm.submit import submit
+from aligner.launch.slurm.submit import render_script, submit
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 from tests.launch.stand_ins import stand_in

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.submit import render_script
 from aligner.launch.status import read_status
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths

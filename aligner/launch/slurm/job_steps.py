@@ -112,6 +112,8 @@ class SlurmSteps(Ranks):
         sharing = self._layout.components[place.component].ranks_per_node
         threads = self._config.cluster.threads_per_rank or max(1, nodes.cpus // sharing)
         cores = None if self._layout.is_shared(place) else threads
+        program = None if container_image(self._config, role) is None else ("aligner",)  # the image's own
+        command = role_command(role, run_paths(self._config).config, program)
         environment = {
             **task_environment(ranks, place.ranks_per_node, nodes.address, next(self._ports), threads),
             **configured_environment(self._config, role, place),
@@ -124,7 +126,7 @@ class SlurmSteps(Ranks):
         started = [TaskRank(role, rank, log, log.stat().st_size, restarts, messages) for rank, log in enumerate(logs)]
         with messages.open("wb") as output:
             process = subprocess.Popen(
-                srun_command(self._config, role, place, nodes, ranks, cores, name, self._command(role)),
+                srun_command(self._config, role, place, nodes, ranks, cores, name, command),
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -191,21 +193,9 @@ class SlurmSteps(Ranks):
         place, nodes = self._layout.places["trainer"], self._allocation.nodes["trainer"]
         return replace(place, nodes=1, ranks_per_node=1), replace(nodes, names=nodes.names[:1]), 1
 
-    def _command(self, role: str) -> tuple[str, ...]:
-        """In a container the image's own `aligner`."""
-        is_contained = container_image(self._config, role) is not None
-        return role_command(role, run_paths(self._config).config, ("aligner",) if is_contained else None)
-
 
 def srun_command(
-    config: Config,
-    role: str,
-    place: Place,
-    nodes: Nodes,
-    ranks: int,
-    cores: int | None,
-    name: str,
-    command: Sequence[str],
+    config: Config, role: str, place: Place, nodes: Nodes, ranks: int, cores: int | None, name: str, command: Sequence[str]
 ) -> list[str]:
     """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does.
 
