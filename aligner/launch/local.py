@@ -7,7 +7,6 @@ from functools import partial
 
 from rich.console import Console
 
-from aligner.checks.check import check
 from aligner.config.prerequisites import RunPlan
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import refuse_locked
@@ -39,7 +38,7 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
     with Interrupts(console) as interrupts:
 
         def run(config: Config) -> None:
-            check(config)
+            RunPlan(config, ()).check()
             Supervisor(config, console, interrupts, partial(LocalRanks, command), local_hosts(config)).run()
 
         for first in plan.prerequisites:

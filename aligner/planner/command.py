@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError
 from aligner.planner.phases import KINDS, Lengths, Phase, PipelineModel
-from aligner.planner.plan import PlanRequest, make_plan
-from aligner.planner.search import proportional_split
+from aligner.planner.plan import PlanRequest, make_plan, proportional_split
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from aligner.algorithms.extension import require_functions
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
@@ -23,6 +24,8 @@ def prepare_run(config: Config) -> None:
             resolve_scorer(source.function, f"{source.key}.function")
     if config.evaluation.function is not None:
         resolve_scorer(config.evaluation.function, "evaluation.function")
+    if config.algorithm.trainer == "online":
+        require_functions(config.algorithm)
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:

@@ -40,8 +40,8 @@ MASKS = 2
 def described(*overrides: str):
     """A configuration, its model's shape, and the shapes of the models that are not there."""
     config = compose_config(list(overrides))
-    coming = absent_inputs(config)
-    return config, read_shape(config, coming), coming
+    expected = absent_inputs(config)
+    return config, read_shape(config, expected), expected
 
 
 def needs(*overrides: str) -> dict[str, RoleMemory]:
@@ -256,9 +256,9 @@ TOLD = re.compile(r"cluster\.device_memory_gib=\S+: (\w+) needs ([\d.]+) GiB a d
 
 def refused(*overrides: str) -> list[str]:
     """The lines that say what does not fit; none where everything does."""
-    config, _, coming = described(*overrides)
+    config, _, expected = described(*overrides)
     try:
-        check(config, coming)
+        check(config, expected)
     except ConfigError as error:
         return str(error).splitlines()
     return []

@@ -18,7 +18,7 @@ from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import States, frozen_states, trained_states
 from aligner.placement.roles import has_generator, server_ranks
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import rows_together
+from aligner.schema.derived import rows_together, samples_learned_from
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class RoleMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_needs(config: Config, shape: ModelShape, coming: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
+def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
     """Every role that has a model; the configuration must be one that `check` accepts."""
     roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
     if has_generator(config):
         roles.append(_generator(config, shape))
-    rewards = list(reward_shapes(config, coming).values())
+    rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic.with_reward:
@@ -181,9 +181,8 @@ def _policy_load(config: Config) -> Load:
 
 def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
     """Of a minibatch of a step's samples."""
-    rollout, algorithm = config.rollout, config.algorithm
-    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
-    return _load(settings, rollout.prompts_per_step * kept // algorithm.minibatches, _longest(config))
+    rows = config.rollout.prompts_per_step * samples_learned_from(config)
+    return _load(settings, rows // config.algorithm.minibatches, _longest(config))
 
 
 def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
