@@ -32,16 +32,7 @@ from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random
 from aligner.models.shape import ModelShape
 from aligner.placement.memory import memory_problems
 from aligner.schema import Config
-from aligner.schema.keys import Key, schema_keys, value_at
-
-_ABOVE_ZERO = ("rollout.top_p", "algorithm.kl_target")
-_BELOW_ONE = (
-    "actor.optimizer.beta1",
-    "actor.optimizer.beta2",
-    "critic.optimizer.beta1",
-    "critic.optimizer.beta2",
-    "algorithm.preference.label_smoothing",
-)
+from aligner.schema.keys import schema_keys, value_at
 
 
 def check(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED, *, is_starting: bool = True) -> ModelShape:

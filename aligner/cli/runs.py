@@ -50,7 +50,7 @@ def _add_of_run(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    plan = run_plan(parsed)
+    plan = _told_plan(parsed)
     if plan.config.dry_run.scale != "none":
         if parsed.dry_run:
             raise ConfigError("--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of both")
@@ -64,6 +64,16 @@ def _launch(parsed: argparse.Namespace) -> int:
     from aligner.launch.local import launch
 
     return launch(plan)
+
+
+def _told_plan(parsed: argparse.Namespace) -> RunPlan:
+    """The run's plan; a person is told what its experiment sets and it does not read."""
+    from aligner.config.compose import unread_notes
+
+    plan = run_plan(parsed)
+    for note in unread_notes(plan.config, parsed.config_dir):
+        print(f"aligner: note: {note}", file=sys.stderr)
+    return plan
 
 
 def _submit(plan: RunPlan, *, is_dry: bool) -> int:
@@ -83,7 +93,7 @@ def _supervise(parsed: argparse.Namespace) -> int:
 
 
 def _validate(parsed: argparse.Namespace) -> None:
-    plan = run_plan(parsed)
+    plan = _told_plan(parsed)
     if plan.config.dry_run.scale != "none":
         from aligner.launch.dry_run import validate_dry_run
 
