@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
+from aligner.observability.trackers import MlflowSink, WandbSink
 from aligner.paths import RunPaths
 from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
+
+
 _Action = Callable[[MetricsSink], None]
 
 
@@ -26,12 +29,8 @@ def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     if settings.tensorboard:
         opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)
     if settings.wandb.enabled:
-        from aligner.observability.wandb_sink import WandbSink
-
         opened["wandb"] = lambda: WandbSink(config, paths)
     if settings.mlflow.enabled:
-        from aligner.observability.mlflow_sink import MlflowSink
-
         opened["mlflow"] = lambda: MlflowSink(config, paths)
     return [BackgroundSink(name, open_sink, lambda: read_metrics(paths.metrics)) for name, open_sink in opened.items()]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
@@ -21,18 +20,6 @@ _SETTLING = 8
 _SETTLING_PERIODS = 200
 """After so many times max_staleness + 1 batches the step time is averaged, though starts do not quite repeat yet."""
 _SAME = 1e-9
-
-
-@dataclass(frozen=True)
-class PhaseRun:
-    """A role at work on a part of a batch, from `start` to `end` seconds after the run began."""
-
-    name: str
-    role: str
-    batch: int
-    part: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -58,14 +45,16 @@ class Simulation:
 
     pipeline: PipelineModel
     placement: Placement
-    schedule: list[PhaseRun] | None = None
-    """Gets all that is done, where a list is given."""
+    listener: Callable[[str, str, int, int, float, float], None] | None = None
+    """Told the phase, the role, batch and part, begin and end of all that is done."""
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
     """By batch."""
     busy: dict[str, float] = field(init=False)
     """By role, seconds for which it was busy so far."""
+    history: list[tuple[list[float], dict[str, float]]] = field(default_factory=list)
+    """After every batch, the times that later batches depend on, but for the slots of `lengths`; and `busy`."""
 
     def __post_init__(self) -> None:
         pipeline, placement = self.pipeline, self.placement
@@ -101,6 +90,8 @@ class Simulation:
         updated = policy if self.pipeline.max_staleness and not self.pipeline.stepwise else max(policy, critic)
         weights = self._run("other", batch, after=updated)
         self.published.append(self._run("publish", batch, after=weights))
+        clocks = [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+        self.history.append((clocks, dict(self.busy)))
 
     def _inputs(self, samples: Sequence[float], part: int) -> dict[str, float]:
         """By phase that reads samples, when it may begin with a part; the parts' samples are there at these times."""
@@ -163,12 +154,8 @@ class Simulation:
         covered = self._covered[role]
         self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
         self._covered[role] = max(covered, end)
-        if self.schedule is not None:
-            self.schedule.append(PhaseRun(name, role, batch, part, start, end))
-
-    def clocks(self) -> list[float]:
-        """All times that later batches depend on, but for the slots of `lengths`."""
-        return [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+        if self.listener is not None:
+            self.listener(name, role, batch, part, start, end)
 
 
 def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> Forecast:
@@ -177,26 +164,16 @@ def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> F
     Exact where all batches take equally long: they are followed until all clocks have moved alike over max_staleness + 1 of
     them, and from then on they always do. Otherwise a mean over batches.
     """
-    simulation, period = Simulation(pipeline, placement), pipeline.max_staleness + 1
-    if (window := pipeline.window) > 1:
-        before = _follow(simulation, _SETTLING + 2 * period)
-        _follow(simulation, window)
-        return _summary(simulation, window, before, steps)
-    _follow(simulation, period)
-    seen: deque[tuple[list[float], dict[str, float]]] = deque(maxlen=period)
-    for _ in range(_SETTLING_PERIODS * period):
-        seen.append((simulation.clocks(), dict(simulation.busy)))
+    simulation, period, window = Simulation(pipeline, placement), pipeline.max_staleness + 1, pipeline.window
+    if window > 1:
+        for _ in range(_SETTLING + 2 * period + window):
+            simulation.advance()
+        return _summary(simulation, window, steps)
+    for batches in range(1, (_SETTLING_PERIODS + 1) * period + 1):
         simulation.advance()
-        if len(seen) == period and _moved_alike(seen[0][0], simulation.clocks()):
+        if batches >= 2 * period and _moved_alike(simulation.history[-1 - period][0], simulation.history[-1][0]):
             break
-    return _summary(simulation, period, seen[0][1], steps)
-
-
-def _follow(simulation: Simulation, batches: int) -> dict[str, float]:
-    """Busy seconds by role after so many further batches."""
-    for _ in range(batches):
-        simulation.advance()
-    return dict(simulation.busy)
+    return _summary(simulation, period, steps)
 
 
 def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -204,11 +181,12 @@ def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
     return max(moves) - min(moves) <= _SAME * max(after)
 
 
-def _summary(simulation: Simulation, period: int, busy_before: Mapping[str, float], steps: int) -> Forecast:
+def _summary(simulation: Simulation, period: int, steps: int) -> Forecast:
     """Of a simulation whose last `period` batches repeat."""
     published, last = simulation.published, len(simulation.published) - 1
     step_s = (published[-1] - published[-1 - period]) / period
     repeats = max(0, -(-(steps - last) // period))
+    busy_before = simulation.history[-1 - period][1]
     return Forecast(
         step_s=step_s,
         run_s=published[steps - repeats * period] + repeats * period * step_s,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Prompt, Sample, SampleBatch, collate
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, unbegun
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
@@ -71,8 +71,38 @@ class RolloutBatch:
         )
 
 
+@dataclass(frozen=True)
+class DrawnBatch:
+    """A step's samples as they were drawn, not yet padded."""
+
+    prompts: list[Prompt]
+    """One a sample."""
+    samples: list[Sample]
+    scores: PendingRows
+    """Of everything that was generated for these samples."""
+    rows: Tensor
+    """int64 [B]: which of them are these samples'."""
+    values: PendingRows
+    """Of the same rows as the scores, or of none."""
+    deferred: int
+    skipped: int
+
+    def collated(self, pad_token_id: int) -> RolloutBatch:
+        """What is trained on."""
+        return RolloutBatch(
+            self.prompts,
+            self.samples,
+            collate(self.samples, pad_token_id),
+            self.scores.select(self.rows),
+            self.values.select(self.rows),
+            self.scores,
+            self.deferred,
+            self.skipped,
+        )
+
+
 @dataclass
-class _Asked:
+class _Generated:
     """What has been generated so far, with the scores and values that were asked for."""
 
     prompts: list[Prompt] = field(default_factory=list)
@@ -143,25 +173,26 @@ class RolloutBuilder:
 
         Raises AlignerError when dynamic sampling does not find enough prompts.
         """
-        asked, self._skipped = _Asked(), 0
-        self._ask(asked, self._settings.prompts_per_step)
-        rows = self._informative(asked) if self._rounds else None
+        return self.draw().collated(self._pad_token_id)
+
+    def draw(self) -> DrawnBatch:
+        """As `take`, before the samples are padded."""
+        generated, self._skipped = _Generated(), 0
+        self._generate_and_ask(generated, self._settings.prompts_per_step)
+        rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
         self._under_way = left_behind(self._under_way)
         self._sampler.rest()  # new weights come before the next step
-        kept = range(len(asked.samples)) if rows is None else rows.tolist()
-        samples = [asked.samples[row] for row in kept]
-        return RolloutBatch(
-            prompts=[asked.prompts[row] for row in kept],
-            samples=samples,
-            batch=collate(samples, self._pad_token_id),
-            scores=PendingRows(tuple(asked.scores), rows),
-            values=PendingRows(tuple(asked.values), rows),
-            all_scores=PendingRows(tuple(asked.scores)),
+        return DrawnBatch(
+            prompts=[generated.prompts[row] for row in rows.tolist()],
+            samples=[generated.samples[row] for row in rows.tolist()],
+            scores=PendingRows(tuple(generated.scores)),
+            rows=rows,
+            values=PendingRows(tuple(generated.values)),
             deferred=len(self._under_way),
             skipped=self._skipped,
         )
 
-    def _ask(self, asked: _Asked, count: int) -> None:
+    def _generate_and_ask(self, generated: _Generated, count: int) -> None:
         """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
         settings = self._settings
         size = settings.prompts_per_micro_batch
@@ -171,12 +202,14 @@ class RolloutBuilder:
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
             apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
-            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata, apart
-            scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
-            asked.prompts += of_samples
-            asked.samples += samples
-            asked.scores += scores
-            asked.values += values
+            generated.prompts += of_samples
+            generated.samples += samples
+            if self._is_alone:
+                generated.scores += self._services.ask_scores(batch, metadata, apart)
+                continue
+            scores, values = self._services.ask(batch, metadata, apart)
+            generated.scores += scores
+            generated.values += values
 
     def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
         """The next `count` prompts that are complete, and all their samples; others may stay under way.
@@ -210,13 +243,12 @@ class RolloutBuilder:
 
     def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
         """The prompts, at least `count` of them complete, and all that may not be left behind again."""
-        settings, each = self._settings, self._settings.samples_per_prompt
-        if count == len(stragglers) and not any(len(sample.response) for one in stragglers for sample in one.samples):
-            samples = self._sampler.sample([one.prompt for one in stragglers], each, self._options)
-        else:
+        settings, enough = self._settings, None
+        if count < len(stragglers):
             due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
-            begun = [sample for one in stragglers for sample in one.samples]
-            samples = self._sampler.carry_on(begun, each, self._options, Enough(count, due))
+            enough = Enough(count, due)
+        samples = [sample for one in stragglers for sample in one.samples]
+        samples = self._sampler.sample(samples, settings.samples_per_prompt, self._options, enough)
         return taken_further(stragglers, samples)
 
     def _leave_out(self) -> None:
@@ -231,20 +263,20 @@ class RolloutBuilder:
         self._skipped += len(self._under_way) - len(kept)
         self._under_way = tuple(kept)
 
-    def _informative(self, asked: _Asked) -> Tensor:
+    def _informative(self, generated: _Generated) -> Tensor:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
-            pending = PendingRows(tuple(asked.scores))
-            scores = pending.here() if self._is_alone else pending.result()
-            rows = informative(self._compared(scores, asked.samples), each)
+            pending = PendingRows(tuple(generated.scores))
+            scores = pending.local() if self._is_alone else pending.result()
+            rows = informative(self._compared(scores, generated.samples), each)
             found = len(rows) // each
             if found >= wanted:
                 return rows[: wanted * each]
             if rounds < self._rounds:
-                self._ask(asked, wanted - found)
+                self._generate_and_ask(generated, wanted - found)
         raise AlignerError(
-            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(asked.samples) // each} prompts only {found} have"
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(generated.samples) // each} prompts only {found} have"
             f" samples with different scores, and a step takes {wanted}; allow more rounds, draw more samples a prompt"
             f" (rollout.samples_per_prompt={each}), or choose prompts that are neither solved nor out of reach"
         )
@@ -255,7 +287,7 @@ class RolloutBuilder:
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
-        return self._cut(self._sampler.sample(prompts, samples_per_prompt, options))
+        return self._cut(self._sampler.sample(unbegun(prompts, samples_per_prompt), samples_per_prompt, options))
 
     def _cut(self, samples: list[Sample]) -> list[Sample]:
         """Complete samples, behind the token that is to end them."""

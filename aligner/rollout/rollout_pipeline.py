@@ -17,11 +17,11 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
-from aligner.data.types import Prompt, Sample, SampleBatch, collate
+from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.resharding.weight_update import AsyncWeightPublisher, WeightPublisher
-from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
+from aligner.rollout.rollout_builder import DrawnBatch, RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.schema import RolloutConfig
@@ -44,21 +44,13 @@ class _Progress:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A batch that has been drawn."""
-
-    rollout: RolloutBatch
-    progress: _Progress
-    """Where it has come to."""
-
-
-@dataclass(frozen=True)
 class _Batch:
     """A batch that has been begun."""
 
     step: int
     """That is to train on it."""
-    drawn: Future[_Drawn]
+    drawn: Future[tuple[DrawnBatch, _Progress]]
+    """And where drawing has come to with it."""
 
 
 class RolloutPipeline:
@@ -158,11 +150,15 @@ class RolloutPipeline:
             rollout = self._rollouts.take()
             self._taken = _Progress(self._rollouts.position)
             return rollout
-        taken: list[_Drawn] = []
-        together(lambda: None if self._ahead is None else taken.append(self._batches.popleft().drawn.result()))
-        if taken:
-            self._taken = taken[0].progress
-        return self._shared(taken[0].rollout if taken else None)
+        taken: list[DrawnBatch] = []
+
+        def take() -> None:
+            if self._ahead is not None:
+                drawn, self._taken = self._batches.popleft().drawn.result()
+                taken.append(drawn)
+
+        together(take)
+        return self._shared(taken[0] if taken else None)
 
     def close(self) -> None:
         """End the threads, and the engine. Collective."""
@@ -200,25 +196,28 @@ class RolloutPipeline:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
 
-    def _draw(self, served: Future[None]) -> _Drawn:
+    def _draw(self, served: Future[None]) -> tuple[DrawnBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
-        return _Drawn(self._ahead.take(), _Progress(self._ahead.position, self._ahead.under_way))
+        return self._ahead.draw(), _Progress(self._ahead.position, self._ahead.under_way)
 
     def _write(self, directory: Path) -> int:
-        held, self._held = [batch.drawn.result() for batch in self._held], []
-        progress = held[-1].progress if held else self._held_from
+        held, progress = [], self._held_from
+        for batch in self._held:
+            drawn, progress = batch.drawn.result()
+            held.append(drawn)
+        self._held = []
         if not held and not progress.under_way:
             return progress.position
         directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for place, drawn in enumerate(held):
-            tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn.rollout).items()}
+            tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn).items()}
         left, under_way = to_saved(progress.under_way)
         tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
         write_file(directory / _TENSORS, to_bytes(tensors))
-        batches = [_to_json(drawn.rollout) for drawn in held]
+        batches = [_to_json(drawn) for drawn in held]
         write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
         return progress.position
 
@@ -227,10 +226,10 @@ class RolloutPipeline:
         if is_another_ranks or not (directory / _PROMPTS).exists():
             return
         try:
-            described = json.loads((directory / _PROMPTS).read_text())
+            saved = json.loads((directory / _PROMPTS).read_text())
             tensors = load_file(directory / _TENSORS)
-            batches = described["batches"]
-            under_way = from_saved(_part(tensors, "under_way"), described["under_way"])
+            batches = saved["batches"]
+            under_way = from_saved(_part(tensors, "under_way"), saved["under_way"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AlignerError(f"{directory}: the batches that were drawn ahead cannot be read: {error!r}") from error
         excess = len(batches) - self._settings.steps_ahead
@@ -251,64 +250,48 @@ class RolloutPipeline:
             self._ahead.under_way = under_way
         self._taken = replace(self._taken, under_way=under_way)
         for place, batch in enumerate(batches):
-            rollout = _from_tensors(_part(tensors, f"{place}"), batch, self._pad_token_id)
-            done: Future[_Drawn] = Future()
-            done.set_result(_Drawn(rollout, self._taken))  # all of it was drawn before any of it is taken
+            drawn = _from_saved(_part(tensors, f"{place}"), batch)
+            done: Future[tuple[DrawnBatch, _Progress]] = Future()
+            done.set_result((drawn, self._taken))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
 
-    def _shared(self, rollout: RolloutBatch | None) -> RolloutBatch:
-        """Rank 0's rollout on every rank, with the critic's values of it asked for."""
-        described, chosen = broadcast_json((None, None) if rollout is None else (_to_json(rollout), _rows(rollout).tolist()))
-        samples = broadcast_samples(None if rollout is None else rollout.samples)
-        batch = collate(samples, self._pad_token_id)
-        values = self._services.ask_values(batch.tokens, batch.lengths)
-        scores = PendingRows(()) if rollout is None else rollout.all_scores
-        return _rollout(described, samples, batch, scores.select(torch.tensor(chosen)), PendingRows(values), scores)
+    def _shared(self, drawn: DrawnBatch | None) -> RolloutBatch:
+        """Rank 0's batch on every rank, with the critic's values of it asked for."""
+        fields, rows = broadcast_json((None, None) if drawn is None else (_to_json(drawn), drawn.rows.tolist()))
+        samples = broadcast_samples(None if drawn is None else drawn.samples)
+        scores = PendingRows(()) if drawn is None else drawn.scores
+        rollout = _from_json(fields, samples, scores, torch.tensor(rows)).collated(self._pad_token_id)
+        values = self._services.ask_values(rollout.batch)
+        return replace(rollout, values=PendingRows(values))
 
 
-def _rollout(
-    described: Mapping[str, Any],
-    samples: list[Sample],
-    batch: SampleBatch,
-    scores: PendingRows,
-    values: PendingRows,
-    all_scores: PendingRows,
-) -> RolloutBatch:
-    """What `_to_json` has described, of these samples."""
+def _to_json(drawn: DrawnBatch) -> dict[str, Any]:
+    prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
+    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped}
+
+
+def _from_json(fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows, rows: Tensor) -> DrawnBatch:
+    """What `_to_json` was given, of these samples."""
     prompts = [
-        Prompt(**fields, tokens=sample.tokens[: sample.prompt_length])
-        for fields, sample in zip(described["prompts"], samples, strict=True)
+        Prompt(**prompt, tokens=sample.tokens[: sample.prompt_length])
+        for prompt, sample in zip(fields["prompts"], samples, strict=True)
     ]
-    return RolloutBatch(
-        prompts, samples, batch, scores, values, all_scores, deferred=described["deferred"], skipped=described["skipped"]
-    )
+    return DrawnBatch(prompts, samples, scores, rows, PendingRows(()), fields["deferred"], fields["skipped"])
 
 
-def _rows(rollout: RolloutBatch) -> Tensor:
-    """int64 [B]: which of the samples that were drawn for it are its own."""
-    return torch.arange(len(rollout.samples)) if rollout.scores.chosen is None else rollout.scores.chosen
+def _to_tensors(drawn: DrawnBatch) -> dict[str, Tensor]:
+    integers, logprobs = samples_to_tensors(drawn.samples, max(sample.tokens.numel() for sample in drawn.samples))
+    return {"integers": integers, "logprobs": logprobs, "scores": drawn.scores.local(), "rows": drawn.rows.contiguous()}
 
 
-def _to_json(rollout: RolloutBatch) -> dict[str, Any]:
-    prompts = [prompt_fields(prompt) for prompt in rollout.prompts]
-    return {"prompts": prompts, "deferred": rollout.deferred, "skipped": rollout.skipped}
+def _from_saved(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> DrawnBatch:
+    """The batch that `_to_tensors` and `_to_json` were given."""
+    scored: Future[Tensor] = Future()
+    scored.set_result(tensors["scores"])
+    samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+    return _from_json(fields, samples, PendingRows((scored,)), tensors["rows"])
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors whose names begin so, by what follows."""
     return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-
-
-def _to_tensors(rollout: RolloutBatch) -> dict[str, Tensor]:
-    integers, logprobs = samples_to_tensors(rollout.samples, rollout.batch.tokens.shape[1])
-    scores = rollout.all_scores.here()
-    return {"integers": integers, "logprobs": logprobs, "scores": scores, "rows": _rows(rollout).contiguous()}
-
-
-def _from_tensors(parts: Mapping[str, Tensor], described: Mapping[str, Any], pad_token_id: int) -> RolloutBatch:
-    samples = samples_from_tensors(parts["integers"], parts["logprobs"])
-    scored: Future[Tensor] = Future()
-    scored.set_result(parts["scores"])
-    scores = PendingRows((scored,))
-    batch = collate(samples, pad_token_id)
-    return _rollout(described, samples, batch, scores.select(parts["rows"]), PendingRows(()), scores)

@@ -72,7 +72,7 @@ class Config:
     rollout: RolloutConfig = section(RolloutConfig, read="algorithm.trainer=online|preferences")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, read=".trainer=online")
     actor: ActorConfig = section(ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo")
-    critic: CriticConfig = section(CriticConfig, read="algorithm.advantage=gae|*:*")
+    critic: CriticConfig = section(CriticConfig, read="algorithm.with_critic=true or algorithm.advantage=gae")
     reward: RewardConfig = section(
         RewardConfig,
         read="algorithm.trainer=online|preferences",

@@ -39,7 +39,9 @@ class SlurmRolesConfig:
 
     trainer: SlurmRoleConfig = section(SlurmRoleConfig)
     generator: SlurmRoleConfig = section(SlurmRoleConfig, read="cluster.kind=slurm and engine.placement=server")
-    critic: SlurmRoleConfig = section(SlurmRoleConfig, read="cluster.kind=slurm and algorithm.advantage=gae|*:*")
+    critic: SlurmRoleConfig = section(
+        SlurmRoleConfig, read=("cluster.kind=slurm", "algorithm.with_critic=true or algorithm.advantage=gae")
+    )
     reward: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", OWN_SERVER))
 
 

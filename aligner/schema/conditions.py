@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from aligner.schema.options import CALLABLE, Read
+
 _TERM = re.compile(r"(\.?\w+(?:\.\w+)*)(!=|=|>)(\S+)")
 _ALWAYS = "always"
 
@@ -33,7 +35,7 @@ class Term:
 
     def __str__(self) -> str:
         """In a few words, for messages and tables."""
-        values = " or ".join("module:callable" if value == "*:*" else value for value in self.values)
+        values = " or ".join(CALLABLE if value == "*:*" else value for value in self.values)
         if self.sign == ">":
             return f"{self.key} above {values}"
         if self.sign == "=":
@@ -52,7 +54,7 @@ def value_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_condition(written: str | tuple[str, ...], section: str) -> Condition:
+def parse_condition(written: Read, section: str) -> Condition:
     """The condition that the schema has in a section. Raises ValueError for one that is not written as it must be."""
     if written == _ALWAYS:
         return ()

@@ -8,6 +8,9 @@ from typing import Any
 Read = str | tuple[str, ...]
 """A condition, or several of which all must hold."""
 
+CALLABLE = "module:callable"
+"""Among the choices of a key: a function of the user's own is one too."""
+
 
 def option(
     default: Any,
@@ -37,3 +40,9 @@ def section(kind: type, read: Read | None = None, **keys: Read) -> Any:
     `keys` are the conditions of single keys, or sections, of a kind that several sections have in common.
     """
     return field(default_factory=kind, metadata={"read": read, "keys": keys})
+
+
+def callable_place(name: str) -> tuple[str, str] | None:
+    """The module of a `module:callable`, and what it is called there; None for any other name."""
+    module, _, function = name.partition(":")
+    return (module, function) if module and function else None

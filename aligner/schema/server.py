@@ -46,7 +46,7 @@ class ServerConfig:
     accept_unnumbered: bool = option(
         False,
         "serve critic_train requests that carry no sequence number (foreign clients)",
-        read="algorithm.advantage=gae|*:*",
+        read="algorithm.with_critic=true or algorithm.advantage=gae",
     )
     start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1, read="always")
     request_timeout_s: float = option(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from datetime import timedelta
 
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
 from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
@@ -24,11 +26,15 @@ from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
 from aligner.placement.endpoints import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
-from aligner.resharding.weight_update import WeightPublisher
+from aligner.resharding.link import Link
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.remote_publisher import GeneratorCalls, RemotePublisher, plan_between_worlds
+from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
-from aligner.rollout.services import Services
+from aligner.rollout.services import Services, together
 from aligner.schema import AlgorithmConfig, Config, RolloutConfig
 from aligner.schema.derived import policy_updates
 from aligner.servers.client import RewardClient
@@ -39,8 +45,6 @@ from aligner.training.evaluator import build_evaluator
 from aligner.training.offline import train_offline
 from aligner.training.online import OnlineTrainer, Recorder
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
-from aligner.training.publishing import build_colocated_publisher
-from aligner.training.remote_publishing import RemotePublisher
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.training.stopping import StopCondition
 
@@ -214,12 +218,63 @@ def build_engine_ends(
     `listener` is told what a colocated engine tells of, and when weights move to the generator.
     """
     if has_generator(config):
-        is_beside = config.rollout.max_staleness > 0  # else the trainer's own phase is the span
-        publisher = RemotePublisher(config, shape, world, policy, client, listener if is_beside else None)
+        publisher = build_remote_publisher(config, shape, world, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
     engine = build_colocated_engine(config, shape, world, policy, listener)
     sampler = ColocatedSampler(engine, config.engine.parallel, world.rank, config.engine.sleep)
     return sampler, build_colocated_publisher(config, shape, world, policy, engine)
+
+
+def build_remote_publisher(
+    config: Config,
+    shape: ModelShape,
+    world: World,
+    policy: Policy,
+    client: GeneratorClient | None,
+    listener: SpanListener | None,
+) -> RemotePublisher:
+    """What takes the policy's weights to the generator. Collective; `client` is rank 0's."""
+    calls = None
+    if client is not None:
+        is_another = functools.partial(client.is_another, start_timeout_s=config.server.start_timeout_s)
+        calls = GeneratorCalls(client.instance, is_another, client.connect, client.receive)
+    to = weight_format(config.engine, world.device)
+    return RemotePublisher(
+        plan_between_worlds(shape, config.actor.parallel, to),
+        world.rank,
+        world.device,
+        to,
+        config.engine,
+        host=os.environ["MASTER_ADDR"],
+        read=policy.runner.weights.read,
+        together=together,
+        calls=calls,
+        listener=listener if config.rollout.max_staleness > 0 else None,  # else the trainer's own phase is the span
+    )
+
+
+def build_colocated_publisher(
+    config: Config, shape: ModelShape, world: World, policy: Policy, engine: GenerationEngine
+) -> Publisher:
+    """What takes the policy's weights to the engine on the trainer's own ranks. Collective."""
+    weights, to = policy.runner.weights, engine.weight_format
+
+    def begin_update(version: int) -> WeightUpdate:
+        engine.wake()
+        return engine.begin_update(version)
+
+    plan = plan_resharding(shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    return Publisher(
+        plan,
+        Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),
+        read=weights.read,
+        begin_update=begin_update,
+        dtype=to.dtype,
+        bucket_bytes=config.engine.bucket_mib << 20,
+        verify_every=config.engine.verify_every,
+        group_bytes=to.group_bytes,
+        copied=weights.copied,
+    )
 
 
 def build_colocated_engine(
@@ -261,5 +316,5 @@ def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions
 def build_kl_controller(settings: AlgorithmConfig) -> KLController:
     """A fixed coefficient, or one that follows a target."""
     if settings.kl_target is None:
-        return FixedKLController(settings.kl_coefficient)
-    return AdaptiveKLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)
+        return KLController(settings.kl_coefficient)
+    return KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)

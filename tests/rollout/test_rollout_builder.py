@@ -76,11 +76,12 @@ class Picky(Digits):
         super().__init__()
         self.refused, self.at_first, self.error = refused, at_first, error
 
-    def sample(self, prompts, samples_per_prompt, options):
+    def sample(self, samples, samples_per_prompt, options, enough=None):
         self.at_first -= 1
-        if self.at_first >= 0 or self.refused & {prompt.id for prompt in prompts}:
+        prompts = {sample.prompt_id for sample in samples}
+        if self.at_first >= 0 or self.refused & prompts:
             raise self.error("generator", "host:1", "AlignerError", f"{len(prompts)} prompts")
-        return super().sample(prompts, samples_per_prompt, options)
+        return super().sample(samples, samples_per_prompt, options, enough)
 
 
 def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(caplog):
@@ -103,13 +104,13 @@ class Unable:
     def __init__(self, able):
         self.able = able
 
-    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        future, (prompt, *_) = Future(), (tokens[:, 1] - 10).tolist()
+    def ask(self, batch, metadata, rows_apart=None):
+        future, (prompt, *_) = Future(), (batch.tokens[:, 1] - 10).tolist()
         if prompt in self.able:
-            future.set_result(torch.ones(len(tokens)))
+            future.set_result(torch.ones(len(batch.tokens)))
         else:
             refused = RefusedError("reward", "host:1", "ScoringError", f"of {prompt} nothing")
-            future.set_exception(UnscoredError(refused, len(tokens)))
+            future.set_exception(UnscoredError(refused, len(batch.tokens)))
         return (future,), ()
 
 

@@ -234,10 +234,10 @@ def test_an_engine_that_fails_ahead_is_told_when_its_samples_are_wanted():
     world = World(0, 1, 4)
     drawn = world.engine.sample
 
-    def broken(prompts, *arguments):
-        if prompts[0].id >= PROMPTS:
+    def broken(samples, *arguments):
+        if samples[0].prompt_id >= PROMPTS:
             raise AlignerError("generator: out of memory")
-        return drawn(prompts, *arguments)
+        return drawn(samples, *arguments)
 
     world.engine.sample = broken
     with world.flow() as flow:
