@@ -84,7 +84,7 @@ def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: in
 
 
 def sft_loss(logprobs: Tensor, entropy: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
-    """Cross entropy of the response tokens; see `aligner.megatron.policy.PolicyLoss`."""
+    """Cross entropy of the response tokens; see `aligner.data.types.PolicyLoss`."""
     loss = cross_entropy_loss(logprobs, rows.mask, denominator=denominator)
     return loss, {"loss": loss.detach()}
 
