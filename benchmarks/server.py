@@ -39,7 +39,7 @@ from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.launch.free_ports import FreePorts
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model
 from benchmarks.processes import Group, Way
 

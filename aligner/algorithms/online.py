@@ -30,7 +30,7 @@ from aligner.observability.timer import PhaseTimer
 from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollout
 from aligner.rollout.services import Services
-from aligner.servers.critic_client import INITIAL, CriticState
+from aligner.servers.critic_updates import INITIAL, CriticState
 
 
 @dataclass(frozen=True)

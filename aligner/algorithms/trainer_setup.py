@@ -39,10 +39,10 @@ from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services
 from aligner.rollout.weights import Publishes
-from aligner.servers.client import RewardClient
 from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.journal import UpdateJournal
+from aligner.servers.remote_client import RewardClient
 
 
 def train(config: Config) -> bool:

@@ -56,15 +56,15 @@ def _serve(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(server_ranks(config))}")
     configure_logs(config.logging.format, roles[0])
     if roles[0] == "generator":
-        from aligner.servers.generator import serve_generator
+        from aligner.servers.generator_server import serve_generator
 
         serve_generator(config)
     elif roles[0] == "critic":
-        from aligner.servers.critic import serve_critic
+        from aligner.servers.critic_server import serve_critic
 
         serve_critic(config)
     else:
-        from aligner.servers.reward import serve_reward
+        from aligner.servers.reward_server import serve_reward
 
         serve_reward(config, roles[0])
 

@@ -13,9 +13,9 @@ from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
 from aligner.rollout.services import together
 from aligner.rollout.weights import Offers
-from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
+from aligner.servers.remote_client import RemoteFuture
 
 _Ask = Callable[[GeneratorClient, int], RemoteFuture[list[Sample]]]
 """Asks for samples that weights of a version, or newer ones, draw."""

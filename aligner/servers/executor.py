@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError, UnavailableError
 from aligner.observability.timeline import Timeline
-from aligner.servers.commands import Command, Handler, joins_of, ops_at_pauses, rows_of, take_together
+from aligner.servers.rank_commands import Command, Handler, joins_of, ops_at_pauses, rows_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.access import create_access_key
+from aligner.config.access import create_access_key, run_access
 from aligner.config.endpoints import load_endpoints
 from aligner.config.model_source import directory_shape
 from aligner.config.paths import run_paths
@@ -25,11 +25,11 @@ from aligner.config.ports import group_ports, interface_address
 from aligner.config.schema import Config, Ports
 from aligner.errors import AlignerError
 from aligner.observability.timeline import open_timeline
-from aligner.servers.commands import Handler
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.guard import run_guard
-from aligner.servers.host import Serve, TritonHost
-from aligner.servers.protocol import (
+from aligner.servers.rank_commands import Handler
+from aligner.servers.triton_host import Guard, Serve, TritonHost
+from aligner.servers.validation import Limits, validate
+from aligner.servers.wire_protocol import (
     CONTROL,
     PROTOCOL_VERSION,
     EndpointSpec,
@@ -38,7 +38,6 @@ from aligner.servers.protocol import (
     array_text,
     text_array,
 )
-from aligner.servers.validation import Limits, validate
 
 _log = logging.getLogger(__name__)
 
@@ -80,18 +79,22 @@ class Caller:
             ) from None
 
 
+Endpoints = Callable[[Caller], Mapping[EndpointSpec, Serve]]
+"""Makes rank 0's endpoint functions, which get validated requests."""
+
+
 def serve_role(
     role: str,
     config: Config,
     handlers: Mapping[str, Handler],
-    endpoints: Callable[[Caller], Mapping[EndpointSpec, Serve]],
+    endpoints: Endpoints,
     operations: Collection[str],
     limits: Limits,
 ) -> None:
     """Serve until SIGTERM, SIGINT or a shutdown request; returns when the role has ended in order.
 
-    `endpoints` makes rank 0's endpoint functions, which get validated requests; `operations` are the control operations
-    whose handlers run on every rank. Raises whatever was fatal for the world, on every rank that learns of it.
+    `operations` are the control operations whose handlers run on every rank. Raises whatever was fatal for the world, on
+    every rank that learns of it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = _host(config, role) if rank == 0 else None
@@ -141,7 +144,7 @@ def _host(config: Config, role: str) -> TritonHost:
         _ports(config, role),
         server.max_batch_size,
         server.concurrent_requests,
-        run_guard(config),
+        Guard(run_access(config).key, server.tls),
         log,
     )
 

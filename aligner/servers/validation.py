@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.servers.protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
+from aligner.servers.wire_protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
 
 _BYTES_A_TOKEN = 16
 """Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""

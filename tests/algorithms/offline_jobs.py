@@ -32,7 +32,7 @@ from aligner.data.run_data import RunData
 from aligner.data.streams import ExampleStream
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
-from aligner.servers.scoring import build_scoring
+from aligner.servers.reward_server import build_scoring
 from tests.megatron.jobs import Slices, gradients, slices
 
 OPTIMIZER = Optimizer(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)

@@ -11,8 +11,8 @@ from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows
-from aligner.servers.client import UnscoredError
 from aligner.servers.connection import RefusedError, RemoteError, TransportError
+from aligner.servers.remote_client import UnscoredError
 from tests.rollout.fakes import Digits, Scorers, Stream
 
 EACH = 2

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from aligner.config.access import KEY_HEADER
 from aligner.config.endpoints import Endpoint
-from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array, told_error
+from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array, told_error
 from tests.servers.bad_requests import good
 
 DATATYPES = {"l": "INT64", "i": "INT32", "f": "FP32", "d": "FP64", "S": "BYTES", "O": "BYTES", "?": "BOOL"}

@@ -29,11 +29,10 @@ from aligner.errors import AlignerError
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator import Generator
 from aligner.servers.generator_client import further_arrays, request_arrays
-from aligner.servers.protocol import GENERATE
-from aligner.servers.samples import with_responses
+from aligner.servers.generator_server import Generator
 from aligner.servers.serving import Caller
+from aligner.servers.wire_protocol import GENERATE, with_responses
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import AlignerError, UnavailableError
-from aligner.servers.commands import Command, RowJoin, joined_by, runs_at_pauses, take_together
 from aligner.servers.executor import ServerStopping, SpmdExecutor
+from aligner.servers.rank_commands import Command, RowJoin, joined_by, runs_at_pauses, take_together
 
 UNAVAILABLE, SLOWLY_REFUSED = 99, -99
 

@@ -20,12 +20,11 @@ from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.servers.connection import RemoteError
-from aligner.servers.generator import Generator
 from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
-from aligner.servers.protocol import GENERATE, RequestError, WeightsError
-from aligner.servers.samples import with_responses
+from aligner.servers.generator_server import Generator
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
+from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
 from tests.servers.generator_jobs import (
     Trainer,
     one_replica_refuses,

@@ -18,8 +18,8 @@ from aligner.config.ports import http_address, interface_address
 from aligner.config.schema import TLS, Config
 from aligner.errors import ConfigError
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.guard import Guard
-from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
+from aligner.servers.triton_host import Guard
+from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole
 

@@ -23,7 +23,7 @@ from aligner.config.access import Access
 from aligner.config.endpoints import Endpoint
 from aligner.errors import AlignerError
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
-from aligner.servers.protocol import CONTROL, REWARD_MODEL, EndpointSpec, array_text, text_array
+from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class RemoteClient:
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
-        return control(self._replicas.connections[0], self._timeout_s, op, **arguments)
+        return self._replicas.connections[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
@@ -143,7 +143,7 @@ class RemoteClient:
                     # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
                     # started anew.
                     with contextlib.suppress(RemoteError):
-                        control(connection, _SHUTDOWN_S, "shutdown")
+                        connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
                     raise error.final(f"after {self._timeout_s:g} s") from None
                 if self._closing.wait(pause):
@@ -256,12 +256,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def control(connection: Connection, timeout_s: float, op: str, **arguments: Any) -> dict[str, Any]:
-    """Run a control operation, once."""
-    request = text_array(json.dumps({"op": op, **arguments}))
-    return json.loads(array_text(connection.infer(CONTROL, {"request": request}, timeout_s)["response"]))
 
 
 def sequence_arrays(tokens: Tensor, lengths: Tensor) -> dict[str, NDArray]:

@@ -21,11 +21,20 @@ from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
-from aligner.servers.commands import Handler, runs_at_pauses
-from aligner.servers.host import Serve
-from aligner.servers.protocol import DRAWN, GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text
-from aligner.servers.samples import response_tensors, with_responses
+from aligner.servers.rank_commands import Handler, runs_at_pauses
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
+from aligner.servers.wire_protocol import (
+    DRAWN,
+    GENERATE,
+    PROTOCOL_VERSION,
+    EndpointSpec,
+    RequestError,
+    WeightsError,
+    array_text,
+    response_tensors,
+    with_responses,
+)
 
 _OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
 

@@ -1,10 +1,10 @@
-"""The critic role: values and value-model updates behind Triton."""
+"""The critic role: values and value-model updates behind Triton, and the reward beside them where it is served there too."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,28 @@ from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
 from aligner.config.paths import model_directory, run_paths
+from aligner.config.reward_sources import has_reward_model
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
-from aligner.servers.backend import ValueModel
-from aligner.servers.combined import build_with_reward, with_rewards
-from aligner.servers.commands import Handler, RowJoin, joined_by
-from aligner.servers.host import Serve
-from aligner.servers.ledger import RunId, SequenceError, UpdateLedger
-from aligner.servers.protocol import (
+from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
+from aligner.servers.rank_commands import Handler, RowJoin, joined_by
+from aligner.servers.reward_server import Scoring, build_scoring, narrower
+from aligner.servers.serving import Caller, Endpoints, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
+from aligner.servers.validation import Limits
+from aligner.servers.value_models import DeviceSharing, OffloadableModel, ValueModel
+from aligner.servers.wire_protocol import (
     CRITIC_INFER,
+    CRITIC_INFER_WITH_REWARD,
     CRITIC_SAVE,
     CRITIC_TRAIN,
     PROTOCOL_VERSION,
+    REWARD_MODEL,
     EndpointSpec,
     InstanceError,
     array_text,
     text_array,
 )
-from aligner.servers.scoring import Scoring, narrower
-from aligner.servers.serving import Caller, model_limits, serve_role, tensor
-from aligner.servers.validation import Limits
 
 
 def serve_critic(config: Config) -> None:
@@ -46,8 +48,9 @@ def serve_critic(config: Config) -> None:
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
     loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
     critic = functools.partial(build_critic, config, world, loss)
+    model: ValueModel
     if config.critic.with_reward:
-        model, scoring = build_with_reward(config, critic, lambda directory: build_reward_model(config, directory, world))
+        model, scoring = _build_with_reward(config, critic, lambda directory: build_reward_model(config, directory, world))
     else:
         model, scoring = critic(), None
     run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
@@ -65,6 +68,16 @@ def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scori
         operations=("version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore"),
         limits=narrower(limits, scoring.limits) if scoring else limits,
     )
+
+
+def _build_with_reward(
+    config: Config, build_critic: Callable[[], OffloadableModel], build_reward_model: Callable[[Path], OffloadableModel]
+) -> tuple[ValueModel, Scoring]:
+    """The critic and what scores beside it, taking turns on the device where there is a reward model."""
+    sharing = DeviceSharing()
+    scoring = build_scoring(config, lambda directory: sharing.add("reward", build_reward_model(directory)))
+    critic = build_critic()
+    return sharing.add("critic", critic) if has_reward_model(config.reward) else critic, scoring
 
 
 @dataclass(frozen=True)
@@ -246,3 +259,21 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
         return {"status": np.zeros(1, dtype=np.int64)}
 
     return {CRITIC_INFER: infer, CRITIC_TRAIN: train, CRITIC_SAVE: save}
+
+
+def with_rewards(critic: Endpoints, scoring: Scoring) -> Endpoints:
+    """The critic's endpoints with `rewards` beside the values, and `reward_model` beside them."""
+
+    def endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
+        served, rewards = dict(critic(call)), scoring.endpoints(call)
+        infer, score = served.pop(CRITIC_INFER), rewards[REWARD_MODEL]
+
+        def infer_with_reward(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+            asked = {spec.name for spec in REWARD_MODEL.inputs}
+            # First, because metadata is read there: what is refused costs the ranks nothing.
+            scores = score({name: array for name, array in arrays.items() if name in asked})
+            return infer(arrays) | scores
+
+        return {CRITIC_INFER_WITH_REWARD: infer_with_reward, **served, **rewards}
+
+    return endpoints

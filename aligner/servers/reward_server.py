@@ -1,4 +1,4 @@
-"""The reward's side of a world of ranks: requests to scores, whoever hosts it."""
+"""The reward role: requests to scores, by functions, remote scorers and models, on ranks of its own or beside the critic."""
 
 from __future__ import annotations
 
@@ -20,18 +20,37 @@ from aligner.config.normalization import read_normalization
 from aligner.config.paths import model_directory
 from aligner.config.schema import Config
 from aligner.data.model_directory import read_tokenizer
+from aligner.errors import ConfigError
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
-from aligner.servers.backend import ValueModel
-from aligner.servers.commands import Handler, RowJoin, joined_by
-from aligner.servers.host import Serve
-from aligner.servers.protocol import REWARD_MODEL, EndpointSpec, RequestError
-from aligner.servers.serving import Caller, model_limits, tensor
+from aligner.servers.rank_commands import Handler, RowJoin, joined_by
+from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
+from aligner.servers.value_models import ValueModel
+from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, EndpointSpec, RequestError
 
-BuildModel = Callable[[Path], ValueModel]
-"""The reward model in a directory, on this rank."""
+
+def serve_reward(config: Config, group: str = "reward") -> None:
+    """One rank of the reward server, or of the replica that `group` names, until it is told to stop."""
+    if reward_sources.has_reward_model(config.reward):
+        from aligner.megatron.value_model import build_reward_model
+        from aligner.megatron.world import initialize, shutdown
+
+        world = initialize(config.reward.parallel, config.seed, config.cluster.collective_timeout_s)
+        run_reward(config, build_scoring(config, lambda directory: build_reward_model(config, directory, world)), group)
+        shutdown()  # the groups' threads would abort an interpreter that ends under them
+    elif config.reward.parallel.ranks == 1:
+        run_reward(config, build_scoring(config), group)
+    else:
+        raise ConfigError(f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward model")
+
+
+def run_reward(config: Config, scoring: Scoring, group: str = "reward") -> None:
+    """Serve the scores; every rank of their world calls this."""
+    handlers = {**scoring.handlers, "version": lambda: {"protocol": PROTOCOL_VERSION, "version": 0}}
+    serve_role(group, config, handlers, scoring.endpoints, ("version",), scoring.limits)
 
 
 class Scoring:
@@ -111,14 +130,18 @@ class Scoring:
         return {"tokens": tokens, "lengths": torch.tensor(lengths)}
 
 
-def build_scoring(config: Config, build_model: BuildModel) -> Scoring:
-    """The reward that the configuration describes. Raises ConfigError when it cannot be had."""
+def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | None = None) -> Scoring:
+    """The reward that the configuration describes; `build_model` reads the reward model in a directory onto this rank.
+
+    Raises ConfigError when it cannot be had.
+    """
     directory = model_directory(config)
     tokenizer = read_tokenizer(directory)
     limits = model_limits(config, directory, tokenizer.get_vocab_size())
     parts: list[tuple[reward_sources.Source, RewardSource]] = []
     for source in reward_sources.reward_sources(config.reward):
         if isinstance(source, reward_sources.ModelSource):
+            assert build_model is not None
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             parts.append((source, ModelSource(source.name, model, normalizer)))
