@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from aligner.config.paths import RunPaths
 from aligner.observability.metrics import read_metrics
+from aligner.paths import RunPaths
 from benchmarks.figures import vector_plots
 
 CURVES = {

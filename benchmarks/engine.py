@@ -59,12 +59,12 @@ class Replica:
     def __init__(self, directory: str, model: str, way: Way, batch: int) -> None:
         import torch
 
-        from aligner.config.schema import Engine
         from aligner.engines.embedded.engine import EmbeddedEngine
+        from aligner.schema import EngineConfig
 
         self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
         self._rows = -(-batch // self._replicas)
-        self._engine = EmbeddedEngine(self._shape, Engine(batch_size=self._rows), rank=0, seed=1)
+        self._engine = EmbeddedEngine(self._shape, EngineConfig(batch_size=self._rows), rank=0, seed=1)
         self._engine.load_directory(Path(directory))
         self._inputs = {
             width: torch.randn(self._rows, width) for width in (self._shape.hidden_size, self._shape.ffn_hidden_size)

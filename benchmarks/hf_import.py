@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import MegatronModel, Parallel
-from aligner.config.weights import weight_table
 from aligner.launch.free_ports import FreePorts
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
+from aligner.schema import MegatronModelConfig, ParallelConfig
 
 
 def make_shape(hidden: int, layers: int, vocabulary: int) -> ModelShape:
@@ -74,7 +74,7 @@ def peak_memory(result: list[int], interval_s: float = 0.001) -> Iterator[None]:
         result.append(max(peak, own_memory()))
 
 
-def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Parallel, as_json: bool) -> None:
+def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: ParallelConfig, as_json: bool) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -88,7 +88,7 @@ def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Par
     begin = time.perf_counter()
     with peak_memory(peaks):
         weights = NamedWeights(
-            build_model(shape, world, "vocabulary", MegatronModel(parallel=layout)), shape, world, "vocabulary"
+            build_model(shape, world, "vocabulary", MegatronModelConfig(parallel=layout)), shape, world, "vocabulary"
         )
         weights.load_directory(Path(directory))
     seconds = time.perf_counter() - begin
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
-    layout = Parallel(tensor=args.tensor, pipeline=args.pipeline)
+    layout = ParallelConfig(tensor=args.tensor, pipeline=args.pipeline)
     shape = make_shape(args.hidden, args.layers, args.vocabulary)
     with tempfile.TemporaryDirectory() as directory, FreePorts() as ports:
         write_model(shape, Path(directory))

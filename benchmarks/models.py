@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
 
 MODELS: dict[str, dict[str, Any]] = {
     "smollm2_135m": {

@@ -31,15 +31,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import TensorSpec, weight_table
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import TensorSpec, weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transport import slice_shape
 from aligner.resharding.verify import verify
+from aligner.schema import EngineParallelConfig, ParallelConfig
 from benchmarks.models import MODELS, shape_of
 
 SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert"}
@@ -268,8 +268,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args()
     args.source_text, args.target_text = args.source, args.target
-    args.source = Parallel(**layout(args.source, tuple(SHORT)))
-    args.target = EngineParallel(**layout(args.target, ("tp", "dp")))
+    args.source = ParallelConfig(**layout(args.source, tuple(SHORT)))
+    args.target = EngineParallelConfig(**layout(args.target, ("tp", "dp")))
     if args.colocated and args.target.ranks > args.source.ranks:
         parser.error(f"the engine has {args.target.ranks} ranks, more than the {args.source.ranks} that it shares")
     try:

@@ -15,10 +15,10 @@ from types import TracebackType
 
 import psutil
 
-from aligner.config.leftovers import remove_leftovers
-from aligner.config.paths import RunPaths
 from aligner.launch.failure import log_tail
 from aligner.observability.metrics import read_metrics
+from aligner.paths import RunPaths
+from aligner.triton_cleanup import remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
 _MARKER = "ALIGNER_OBSERVED_RUN"
@@ -63,7 +63,7 @@ class Launch:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-                remove_leftovers(process.pid)
+                remove_triton_files(process.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes that came of this launch."""

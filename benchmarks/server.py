@@ -32,12 +32,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from aligner.config.access import run_access
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.endpoints import Endpoint
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.launch.free_ports import FreePorts
+from aligner.placement.endpoints import Endpoint, run_access
+from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model

@@ -44,15 +44,15 @@ class Ours:
     """One rank of our policy."""
 
     def __init__(self, directory: str, way: Way, micro_batch_tokens: int) -> None:
-        from aligner.config.schema import Actor, Optimizer, Parallel
         from aligner.data.model_directory import read_shape
         from aligner.megatron import world as worlds
         from aligner.megatron.policy import Policy
+        from aligner.schema import ActorConfig, OptimizerConfig, ParallelConfig
 
-        world = worlds.initialize(Parallel(**(way.layout or {})), seed=1, timeout_s=120)
+        world = worlds.initialize(ParallelConfig(**(way.layout or {})), seed=1, timeout_s=120)
         self._shape = read_shape(Path(directory))
-        optimizer = Optimizer(**ADAM, clip_grad_norm=CLIP_GRAD_NORM)
-        settings = Actor(parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
+        optimizer = OptimizerConfig(**ADAM, clip_grad_norm=CLIP_GRAD_NORM)
+        settings = ActorConfig(parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
         self._policy = Policy(self._shape, world, settings, Path(directory), 1.0, total_updates=1000)
 
     def step(self, lengths: Sequence[int]) -> float:

@@ -1,1 +1,1 @@
-"""The algorithms: pure functions, and one page per trainer."""
+"""The algorithms: pure functions of tensors, and their compositions."""

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms import advantages, losses
-from aligner.algorithms.dpo import pair_loss
 from aligner.algorithms.kl import KLEstimator, approximate_kl
 from aligner.algorithms.losses import Stats
+from aligner.algorithms.preference_losses import pair_loss
+from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.whitening import masked_whiten
-from aligner.config.algorithms import overlong_buffer, rows_together
-from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import PolicyLoss
-from aligner.rewards.shaping import ScoreShaping, penalized_rewards
+from aligner.schema import AlgorithmConfig, Config
+from aligner.schema.derived import overlong_buffer, rows_together
 
 Aggregation = Literal["token", "sequence", "sum", "constant"]
 Select = Callable[[Tensor, int], Tensor]
@@ -163,7 +163,7 @@ def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
 
 
 def build_online_algorithm(config: Config) -> OnlineAlgorithm:
-    """The composition that the configuration describes; `aligner.config.algorithms` has made sure that its parts fit."""
+    """The composition that the configuration describes; `aligner.checks.algorithm` has made sure that its parts fit."""
     settings, samples_per_prompt = config.algorithm, config.rollout.samples_per_prompt
     return OnlineAlgorithm(
         estimate=build_estimate(settings, samples_per_prompt),
@@ -188,7 +188,7 @@ def build_shaping(config: Config) -> ScoreShaping:
     return ScoreShaping(config.reward.missing_end_score, config.rollout.max_response_tokens, overlong_buffer(config))
 
 
-def build_estimate(settings: Algorithm, samples_per_prompt: int) -> Estimate:
+def build_estimate(settings: AlgorithmConfig, samples_per_prompt: int) -> Estimate:
     """The advantage estimator."""
     of_scores = {"rloo": advantages.rloo, "grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo}
     of_rewards = {"reinforce": advantages.reinforce, "reinforce_plus_plus": advantages.reinforce_plus_plus}
@@ -208,7 +208,7 @@ def build_estimate(settings: Algorithm, samples_per_prompt: int) -> Estimate:
     return estimate
 
 
-def build_objective(settings: Algorithm, samples_per_prompt: int) -> Objective:
+def build_objective(settings: AlgorithmConfig, samples_per_prompt: int) -> Objective:
     """The policy's loss, without penalty and bonus."""
     clip: dict[str, Any] = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
     objectives: Mapping[str, Callable[..., tuple[Tensor, Stats]]] = {
@@ -223,7 +223,7 @@ def build_objective(settings: Algorithm, samples_per_prompt: int) -> Objective:
 
 
 def clipped_surrogate(
-    logprobs: Tensor, rows: Experience, *, settings: Algorithm, weights: Tensor | None, denominator: float, **_: Any
+    logprobs: Tensor, rows: Experience, *, settings: AlgorithmConfig, weights: Tensor | None, denominator: float, **_: Any
 ) -> tuple[Tensor, Stats]:
     """PPO's surrogate. Without truncated importance sampling the samples count as the trainer's own.
 
@@ -294,7 +294,7 @@ def contrastive(
 
 
 def preference(
-    logprobs: Tensor, rows: Experience, *, settings: Algorithm, denominator: float, **_: Any
+    logprobs: Tensor, rows: Experience, *, settings: AlgorithmConfig, denominator: float, **_: Any
 ) -> tuple[Tensor, Stats]:
     """DPO on pairs of rows, the better one first (Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback").
 

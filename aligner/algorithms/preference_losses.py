@@ -12,6 +12,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from aligner.schema import PreferenceConfig
+
+
+def pair_loss(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    settings: PreferenceConfig,
+    pairs: float,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as sums over `pairs`.
+
+    `weights` [P] are the pairs'; the statistics are of all pairs alike.
+    """
+
+    def of_answers(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        whole = torch.where(mask, of_tokens, 0.0).sum(1)
+        return whole[::2], whole[1::2]
+
+    (chosen, rejected), (reference_chosen, reference_rejected) = of_answers(logprobs), of_answers(reference_logprobs)
+    loss = dpo_loss(
+        chosen,
+        rejected,
+        reference_chosen,
+        reference_rejected,
+        settings.beta,
+        label_smoothing=settings.label_smoothing,
+        kind=settings.kind,  # type: ignore[arg-type]  # one of its values: the schema's choices
+        denominator=pairs,
+        weights=weights,
+    )
+    stats = dpo_stats(chosen, rejected, reference_chosen, reference_rejected, settings.beta, denominator=pairs)
+    return loss, {"loss": loss.detach()} | stats
+
+
 PreferenceKind = Literal["sigmoid", "ipo"]
 
 

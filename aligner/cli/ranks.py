@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.cli.configured import add_configured, run_plan
-from aligner.config.signals import STOP_SIGNAL
 from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.kernel import end_with_launcher
 from aligner.observability.logs import configure_logs
+from aligner.signals import STOP_SIGNAL
 
 if TYPE_CHECKING:
-    from aligner.config.schema import Config
     from aligner.data.tokenizer import Tokenizer
+    from aligner.schema import Config
 
 
 def add_ranks(commands: Any) -> None:
@@ -38,7 +38,7 @@ def _train(parsed: argparse.Namespace) -> int:
     end_with_launcher()
     config = _config(parsed)
     configure_logs(config.logging.format, "trainer")
-    from aligner.algorithms.trainer_setup import train
+    from aligner.training.setup import train
 
     is_finished = train(config)
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
@@ -50,7 +50,7 @@ def _serve(parsed: argparse.Namespace) -> None:
     roles = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
     config = _config(parsed)
-    from aligner.config.placement import server_ranks
+    from aligner.placement.roles import server_ranks
 
     if len(roles) != 1 or roles[0] not in server_ranks(config):
         raise ConfigError(f"role={','.join(roles)}: give one role; allowed: {', '.join(server_ranks(config))}")
@@ -73,10 +73,10 @@ def _prepare(parsed: argparse.Namespace) -> None:
     end_with_launcher()
     config = _config(parsed)
     configure_logs(config.logging.format, "prepare")
-    from aligner.config.reward_sources import FunctionSource, reward_sources
     from aligner.data.model_directory import prepare_model
     from aligner.data.tokenizer import Tokenizer
     from aligner.rewards.scorers import resolve_scorer
+    from aligner.schema.reward_sources import FunctionSource, reward_sources
 
     directory = prepare_model(config)
     for notice in _check_data(config, Tokenizer(directory)):

@@ -11,8 +11,8 @@ from aligner.cli.configured import add_configured, run_plan
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.model_source import Coming
     from aligner.config.prerequisites import RunPlan
+    from aligner.models.model_source import ExpectedInputs
 
 
 def add_launch(commands: Any) -> None:
@@ -91,8 +91,8 @@ def _validate(parsed: argparse.Namespace) -> None:
         return
     from rich.console import Console
 
-    from aligner.config.memory import memory_needs, memory_table
-    from aligner.config.placement import describe_model, placement_table
+    from aligner.placement.memory import memory_needs, memory_table
+    from aligner.placement.roles import describe_model, placement_table
 
     results, described = plan.results(), _described(plan)
     shape = plan.check(described)
@@ -105,13 +105,13 @@ def _validate(parsed: argparse.Namespace) -> None:
     print(describe_model(plan.config, shape))
 
 
-def _described(plan: RunPlan) -> Coming:
+def _described(plan: RunPlan) -> ExpectedInputs:
     """What is not there yet and goes by the configuration; a person is told of each."""
-    from aligner.config.described import described_inputs
-    from aligner.config.model_source import is_coming
+    from aligner.config.absent_inputs import absent_inputs
+    from aligner.models.model_source import is_expected
 
     results = plan.results()
-    described = {path: shape for path, shape in described_inputs(plan.config).items() if not is_coming(path, results)}
+    described = {path: shape for path, shape in absent_inputs(plan.config).items() if not is_expected(path, results)}
     for path, shape in described.items():
         how = "its records are not checked" if shape is None else "its shape is taken from the configuration"
         print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)

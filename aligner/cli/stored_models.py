@@ -16,9 +16,9 @@ from aligner.cli.errors import print_error
 from aligner.launch.kernel import end_with_launcher
 
 if TYPE_CHECKING:
-    from aligner.config.schema import Engine
     from aligner.data.prompts import PromptText
     from aligner.engines.generate import Progress as Generated
+    from aligner.schema import EngineConfig
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 
@@ -139,12 +139,12 @@ def _generate_samples(parsed: argparse.Namespace) -> None:
 def _evaluate_samples(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from aligner.algorithms.stored_evaluation import evaluate, plan_evaluation
     from aligner.data.export import find_source
     from aligner.engines.generate import plan_job
     from aligner.observability.summary import metrics_table
     from aligner.rewards.scorers import resolve_scorer
     from aligner.rewards.sources import TextSource
+    from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
@@ -174,11 +174,11 @@ def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in names}
 
 
-def _engine(parsed: argparse.Namespace) -> Engine:
-    from aligner.config.schema import Engine
+def _engine(parsed: argparse.Namespace) -> EngineConfig:
+    from aligner.schema import EngineConfig
 
     chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    return Engine(kind=parsed.engine, update="in_place", **chosen)
+    return EngineConfig(kind=parsed.engine, update="in_place", **chosen)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Configuration: the schema of `conf/`, its checks, and the placement of roles and weights."""
+"""A configuration composed, saved, resumed, built on others, and made small for a dry run."""

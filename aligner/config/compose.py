@@ -24,11 +24,11 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from aligner.config.keys import schema_keys, schema_sections
 from aligner.config.renamed import renamed_key
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.files import write_file
+from aligner.schema import Config
+from aligner.schema.keys import schema_keys, schema_sections
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aligner
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import compose_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import NOTHING, Coming, critic_shape, read_shape
-from aligner.config.paths import PREFERENCES, RESPONSES, cache_directory
-from aligner.config.references import Reference, map_paths, parse_reference
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, read_shape
+from aligner.models.shape import ModelShape
+from aligner.paths import PREFERENCES, RESPONSES, cache_directory
+from aligner.schema import Config
+from aligner.schema.references import Reference, map_paths, parse_reference
 
 _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
@@ -79,21 +79,21 @@ class RunPlan:
         """Those that are still to be run."""
         return tuple(first for first in self.prerequisites if not first.is_complete)
 
-    def results(self) -> Coming:
+    def results(self) -> ExpectedInputs:
         """The directories of results that are still to be made, with the shapes of those that are models."""
         coming: dict[str, ModelShape | None] = {}
         for first in self.missing:
             coming[str(first.result)] = _result_shape(first.config, coming)
         return coming
 
-    def check(self, described: Coming = NOTHING) -> ModelShape:
+    def check(self, described: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
         """Check all that is to run as far as that can be done before it does; returns the shape of the run's policy.
 
-        `described` are model directories that need not be there. Raises ConfigError as `aligner.config.checks.check` does.
+        `described` are model directories that need not be there. Raises ConfigError as `aligner.checks.check.check` does.
         """
         return check(self.config, self.coming(described))
 
-    def coming(self, described: Coming = NOTHING) -> Coming:
+    def coming(self, described: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
         """The `described` directories and the results that are still to be made, after the checks of what makes them."""
         coming = dict(described)
         for first in self.missing:
@@ -223,7 +223,7 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
     return ("preferences", "responses")
 
 
-def _result_shape(config: Config, coming: Coming) -> ModelShape | None:
+def _result_shape(config: Config, coming: ExpectedInputs) -> ModelShape | None:
     """The shape of the model that an experiment leaves; None where it leaves none."""
     if config.algorithm.trainer == "preferences":
         return None

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from aligner.config.compose import load_config
-from aligner.config.keys import schema_keys, schema_sections, value_at
-from aligner.config.paths import LOCK, RunPaths, can_resume, run_paths
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.paths import LOCK, RunPaths, can_resume, run_paths
+from aligner.schema import Config
+from aligner.schema.keys import schema_keys, schema_sections, value_at
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "upwards; the learning rates then decay to the new last step"),

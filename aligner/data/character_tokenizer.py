@@ -7,8 +7,8 @@ import string
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from aligner.config.model_shape import ModelShape
 from aligner.errors import ConfigError
+from aligner.models.shape import ModelShape
 
 # In the order in which a vocabulary takes them: a small one has digits, lowercase letters, space and common punctuation.
 _COMMON = string.digits + string.ascii_lowercase + " .,:;!?'\"-+*/=()<>[]{}_@#&"

@@ -20,12 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.families import ARCHITECTURES, read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.paths import CHECKPOINT_MANIFEST
-from aligner.config.weights import Head, Slice, cut_shape
 from aligner.data.safetensors_writer import DTYPES
 from aligner.errors import AlignerError
+from aligner.models.families import ARCHITECTURES, read_config
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, Slice, cut_shape
+from aligner.paths import CHECKPOINT_MANIFEST
 
 FORMAT = 3
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")

@@ -19,18 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.lora import adapter_map
-from aligner.config.model_source import directory_config
-from aligner.config.normalization import NORMALIZATION
-from aligner.config.paths import RunPaths, complete_steps
-from aligner.config.schema import Lora
-from aligner.config.weights import Head, TensorSpec, stored_tensors, weight_table
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
 from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for
+from aligner.models.adapters import adapter_map
+from aligner.models.families import read_config
+from aligner.models.model_source import directory_config
+from aligner.models.normalization import NORMALIZATION
+from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
+from aligner.paths import RunPaths, complete_steps
+from aligner.schema import LoraConfig
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -129,7 +129,7 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
     by_name = stored_tensors(table)
     if missing := [spec.name for spec in table if spec.name not in manifest.index]:
         raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
-    lora = Lora(**manifest.lora) if manifest.lora else Lora()
+    lora = LoraConfig(**manifest.lora) if manifest.lora else LoraConfig()
     adapters = adapter_map(table, lora)
 
     def merged(spec: TensorSpec) -> Tensor:

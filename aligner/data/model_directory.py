@@ -16,16 +16,16 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from aligner.config.dry_run.settings import text_limit
-from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import directory_shape
-from aligner.config.paths import gguf_file, model_directory, run_paths
-from aligner.config.schema import Config
-from aligner.config.weights import Head, TensorSpec, weight_table
+from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.data.weight_files import assemble, weight_problems
 from aligner.errors import ConfigError
+from aligner.models.model_source import directory_shape, gguf_file, model_directory
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, TensorSpec, weight_table
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
 _PLAIN_CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "

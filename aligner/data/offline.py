@@ -9,18 +9,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.config.schema import Data
 from aligner.data.conversations import exchange, prompt_text
 from aligner.data.examples import Demonstration, LabeledSteps, Preference
 from aligner.data.prompts import tokenize_text
 from aligner.data.records import BadRecord, Record, first_record, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
+from aligner.schema import DataConfig
 
 Example = TypeVar("Example")
 
 
-def open_demonstrations(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
+def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
     """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
 
     All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
@@ -29,7 +29,7 @@ def open_demonstrations(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleS
     return _open(data, tokenizer, seed, lambda record: _demonstration(record, "response", tokenizer, data))
 
 
-def open_preferences(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
+def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
     """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`.
 
     Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
@@ -37,7 +37,7 @@ def open_preferences(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStre
     return _open(data, tokenizer, seed, lambda record: _preference(record, tokenizer, data))
 
 
-def open_labeled_steps(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
+def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
     """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and their `labels`, 0 or 1.
 
     Raises as `open_demonstrations` does.
@@ -45,17 +45,17 @@ def open_labeled_steps(data: Data, tokenizer: Tokenizer, seed: int) -> ExampleSt
     return _open(data, tokenizer, seed, lambda record: _labeled_steps(record, tokenizer, data))
 
 
-def has_steps(data: Data) -> bool:
+def has_steps(data: DataConfig) -> bool:
     """Whether the records are labeled steps rather than preferences: whether the first one has `steps`."""
     return "steps" in first_record(data).values
 
 
-def _open(data: Data, tokenizer: Tokenizer, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
+def _open(data: DataConfig, tokenizer: Tokenizer, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
     sources, weights, notices = read_examples(data, parse)
     return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
-def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data) -> Demonstration:
+def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
     prompt, response = exchange(record, answer, tokenizer)
     prompt_tokens = _prompt_tokens(record, prompt, tokenizer, data)
     limit = data.max_response_tokens
@@ -64,12 +64,12 @@ def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data
     return Demonstration(torch.cat([prompt_tokens, tokens]), prompt_tokens.numel())
 
 
-def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: Data) -> Tensor:
+def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
     limit = data.max_prompt_tokens
     return tokenize_text(text, "prompt", record.origin, tokenizer, limit, f"data.max_prompt_tokens={limit}")
 
 
-def _preference(record: Record, tokenizer: Tokenizer, data: Data) -> Preference:
+def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
     chosen = _demonstration(record, "chosen", tokenizer, data)
     rejected = _demonstration(record, "rejected", tokenizer, data)
     length = chosen.prompt_length
@@ -89,7 +89,7 @@ def _margin(record: Record) -> float | None:
     return float(margin)
 
 
-def _labeled_steps(record: Record, tokenizer: Tokenizer, data: Data) -> LabeledSteps:
+def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
     steps, labels = record.items("steps"), record.items("labels")
     if len(steps) != len(labels):
         raise BadRecord(f"{record.origin}: {len(steps)} steps, but {len(labels)} labels")

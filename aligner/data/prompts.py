@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.data_sources import DataSource
-from aligner.config.schema import Data, Evaluation
 from aligner.data.conversations import prompt_text
 from aligner.data.records import (
     BadRecord,
@@ -27,6 +25,8 @@ from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
+from aligner.schema import DataConfig, EvaluationConfig
+from aligner.schema.data_sources import DataSource
 
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
@@ -50,7 +50,7 @@ class PromptStream(ExampleStream[Prompt]):
         return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
 
 
-def open_prompts(data: Data, tokenizer: Tokenizer, seed: int) -> PromptStream:
+def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStream:
     """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
 
     Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
@@ -62,7 +62,7 @@ def open_prompts(data: Data, tokenizer: Tokenizer, seed: int) -> PromptStream:
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
-def open_evaluation_prompts(settings: Evaluation, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
 
     Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.config.data_sources import FUNCTION, DataSource, data_sources, is_dataset
-from aligner.config.schema import Data
 from aligner.data.user_code import imported
 from aligner.errors import ConfigError
+from aligner.schema import DataConfig
+from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")
@@ -69,7 +69,7 @@ def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> B
     return BadRecord(f"{origin}: needs a `{name}` key{wanted}; it has {', '.join(values) or 'no keys'}")
 
 
-def read_examples(data: Data, parse: Callable[[Record], Example]) -> tuple[list[list[Example]], list[float], list[str]]:
+def read_examples(data: DataConfig, parse: Callable[[Record], Example]) -> tuple[list[list[Example]], list[float], list[str]]:
     """Each source's examples, the sources' weights, and notices for a person, a line each.
 
     `parse` raises BadRecord for a record that it cannot use: an error, or left out and noticed with
@@ -102,7 +102,7 @@ def given_examples(
     return convert(lines, lambda line: parse(parse_line(line)), key, skip=skip)
 
 
-def first_record(data: Data) -> Record:
+def first_record(data: DataConfig) -> Record:
     """The first record that is a JSON object, to see what kind they are. Raises ConfigError as `read_examples` does."""
     source = data_sources(data)[0]
     parse = _parser(source, lambda record: record)

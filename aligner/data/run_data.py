@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aligner.config.schema import Config
 from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.offline import has_steps, open_demonstrations, open_labeled_steps, open_preferences
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import Config
 
 
 @dataclass(frozen=True)

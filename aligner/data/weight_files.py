@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.families import COMPUTED_BUFFERS
-from aligner.config.weights import Slice, TensorSpec, stored_tensors
 from aligner.errors import ConfigError
+from aligner.models.families import COMPUTED_BUFFERS
+from aligner.models.weight_slices import Slice, TensorSpec, stored_tensors
 
 # What files may hold and a model not use: another head, and buffers that are computed.
 _UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.engines import engine_kind_problems, engine_machine_problems
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
+from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.engines.protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 
 def build_engine(
     shape: ModelShape,
-    settings: Engine,
+    settings: EngineConfig,
     directory: Path,
     *,
     rank: int = 0,

@@ -13,9 +13,6 @@ from typing import Any, TextIO
 
 import torch
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.data.export import Source
 from aligner.data.prompts import PromptText, tokenize
 from aligner.data.tokenizer import Tokenizer
@@ -24,6 +21,9 @@ from aligner.engines.build import build_engine
 from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def plan_job(
 
 
 def generate(
-    job: Job, settings: Engine, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
+    job: Job, settings: EngineConfig, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
 ) -> Progress:
     """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
 
@@ -130,7 +130,7 @@ def generate(
     return done
 
 
-def draw(job: Job, settings: Engine, progress: Callable[[Progress], None]) -> Iterator[Sample]:
+def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None]) -> Iterator[Sample]:
     """The job's samples, in the order of its requests, by an engine of this one process; its end shuts the engine down.
 
     `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.

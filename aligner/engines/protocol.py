@@ -9,16 +9,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from aligner.config.schema import EngineParallel
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.resharding.update import WeightUpdate
+from aligner.schema import EngineParallelConfig
 
 InFlight = Literal["finish", "interrupt"]
 """What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
 the new ones from the tokens they have."""
-
-
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
@@ -131,7 +129,7 @@ class GenerationEngine(Protocol):
     """
 
     @property
-    def weight_layout(self) -> EngineParallel:
+    def weight_layout(self) -> EngineParallelConfig:
         """The layout to publish weights to, over the engine's ranks."""
         ...
 

@@ -8,16 +8,16 @@ from typing import cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Config
-from aligner.config.weights import weight_table
 from aligner.engines.formats import WeightFormat
 from aligner.engines.protocol import GenerationEngine, InFlight
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, plan_resharding
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.update import WeightUpdate
+from aligner.schema import Config
 
 
 def plan_between_worlds(config: Config, shape: ModelShape, to: WeightFormat) -> TransferPlan:

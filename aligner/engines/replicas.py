@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import EngineParallel
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
+from aligner.schema import EngineParallelConfig
 
 STEPS_A_PART = 8
 """Engine steps between two moments at which replicas agree on how to go on. What waits for one, such as new weights, waits
@@ -39,7 +39,7 @@ class Enough:
         return bool(complete.all()) or (int(complete.sum()) >= self.prompts and bool(complete[list(self.due)].all()))
 
 
-def replica_group(layout: EngineParallel, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+def replica_group(layout: EngineParallelConfig, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
     """The ranks of this rank's replica; None where each is one of its own. Collective."""
     if layout.tensor == 1:
         return None
@@ -50,7 +50,7 @@ def replica_group(layout: EngineParallel, rank: int, timeout: timedelta) -> dist
 
 def generate_shared(
     engine: GenerationEngine,
-    layout: EngineParallel,
+    layout: EngineParallelConfig,
     rank: int,
     prompts: Sequence[Prompt],
     samples_per_prompt: int,
@@ -66,7 +66,7 @@ def generate_shared(
 
 def generate_in_parts(
     engine: GenerationEngine,
-    layout: EngineParallel,
+    layout: EngineParallelConfig,
     rank: int,
     samples: Sequence[Sample],
     samples_per_prompt: int,
@@ -130,7 +130,7 @@ def _request(sample: Sample) -> GenerationRequest:
     return GenerationRequest(prompt, sample.sample_index, begun=sample if len(sample.response) else None)
 
 
-def _agree(layout: EngineParallel, lacking: Tensor, error: AlignerError | None) -> None:
+def _agree(layout: EngineParallelConfig, lacking: Tensor, error: AlignerError | None) -> None:
     """Sum `lacking` over all replicas, in place. Raises AlignerError on every rank when one has an error.
 
     The ranks of a replica do the same, so that one alone need not ask.

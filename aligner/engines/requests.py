@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aligner.config.model_shape import ModelShape
 from aligner.engines.protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.models.shape import ModelShape
 
 
 def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from aligner.config.dry_run.plan import DryRun, changes_table, plan_dry_run
-from aligner.config.paths import run_paths
-from aligner.config.placement import describe_model, has_generator, placement_table, placements
+from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import RunPlan
-from aligner.config.schema import Config
 from aligner.launch.local import launch
 from aligner.observability.metrics import read_metrics
+from aligner.paths import run_paths
+from aligner.placement.roles import describe_model, has_generator, placement_table, placements
+from aligner.schema import Config
 
 _CONNECT_S = 2.0
 

@@ -7,11 +7,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 
-from aligner.config.endpoints import Endpoint
-from aligner.config.placement import server_ranks
-from aligner.config.ports import LOOPBACK, client_address, explicit_ports, group_ports, http_address, listening_addresses
-from aligner.config.schema import Config
 from aligner.launch.free_ports import PORTS, FreePorts
+from aligner.placement.endpoints import Endpoint
+from aligner.placement.ports import LOOPBACK, client_address, explicit_ports, group_ports, http_address, listening_addresses
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config
 
 
 def free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:

@@ -6,7 +6,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-from aligner.config.signals import STOP_SIGNAL
+from aligner.signals import STOP_SIGNAL
 
 
 class Interrupted(Exception):

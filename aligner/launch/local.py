@@ -6,12 +6,8 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from aligner.config.checks import check
-from aligner.config.paths import RunPaths, run_paths
-from aligner.config.placement import role_ranks, threads_per_rank
+from aligner.checks.check import check
 from aligner.config.prerequisites import RunPlan
-from aligner.config.schema import Config
-from aligner.config.signals import STOP_SIGNAL
 from aligner.launch.endpoints import free_ports, local_hosts, pick_endpoints
 from aligner.launch.free_ports import FreePorts
 from aligner.launch.interrupts import Interrupts
@@ -23,6 +19,10 @@ from aligner.launch.roles import Command, rank_environment, role_command
 from aligner.launch.run import interruptible, run_directory
 from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
+from aligner.paths import RunPaths, run_paths
+from aligner.placement.roles import role_ranks, threads_per_rank
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 
 def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> int:

@@ -18,8 +18,8 @@ from typing import IO
 
 import psutil
 
-from aligner.config.paths import LOCK
 from aligner.errors import ConfigError
+from aligner.paths import LOCK
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""

@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from aligner.config.paths import run_paths
 from aligner.config.prerequisites import Prerequisite
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.kernel import LAUNCHER_PID
 from aligner.launch.lock import LockedError, locked
 from aligner.launch.processes import Processes
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 _POLL_S = 0.1
 Tell = Callable[[str], None]

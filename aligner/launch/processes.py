@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import psutil
 
-from aligner.config.leftovers import remove_leftovers
-from aligner.config.signals import STOP_SIGNAL
 from aligner.launch.kernel import adopt_orphans
 from aligner.launch.ranks import Rank
+from aligner.signals import STOP_SIGNAL
+from aligner.triton_cleanup import remove_triton_files
 
 _Self = TypeVar("_Self", bound="Processes")
 _KILL_TIMEOUT_S = 3.0
@@ -115,7 +115,7 @@ class Processes:
         self._reap(rest)
         if not rest:
             for rank in self._own(ranks):
-                remove_leftovers(rank.process.pid)
+                remove_triton_files(rank.process.pid)
         return not rest
 
     def forget(self, ranks: Sequence[Rank]) -> None:
@@ -142,7 +142,7 @@ class Processes:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
         for rank in self.ranks:
-            remove_leftovers(rank.process.pid)
+            remove_triton_files(rank.process.pid)
 
     def _reap(self, processes: Sequence[psutil.Process]) -> None:
         for rank in self.ranks:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from aligner.config.schema import Config
 from aligner.observability.logs import launcher_line
+from aligner.schema import Config
 
 
 class Rank(Protocol):

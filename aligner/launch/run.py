@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
-from aligner.config.paths import RunPaths, run_paths
 from aligner.config.resume import check_directory, is_unused, settled
-from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupted, Interrupts, Stopped
 from aligner.launch.lock import LockedError, locked
 from aligner.observability.metrics import read_metrics
 from aligner.observability.summary import print_summary
 from aligner.observability.trace import write_trace
+from aligner.paths import RunPaths, run_paths
+from aligner.placement.endpoints import create_access_key
+from aligner.schema import Config
 
 
 def interruptible(work: Callable[[Interrupts], bool], console: Console, goes_on: str = "with run.resume=auto") -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from aligner.config.schema import Config
 from aligner.errors import TransientError
 from aligner.launch.endpoints import is_ready
 from aligner.launch.failure import describe_end, rank_error, root_failure
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.roles import served_model
+from aligner.schema import Config
 
 GRACE_S = 1.0
 """After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""

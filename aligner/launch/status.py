@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from aligner.errors import RESUMABLE, ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.paths import RunPaths
-    from aligner.config.schema import Config
     from aligner.launch.state import RoleState, RunState
+    from aligner.paths import RunPaths
+    from aligner.schema import Config
 
 _WATCH_S = 5.0
 _SLURM_S = 5.0
@@ -65,10 +65,10 @@ class RunStatus:
 def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
     from aligner.config.compose import load_config
-    from aligner.config.paths import RunPaths
     from aligner.launch.state import read_state
     from aligner.observability.metrics import read_metrics
     from aligner.observability.progress import WINDOW, Pace
+    from aligner.paths import RunPaths
 
     if not run.is_dir():
         raise ConfigError(f"{run}: no such directory; give a run directory, as `aligner launch` prints it first")
@@ -160,7 +160,7 @@ def _is_in_queue(config: Config, launcher: RunState | None) -> bool | None:
 
 
 def _roles(config: Config, paths: RunPaths, launcher: RunState, state: str) -> dict[str, RoleStatus]:
-    from aligner.config.endpoints import load_endpoints
+    from aligner.placement.endpoints import load_endpoints
 
     endpoints = load_endpoints(paths.endpoints) if paths.endpoints.is_file() else {}
 
@@ -192,7 +192,7 @@ def _answers(config: Config, group: str, endpoint: Any, launcher: RunState) -> b
 def _has_checkpoint(config: Config, paths: RunPaths) -> bool:
     from dataclasses import replace
 
-    from aligner.config.paths import can_resume
+    from aligner.paths import can_resume
 
     return can_resume(replace(config, run=replace(config.run, dir=str(paths.root))))
 

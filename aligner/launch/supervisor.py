@@ -9,9 +9,6 @@ from contextlib import closing
 
 from rich.console import Console
 
-from aligner.config.endpoints import Endpoint, save_endpoints
-from aligner.config.paths import RunPaths, model_directory
-from aligner.config.schema import Config
 from aligner.errors import RESUMABLE, ConfigError
 from aligner.launch.endpoints import health_address
 from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
@@ -20,6 +17,10 @@ from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.servers import GRACE_S, ServerGroup
 from aligner.launch.state import StateRecorder
 from aligner.launch.view import RunView
+from aligner.models.model_source import model_directory
+from aligner.paths import RunPaths
+from aligner.placement.endpoints import Endpoint, save_endpoints
+from aligner.schema import Config
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0

@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.observability.metrics import FileFollower
 from aligner.observability.progress import make_progress
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 
 class RunView:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.rope import inverse_frequencies
+from aligner.models.rope import inverse_frequencies
+from aligner.models.shape import ModelShape
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

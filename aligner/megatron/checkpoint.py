@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 import aligner
-from aligner.config.schema import Actor, TrainedModel
-from aligner.config.weights import cut_shape
 from aligner.data.checkpoint_files import (
     MANIFEST,
     MOMENTS,
@@ -43,6 +41,8 @@ from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
+from aligner.models.weight_slices import cut_shape
+from aligner.schema import ActorConfig, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class CheckpointWriter:
                 "rng": "nothing: every random stream follows from the seed and the step",
             },
             layout=asdict(world.layout),
-            optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModel) else {},
+            optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModelConfig) else {},
             lora=_lora(runner),
             updates=runner.updates,
             adam_steps=adam_steps,
@@ -213,7 +213,7 @@ def _problems(runner: ModelRunner, manifest: Manifest, trained: Trained, adam: A
 
 def _lora(runner: ModelRunner) -> dict[str, Any] | None:
     settings = runner.settings
-    return asdict(settings.lora) if isinstance(settings, Actor) and settings.lora.rank else None
+    return asdict(settings.lora) if isinstance(settings, ActorConfig) and settings.lora.rank else None
 
 
 def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:

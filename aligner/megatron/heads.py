@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from aligner.config.weights import Head
 from aligner.megatron.logprobs import vocab_parallel_logprobs
+from aligner.models.weight_slices import Head
 
 
 class VocabularyHead(ColumnParallelLinear):

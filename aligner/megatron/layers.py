@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.config.model_shape import ModelShape
 from aligner.megatron.attention import PackedAttention
+from aligner.models.shape import ModelShape
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:

@@ -24,13 +24,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from aligner.config.lora import Adapter, adapter_map, adapter_table
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Lora
-from aligner.config.weights import Head, Slice, TensorSpec, cut_shape, trainer_slices
 from aligner.errors import AlignerError
 from aligner.megatron.weights import NamedWeights, global_parameters
 from aligner.megatron.world import World
+from aligner.models.adapters import Adapter, adapter_map, adapter_table
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, trainer_slices
+from aligner.schema import LoraConfig
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
@@ -38,7 +38,9 @@ Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 class _LayerAdapter(nn.Module):
     """The adapters of one linear layer, whose weight may be fused of several named ones."""
 
-    def __init__(self, linear: Linear, adapters: Sequence[Adapter], slices: dict[str, Slice], lora: Lora, groups: int) -> None:
+    def __init__(
+        self, linear: Linear, adapters: Sequence[Adapter], slices: dict[str, Slice], lora: LoraConfig, groups: int
+    ) -> None:
         """`groups`: how often the parts of the layer's output repeat, one after another."""
         super().__init__()
         self.enabled = True
@@ -123,7 +125,9 @@ class AdapterWeights(NamedWeights):
 class LoraWeights(NamedWeights):
     """A model's weights with adapters: `write` and `load_directory` set the frozen ones, `read` gives them merged."""
 
-    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, head: Head, lora: Lora, seed: int) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, head: Head, lora: LoraConfig, seed: int
+    ) -> None:
         """Freeze the model and give its linear layers adapters, which at first add nothing.
 
         Raises AlignerError where a layer is not megatron-core's own: transformer-engine's may hold the norm before it, and
@@ -143,7 +147,9 @@ class LoraWeights(NamedWeights):
                 cut, whole = slices[spec.name], initial_down(spec, seed)
                 self.adapters.write(spec.name, whole if cut.axis is None else whole[:, cut.start : cut.stop])
 
-    def _attach(self, chunks: Sequence[GPTModel], slices: dict[str, Slice], lora: Lora, groups: int) -> list[_LayerAdapter]:
+    def _attach(
+        self, chunks: Sequence[GPTModel], slices: dict[str, Slice], lora: LoraConfig, groups: int
+    ) -> list[_LayerAdapter]:
         holders = {id(module.weight): module for chunk in chunks for module in chunk.modules() if _holds_weight(module)}
         fused: dict[int, list[Adapter]] = {}
         for name in self:

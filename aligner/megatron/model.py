@@ -18,13 +18,13 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import MegatronModel, Parallel, TrainedModel
-from aligner.config.weights import Head
 from aligner.megatron.architecture import architecture_settings, gpt_arguments, set_rotary_frequencies
 from aligner.megatron.heads import install_head
 from aligner.megatron.layers import decoder_submodules
 from aligner.megatron.world import World
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
+from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -38,7 +38,7 @@ def _finalize_gradients(model: list[MegatronModule], num_tokens: torch.Tensor | 
     finalize_model_grads(model, None)
 
 
-def _layout_arguments(layout: Parallel) -> dict[str, Any]:
+def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline > 1
     return {
         "tensor_model_parallel_size": layout.tensor,
@@ -55,7 +55,9 @@ def _layout_arguments(layout: Parallel) -> dict[str, Any]:
     }
 
 
-def transformer_config(shape: ModelShape, layout: Parallel, dtype: torch.dtype, recompute: str = "none") -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: ParallelConfig, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
     """megatron-core's description of the model at a layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,16 +90,16 @@ def _is_plain_swiglu(shape: ModelShape) -> bool:
     return shape.gated and shape.activation == "silu" and not shape.linear_bias
 
 
-def computing_dtype(settings: MegatronModel, device: torch.device) -> torch.dtype:
+def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
     """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16 product."""
     auto = "bf16" if device.type == "cuda" else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[auto if settings.precision == "auto" else settings.precision]
 
 
-def build_model(shape: ModelShape, world: World, head: Head, settings: MegatronModel) -> list[GPTModel]:
+def build_model(shape: ModelShape, world: World, head: Head, settings: MegatronModelConfig) -> list[GPTModel]:
     """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves."""
     dtype = computing_dtype(settings, world.device)
-    recompute = settings.recompute if isinstance(settings, TrainedModel) else "none"
+    recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
     config = transformer_config(shape, world.layout, dtype, recompute)
     return [_build_chunk(shape, world, head, config, chunk) for chunk in range(world.layout.virtual_pipeline)]
 

@@ -14,12 +14,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from aligner.config.frozen import frozen_names
-from aligner.config.schema import Optimizer
+from aligner import schema
 from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
 from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
+from aligner.models.frozen import frozen_names
 
 _NAMED_AT_MOST = 8
 
@@ -36,7 +36,7 @@ def freeze(weights: NamedWeights, patterns: Sequence[str]) -> None:
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], settings: Optimizer, total_steps: int
+    chunks: list[DistributedDataParallel], settings: schema.OptimizerConfig, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with gradient clipping, and its schedule over `total_steps` optimizer steps.
 
@@ -102,7 +102,7 @@ def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
-def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: Optimizer) -> None:
+def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.OptimizerConfig) -> None:
     """Make the next step that of TensorFlow's Adam (Huang et al. 2023, detail 14).
 
     TensorFlow adds epsilon to the root of the second moment before its bias is corrected. With torch's formula that is an
@@ -130,7 +130,7 @@ class GuardedStep:
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    settings: Optimizer
+    settings: schema.OptimizerConfig
     weights: NamedWeights
     """What is trained, to name what has gone wrong."""
     world: World

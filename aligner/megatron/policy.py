@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor
 from aligner.data.checkpoint_files import trained_model
 from aligner.data.types import Rows
 from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
@@ -18,6 +16,8 @@ from aligner.megatron.lora import LoraWeights
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
+from aligner.models.shape import ModelShape
+from aligner.schema import ActorConfig
 
 _R = TypeVar("_R", bound=Rows, contravariant=True)
 
@@ -44,7 +44,7 @@ class Policy:
         self,
         shape: ModelShape,
         world: World,
-        settings: Actor,
+        settings: ActorConfig,
         directory: Path,
         temperature: float,
         total_updates: int,

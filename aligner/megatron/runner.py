@@ -13,10 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from aligner.config.lora import lora_problems
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor, MegatronModel, TrainedModel
-from aligner.config.weights import Head
+from aligner.checks.actor import lora_problems
 from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.lora import LoraWeights
@@ -26,6 +23,9 @@ from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.weights import NamedWeights
 from aligner.megatron.world import World
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
+from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
 Stats = dict[str, Tensor]
 # Model output [1, T, …] of a micro-batch to what is wanted of it.
@@ -41,12 +41,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, shape: ModelShape, world: World, head: Head, settings: MegatronModel | TrainedModel, total_steps: int = 1
+        self,
+        shape: ModelShape,
+        world: World,
+        head: Head,
+        settings: MegatronModelConfig | TrainedModelConfig,
+        total_steps: int = 1,
     ) -> None:
         self.world, self.shape, self.settings = world, shape, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
         self.weights = self.trained = NamedWeights(self.chunks, shape, world, head)
-        if isinstance(settings, Actor) and settings.lora.rank:
+        if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))
             self.weights = LoraWeights(self.chunks, shape, world, head, settings.lora, world.seed)
@@ -64,7 +69,7 @@ class ModelRunner:
 
     def start_training(self) -> None:
         """Make gradient buffers and the optimizer, from the weights as they are now."""
-        if not isinstance(self.settings, TrainedModel):
+        if not isinstance(self.settings, TrainedModelConfig):
             raise ValueError("this model was built without optimizer settings")
         optimizer = self.settings.optimizer
         freeze(self.weights, self.settings.frozen)

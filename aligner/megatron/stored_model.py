@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.schema import MegatronModel
 from aligner.data.export import Source
 from aligner.megatron import world as worlds
 from aligner.megatron.heads import VocabularyHead
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
+from aligner.models.families import read_config
+from aligner.schema import MegatronModelConfig
 
 _CHUNK_TOKENS = 1024
 """Logits exist for so many tokens at a time."""
 
 
-def stored_logprobs(source: Source, settings: MegatronModel, tokens: Tensor, lengths: Tensor) -> Tensor:
+def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:
     """Log-probability of each next token at temperature 1; int64 [B, S] and [B] to float32 [B, S-1].
 
     No world may be there: one is made, and left at the end. Raises AlignerError for a sequence that is longer than the

@@ -9,11 +9,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.config.families import SCALAR_HEAD
-from aligner.config.model_shape import ModelShape
-from aligner.config.model_source import critic_shape
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config, MegatronModel, TrainedModel
 from aligner.data.checkpoint_files import trained_model
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Rows
@@ -21,6 +16,10 @@ from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner, Stats
 from aligner.megatron.world import World
+from aligner.models.families import SCALAR_HEAD
+from aligner.models.model_source import critic_shape, model_directory
+from aligner.models.shape import ModelShape
+from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
 
 _R = TypeVar("_R", bound=Rows, contravariant=True)
 
@@ -65,7 +64,7 @@ class ValueModel:
         shape: ModelShape,
         world: World,
         directory: Path,
-        settings: MegatronModel | TrainedModel,
+        settings: MegatronModelConfig | TrainedModelConfig,
         *,
         total_updates: int = 1,
         loss: ValueLoss | None = None,
@@ -75,7 +74,7 @@ class ValueModel:
         self.world, self.shape = world, shape
         self._loss = loss
         self.runner = ModelRunner(shape, world, "scalar", settings, total_updates)
-        weights, is_trained = self.runner.weights, isinstance(settings, TrainedModel)
+        weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
         if head is not None and SCALAR_HEAD.name in weights:
             weights.write(SCALAR_HEAD.name, head)
         # What is trained may start from a language model's first layers, a critic then with a head of zeros (Huang et al.

@@ -13,11 +13,11 @@ from pathlib import Path
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from aligner.config.families import Part
-from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Head, Slice, TensorSpec, cut_shape, stage_layers, trainer_slices, weight_table
 from aligner.data.weight_files import read_slices
 from aligner.megatron.world import World
+from aligner.models.families import Part
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, stage_layers, trainer_slices, weight_table
 
 # transformer-engine's linear layers hold the norm before them.
 _TRANSFORMER_ENGINE = (

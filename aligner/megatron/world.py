@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import Parallel
-from aligner.config.weights import Coordinates, coordinates
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import Coordinates, coordinates
+from aligner.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class World:
 
     rank: int
     size: int
-    layout: Parallel
+    layout: ParallelConfig
     place: Coordinates
     device: torch.device
     seed: int
@@ -72,7 +72,7 @@ def initialize_alone(seed: int) -> World:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
-    return initialize(Parallel(), seed, timeout_s=60)
+    return initialize(ParallelConfig(), seed, timeout_s=60)
 
 
 def _backend() -> str:
@@ -96,7 +96,7 @@ def join(ranks: int, timeout_s: float) -> torch.device:
     return device
 
 
-def initialize(layout: Parallel, seed: int, timeout_s: float) -> World:
+def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
     """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups for the layout.
 
     Raises AlignerError when the environment's world size is not the layout's.

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Logging
 from aligner.errors import AlignerError
 from aligner.files import append
+from aligner.paths import RunPaths
+from aligner.schema import LoggingConfig
 
 if TYPE_CHECKING:
     from aligner.observability.sinks import MetricsSink
@@ -157,7 +157,7 @@ class MetricsWriter:
 
 
 @contextmanager
-def recording(writer: MetricsWriter | None, settings: Logging) -> Iterator[None]:
+def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator[None]:
     """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at SIGTERM."""
     if writer is None:
         yield

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.files import write_file
 from aligner.observability.sinks import Record
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 _PARAMETERS_AT_ONCE = 100
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import aligner
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
-from aligner.config.placement import placements
-from aligner.config.reward_sources import describe_sources, reward_sources
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
 from aligner.observability.figures import metric_plots, timeline_plots
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.observability.summary import WINDOW, window_mean
 from aligner.observability.trace import Span, read_spans, write_trace
+from aligner.paths import RunPaths
+from aligner.placement.roles import placements
+from aligner.schema import Config
+from aligner.schema.reward_sources import describe_sources, reward_sources
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _SAMPLES_OF_FIRST, _SAMPLES_OF_LAST = 3, 6

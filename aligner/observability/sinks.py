@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from aligner.config.paths import RunPaths
+from aligner.paths import RunPaths
 
 WINDOW = 5
 """Steps that are averaged at either end."""

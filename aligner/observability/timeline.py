@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aligner.config.paths import run_paths
-from aligner.config.schema import Config
 from aligner.files import append
 from aligner.observability.logs import at_step
+from aligner.paths import run_paths
+from aligner.schema import Config
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""

@@ -12,9 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError
 from aligner.files import write_file
+from aligner.paths import RunPaths
 
 WAIT = "wait"
 """The name of spans in which a rank waits for others; of all others it is busy."""

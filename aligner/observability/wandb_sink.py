@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, cast
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.files import write_file
 from aligner.observability.sinks import Record
+from aligner.paths import RunPaths
+from aligner.schema import Config
 
 SUPERSEDED = "superseded"
 """Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its steps are recorded anew."""

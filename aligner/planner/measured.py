@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
-from aligner.config.reward_sources import has_reward_model
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import WAIT, Span, innermost, read_spans
+from aligner.paths import RunPaths
 from aligner.planner.model import BATCHES, HOST, Phase, Pipeline
+from aligner.schema import Config
+from aligner.schema.reward_sources import has_reward_model
 
 _SERVERS = ("score", "values", "critic_train")
 _NEWEST = 3 * BATCHES

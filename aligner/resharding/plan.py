@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import Slice, TensorSpec, engine_slices, trainer_slices
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import Slice, TensorSpec, engine_slices, trainer_slices
+from aligner.schema import EngineParallelConfig, ParallelConfig
 
 Slices = Mapping[int, Mapping[str, Slice]]
 """What every rank holds: rank, tensor name, slice."""
@@ -151,8 +151,8 @@ def atoms(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
 def plan_resharding(
     table: tuple[TensorSpec, ...],
     num_layers: int,
-    trainer: Parallel,
-    engine: EngineParallel,
+    trainer: ParallelConfig,
+    engine: EngineParallelConfig,
     *,
     first_engine_rank: int = 0,
     itemsize: int = 4,
@@ -176,7 +176,7 @@ def plan_resharding(
     )
 
 
-def _uneven_trainer(table: Sequence[TensorSpec], num_layers: int, layout: Parallel) -> Iterator[str]:
+def _uneven_trainer(table: Sequence[TensorSpec], num_layers: int, layout: ParallelConfig) -> Iterator[str]:
     yield from _uneven([spec for spec in table if spec.expert is None], "trainer tensor", layout.tensor)
     yield from _uneven([spec for spec in table if spec.expert is not None], "trainer expert_tensor", layout.expert_tensor_size)
     last, stages = layout.last_stage_layers, layout.pipeline

@@ -11,8 +11,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from aligner.config.weights import Slice, TensorSpec, cut_shape
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import Slice, TensorSpec, cut_shape
 from aligner.resharding.link import Link
 from aligner.resharding.plan import Transfer, TransferPlan, extent
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config.weights import TensorSpec
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, atoms, cut_axis, extent, numel_of
 from aligner.resharding.transport import Read, part

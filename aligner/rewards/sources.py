@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.reward_sources import FunctionSource, RemoteSource, Source
 from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, UnavailableError
+from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
@@ -23,7 +23,7 @@ from aligner.rewards.scorers import (
     require_finite,
     resolve_scorer,
 )
-from aligner.rewards.shaping import RewardNormalizer
+from aligner.schema.reward_sources import FunctionSource, RemoteSource, Source
 
 
 @dataclass(frozen=True)

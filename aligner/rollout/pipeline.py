@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from aligner.config.schema import Rollout as Settings
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.errors import AlignerError
@@ -25,6 +24,7 @@ from aligner.rollout.rollouts import Rollout, Rollouts
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.rollout.weights import Offers, Publishes
+from aligner.schema import RolloutConfig as Settings
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
 

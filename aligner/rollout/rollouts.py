@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aligner.config.schema import Rollout as Settings
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate
 from aligner.engines.protocol import SamplingOptions
@@ -18,6 +17,7 @@ from aligner.errors import AlignerError
 from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
+from aligner.schema import RolloutConfig as Settings
 from aligner.servers.connection import RefusedError
 from aligner.servers.remote_client import RemoteFuture
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from aligner.config.schema import EngineParallel
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
 from aligner.rollout.services import together
 from aligner.rollout.weights import Offers
+from aligner.schema import EngineParallelConfig
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteFuture
@@ -51,7 +51,7 @@ class ColocatedSampler:
     """The engine that spans the trainer's ranks."""
 
     engine: GenerationEngine
-    layout: EngineParallel
+    layout: EngineParallelConfig
     rank: int
     sleeps: bool = False
     """Whether the engine gives its memory back between steps."""

@@ -12,9 +12,8 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from aligner.config.access import KEY_HEADER, Access
-from aligner.config.endpoints import Endpoint
 from aligner.errors import AlignerError
+from aligner.placement.endpoints import KEY_HEADER, Access, Endpoint
 from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
 _DATATYPES = {np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}

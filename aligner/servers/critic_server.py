@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
-from aligner.config.paths import model_directory, run_paths
-from aligner.config.reward_sources import has_reward_model
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
+from aligner.paths import run_paths
+from aligner.schema import Config
+from aligner.schema.reward_sources import has_reward_model
 from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
 from aligner.servers.rank_commands import Handler, RowJoin, joined_by
 from aligner.servers.reward_server import Scoring, build_scoring, narrower

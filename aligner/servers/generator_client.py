@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aligner.config.access import Access
-from aligner.config.endpoints import Endpoint
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.replicas import Enough
+from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.connection import TransportError
 from aligner.servers.remote_client import RemoteClient, RemoteFuture
 from aligner.servers.wire_protocol import GENERATE, response_tensors, text_array, with_responses

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
@@ -21,6 +19,8 @@ from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
+from aligner.models.model_source import model_directory
+from aligner.schema import Config
 from aligner.servers.rank_commands import Handler, runs_at_pauses
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve

@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.access import Access
-from aligner.config.endpoints import Endpoint
 from aligner.errors import AlignerError
+from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
 from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
 

@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from aligner.config import reward_sources
-from aligner.config.normalization import read_normalization
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
 from aligner.data.model_directory import read_tokenizer
 from aligner.errors import ConfigError
+from aligner.models.model_source import model_directory
+from aligner.models.normalization import read_normalization
+from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rewards.shaping import RewardNormalizer
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
+from aligner.schema import Config, reward_sources
 from aligner.servers.rank_commands import Handler, RowJoin, joined_by
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve

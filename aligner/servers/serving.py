@@ -17,14 +17,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.config.access import create_access_key, run_access
-from aligner.config.endpoints import load_endpoints
-from aligner.config.model_source import directory_shape
-from aligner.config.paths import run_paths
-from aligner.config.ports import group_ports, interface_address
-from aligner.config.schema import Config, Ports
 from aligner.errors import AlignerError
+from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import open_timeline
+from aligner.paths import run_paths
+from aligner.placement.endpoints import create_access_key, load_endpoints, run_access
+from aligner.placement.ports import group_ports, interface_address
+from aligner.schema import Config, PortsConfig
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler
 from aligner.servers.triton_host import Guard, Serve, TritonHost
@@ -149,13 +148,13 @@ def _host(config: Config, role: str) -> TritonHost:
     )
 
 
-def _ports(config: Config, group: str) -> Ports:
+def _ports(config: Config, group: str) -> PortsConfig:
     """The ports that the launcher promised the run's clients; those of the configuration where there was no launcher."""
     promised = run_paths(config).endpoints
     if not promised.exists():
         return group_ports(config)[group]
     endpoint = load_endpoints(promised)[group]
-    return Ports(endpoint.http, endpoint.grpc, endpoint.metrics)
+    return PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
 
 
 class _StoppedEarly(BaseException):

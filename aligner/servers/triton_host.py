@@ -19,13 +19,12 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from aligner.config.access import KEY_HEADER
-from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import claim_directories, claim_leftovers, remove_leftovers, triton_environments
-from aligner.config.ports import http_address
-from aligner.config.schema import TLS, Ports
 from aligner.errors import AlignerError, TransientError
+from aligner.placement.endpoints import KEY_HEADER, Endpoint
+from aligner.placement.ports import http_address
+from aligner.schema import PortsConfig, TLSConfig
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
+from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments
 
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
@@ -48,7 +47,7 @@ class Guard:
 
     key: str | None = field(default=None, repr=False)
     """The run's key; None serves anyone."""
-    tls: TLS = field(default_factory=TLS)
+    tls: TLSConfig = field(default_factory=TLSConfig)
     own_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     @property
@@ -93,7 +92,7 @@ class TritonHost:
     def __init__(
         self,
         address: str,
-        ports: Ports,
+        ports: PortsConfig,
         max_batch_size: int,
         concurrent: int = 1,
         guard: Guard = Guard(),  # frozen
@@ -122,7 +121,7 @@ class TritonHost:
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         _prepare_environment()
-        claim_leftovers()
+        claim_triton_files()
         workspace = Workspace()
         claim_directories([workspace.path])
         here = self.endpoint
@@ -193,7 +192,7 @@ class TritonHost:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        remove_leftovers(os.getpid())
+        remove_triton_files(os.getpid())
 
 
 class _TritonEnded(BaseException):

@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aligner.algorithms.evaluator import Evaluator, build_evaluator
-from aligner.algorithms.trainer_setup import build_engine_ends, build_options
-from aligner.config.schema import Actor, Config, Data, EngineParallel, Evaluation, Model, Parallel, Rollout, Run
 from aligner.data.model_directory import read_shape
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
@@ -18,6 +15,19 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.services import Services
+from aligner.schema import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    EngineParallelConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from aligner.training.evaluator import Evaluator, build_evaluator
+from aligner.training.setup import build_engine_ends, build_options
 
 RESPONSE_TOKENS = 7
 
@@ -25,14 +35,14 @@ RESPONSE_TOKENS = 7
 def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config:
     """A run of greedy evaluation by the share of digits, on as many data ranks."""
     config = Config(
-        run=Run(dir=run, steps=5),
-        model=Model(path=model),
-        data=Data(prompts=["unused"], max_prompt_tokens=16),
-        rollout=Rollout(max_response_tokens=RESPONSE_TOKENS, temperature=0.7, stop_at_eos=False),
-        actor=Actor(parallel=Parallel(data=ranks)),
-        evaluation=Evaluation(**{"every": 2, "function": "digit_fraction"} | evaluation),
+        run=RunConfig(dir=run, steps=5),
+        model=ModelConfig(path=model),
+        data=DataConfig(prompts=["unused"], max_prompt_tokens=16),
+        rollout=RolloutConfig(max_response_tokens=RESPONSE_TOKENS, temperature=0.7, stop_at_eos=False),
+        actor=ActorConfig(parallel=ParallelConfig(data=ranks)),
+        evaluation=EvaluationConfig(**{"every": 2, "function": "digit_fraction"} | evaluation),
     )
-    config.engine.parallel = EngineParallel(data=ranks)
+    config.engine.parallel = EngineParallelConfig(data=ranks)
     return config
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from aligner.algorithms.losses import Stats
 from aligner.algorithms.online_algorithm import build_online_algorithm, clipped_surrogate
-from aligner.config.schema import Algorithm, Config
 from aligner.data.types import Experience
 from aligner.megatron import world as worlds
+from aligner.schema import AlgorithmConfig, Config
 from tests.megatron.jobs import make_experience, policy
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
@@ -24,7 +24,7 @@ STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 def corrected_loss(
     logprobs: Tensor, entropy: Tensor, rows: Experience, denominator: float, *, level: str
 ) -> tuple[Tensor, Stats]:
-    settings = Algorithm(truncated_importance=level, truncated_importance_cap=1.5)
+    settings = AlgorithmConfig(truncated_importance=level, truncated_importance_cap=1.5)
     return clipped_surrogate(logprobs, rows, settings=settings, weights=None, denominator=denominator)
 
 

@@ -10,32 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.offline import build_task, build_trainer
-from aligner.algorithms.sft import demonstration_rows
-from aligner.config.schema import (
-    Actor,
-    Algorithm,
-    Checkpoint,
-    Config,
-    Data,
-    Evaluation,
-    Logging,
-    Model,
-    Optimizer,
-    Parallel,
-    Reward,
-    Run,
-)
-from aligner.config.signals import STOP_SIGNAL
 from aligner.data.examples import Demonstration, LabeledSteps, Preference
 from aligner.data.run_data import RunData
 from aligner.data.streams import ExampleStream
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
+from aligner.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+)
 from aligner.servers.reward_server import build_scoring
+from aligner.signals import STOP_SIGNAL
+from aligner.training.offline import build_task, build_trainer
+from aligner.training.offline_tasks import demonstration_rows
 from tests.megatron.jobs import Slices, gradients, slices
 
-OPTIMIZER = Optimizer(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
 VOCABULARY = 72
 TASKS = ("sft", "dpo", "reward_model", "steps")
 
@@ -67,12 +67,14 @@ def examples(task: str) -> list[Any]:
 def configuration(directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any) -> Config:
     """A run of four steps over all examples."""
     return Config(
-        run=Run(name="tested", steps=4, dir=root, **sections.pop("run", {})),
-        model=Model(path=directory),
-        data=Data(**({"batch_size": 6, "shuffle": False} | sections.pop("data", {}))),
-        algorithm=Algorithm(trainer="reward_model" if task == "steps" else task),
-        actor=Actor(parallel=Parallel(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER),
-        logging=Logging(tensorboard=False),
+        run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
+        model=ModelConfig(path=directory),
+        data=DataConfig(**({"batch_size": 6, "shuffle": False} | sections.pop("data", {}))),
+        algorithm=AlgorithmConfig(trainer="reward_model" if task == "steps" else task),
+        actor=ActorConfig(
+            parallel=ParallelConfig(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER
+        ),
+        logging=LoggingConfig(tensorboard=False),
         **sections,
     )
 
@@ -84,7 +86,7 @@ def run_data(made: Sequence[Any], held_out: int = 0, *, shuffle: bool = False) -
 
 def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each task: its loss before, two updates with the first one's gradients, and its loss after."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     found = {}
     for name in TASKS:
         made = examples(name)
@@ -117,8 +119,10 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
 
 def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[float]:
     """What the reward's ranks make of answers when a run serves the model in a directory."""
-    world = worlds.initialize(Parallel(), seed=1, timeout_s=120)
-    config = Config(model=Model(path=directory), reward=Reward(kind="model", path=directory, micro_batch_tokens=32))
+    world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
+    config = Config(
+        model=ModelConfig(path=directory), reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32)
+    )
     scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
     rows = demonstration_rows(answers, pad_token_id=0)
     prompts = torch.tensor([answer.prompt_length for answer in answers])
@@ -132,12 +136,12 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
     whether it was.
     """
     chosen = {
-        "checkpoint": Checkpoint(every=2),
-        "evaluation": Evaluation(every=3),
+        "checkpoint": CheckpointConfig(every=2),
+        "evaluation": EvaluationConfig(every=3),
         "data": {"batch_size": 3, "shuffle": True},
     }
     config = configuration(directory, {}, task, root, **(chosen | sections))
-    world = worlds.initialize(Parallel(), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
     trainer = build_trainer(config, world, run_data(examples(task), held_out=2, shuffle=True))
     take = trainer.examples.take
 

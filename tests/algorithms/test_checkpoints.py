@@ -5,18 +5,18 @@ import json
 
 import pytest
 
-from aligner.algorithms.checkpoints import RunCheckpoints, RunState
-from aligner.config.schema import Checkpoint, Config, Run
 from aligner.errors import AlignerError
+from aligner.schema import CheckpointConfig, Config, RunConfig
+from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 
 
 def checkpoints(directory, **settings):
-    return RunCheckpoints(Config(run=Run(dir=str(directory)), checkpoint=Checkpoint(**settings)))
+    return RunCheckpoints(Config(run=RunConfig(dir=str(directory)), checkpoint=CheckpointConfig(**settings)))
 
 
 def commit(kept, step, metric=None):
     (kept._directory / f"step_{step}" / "policy").mkdir(parents=True)
-    kept.commit(RunState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step), metric)
+    kept.commit(TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step), metric)
     kept.prune()
 
 
@@ -27,7 +27,7 @@ def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
         commit(kept, step)
     assert kept.steps() == [4, 10]
     assert not (tmp_path / "checkpoints" / "step_2").exists()
-    assert kept.newest() == [RunState(4, 0.05, 4, 32), RunState(10, 0.05, 10, 80)]
+    assert kept.newest() == [TrainingState(4, 0.05, 4, 32), TrainingState(10, 0.05, 10, 80)]
 
 
 def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
@@ -70,7 +70,7 @@ def test_a_half_written_one_does_not_count(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)
     (tmp_path / "checkpoints" / "step_4" / "policy").mkdir(parents=True)
-    assert kept.newest() == [RunState(3, 0.05, 3, 24)]
+    assert kept.newest() == [TrainingState(3, 0.05, 3, 24)]
 
 
 def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_refused(tmp_path):

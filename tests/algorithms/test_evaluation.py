@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.evaluation import (
+from aligner.algorithms.evaluation_scores import (
     bootstrap_interval,
     evaluation_metrics,
     pass_at_k,

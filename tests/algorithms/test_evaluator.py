@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.config.schema import Evaluation
 from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import EvaluationConfig
 from tests.algorithms import evaluation_jobs
 from tests.megatron.reference import save_llama
 from tests.worker_pool import WorkerPool
@@ -101,7 +101,7 @@ def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_sco
 def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n')
-    settings = Evaluation(path=str(file), fields={"prompt": "question"}, count=2)
+    settings = EvaluationConfig(path=str(file), fields={"prompt": "question"}, count=2)
     prompts = open_evaluation_prompts(settings, Tokenizer(llama), 4)
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"answer": 2}), ("b", {"reference": "c"})]
     assert [prompt.id for prompt in prompts] == [2**40, 2**40 + 1]
@@ -118,4 +118,4 @@ def test_a_held_out_record_that_can_not_be_used_is_named(llama: Path, tmp_path: 
     file = tmp_path / "held_out.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{record}\n')
     with pytest.raises(ConfigError, match=f"{file}:2: .*{problem}"):
-        open_evaluation_prompts(Evaluation(path=str(file)), Tokenizer(llama), 4)
+        open_evaluation_prompts(EvaluationConfig(path=str(file)), Tokenizer(llama), 4)

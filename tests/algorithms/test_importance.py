@@ -12,11 +12,11 @@ from torch import Tensor, tensor
 
 from aligner.algorithms.losses import policy_loss
 from aligner.algorithms.online_algorithm import build_objective
-from aligner.algorithms.trainer_setup import build_options
-from aligner.config.families import read_config
-from aligner.config.schema import Algorithm, Parallel, Rollout
 from aligner.data.types import Experience
 from aligner.engines.protocol import SamplingOptions
+from aligner.models.families import read_config
+from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
+from aligner.training.setup import build_options
 from tests.algorithms import jobs
 from tests.megatron import families
 
@@ -181,7 +181,7 @@ EXPERIENCE = Experience(
 
 
 def objective(**keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = build_objective(Algorithm(**keys), samples_per_prompt=1)
+    loss = build_objective(AlgorithmConfig(**keys), samples_per_prompt=1)
     return loss(NEW, EXPERIENCE, weights=None, denominator=3.0, kl_coefficient=0.0)
 
 
@@ -200,7 +200,7 @@ def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over
     directory = families.save("llama3", tmp_path_factory.mktemp("llama3"))
     experience = jobs.stale_experience(72)
     for layout in ({}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}):
-        for logprobs, stats in pool.run(jobs.corrected_update, Parallel(**layout).ranks, str(directory), layout, level):
+        for logprobs, stats in pool.run(jobs.corrected_update, ParallelConfig(**layout).ranks, str(directory), layout, level):
             tokens = float(experience.mask.sum())
             _, expected = jobs.corrected_loss(logprobs, torch.zeros_like(logprobs), experience, tokens, level=level)
             assert 0 < expected["importance_truncated"] < 1
@@ -213,7 +213,7 @@ def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
     assert float(loss) == pytest.approx(4 * (-1.1 - 2.5 + 0.8) / 3)
     loss, _ = objective(truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop")
     assert float(loss) == pytest.approx((-2.2 - 1.92) / 3)
-    settings = Rollout(top_k=7, top_p=0.9, min_response_tokens=3, max_response_tokens=12, temperature=0.5)
+    settings = RolloutConfig(top_k=7, top_p=0.9, min_response_tokens=3, max_response_tokens=12, temperature=0.5)
     shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
     expected = SamplingOptions(12, min_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(1, 3))
     assert build_options(settings, shape) == expected

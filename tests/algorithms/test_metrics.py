@@ -6,12 +6,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from aligner.algorithms.metrics import experience_metrics, rollout_metrics, staleness_metrics, update_metrics
-from aligner.config.schema import Rollout
 from aligner.data.types import Experience, Prompt, Sample, collate
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollout as StepRollout
 from aligner.rollout.services import PendingRows
+from aligner.schema import RolloutConfig
+from aligner.training.step_metrics import experience_metrics, rollout_metrics, staleness_metrics, update_metrics
 
 
 def measured(engine_over_trainer: list[float]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
         return PendingRows((done,))
 
     nan = math.nan
-    scores, settings = future([1.0, 0.0, nan, nan, 3.0, 0.0]), Rollout(samples_per_prompt=2, spare_prompts=1)
+    scores, settings = future([1.0, 0.0, nan, nan, 3.0, 0.0]), RolloutConfig(samples_per_prompt=2, spare_prompts=1)
     sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
@@ -79,7 +79,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     metrics = rollout_metrics(scored, settings)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
     with pytest.raises(AlignerError, match=r"rollout\.max_skipped_prompts=2: 3 prompts of this step"):
-        rollout_metrics(scored, Rollout(samples_per_prompt=2, max_skipped_prompts=2))
+        rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, max_skipped_prompts=2))
 
 
 def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_one_lacks_some():

@@ -13,19 +13,18 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.algorithms.checkpoints import RunCheckpoints
-from aligner.algorithms.reward_model import pair_rows, step_rows
-from aligner.algorithms.sft import demonstration_rows
-from aligner.config.normalization import NORMALIZATION
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Checkpoint
 from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.checkpoint_files import CheckpointReader
 from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
+from aligner.models.normalization import NORMALIZATION
 from aligner.observability.metrics import read_metrics
-from aligner.rewards.shaping import RewardNormalizer
+from aligner.paths import RunPaths
+from aligner.rewards.normalizer import RewardNormalizer
+from aligner.schema import CheckpointConfig
+from aligner.training.offline_tasks import demonstration_rows, pair_rows, step_rows
+from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
 from tests.algorithms import offline_jobs
 from tests.algorithms.offline_jobs import TASKS, configuration, examples
@@ -186,7 +185,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
 def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_it_goes_on(
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
-    paths, best = RunPaths(tmp_path / "dpo"), Checkpoint(every=2, best_metric="eval/loss")
+    paths, best = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, best_metric="eval/loss")
     stopped = pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best)
     kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=best))
     assert stopped == [True] and [state.owes_evaluation for state in kept.newest()] == [False, True]

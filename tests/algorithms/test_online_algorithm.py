@@ -10,8 +10,8 @@ import torch
 import aligner
 from aligner.algorithms.online_algorithm import best, best_and_worst, build_online_algorithm
 from aligner.config.compose import compose_config
-from aligner.config.schema import Parallel
 from aligner.data.types import Sample, SampleBatch, response_mask
+from aligner.schema import ParallelConfig
 from tests.algorithms import jobs
 from tests.megatron import families
 
@@ -322,7 +322,7 @@ def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
     (whole,) = pool.run(jobs.updates, 1, directory, {}, 1000, configs)
     assert all(stats["grad_norm"] > 1e-3 for stats in whole.values())
     for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}):
-        for cut in pool.run(jobs.updates, Parallel(**layout).ranks, directory, layout, 30, configs):
+        for cut in pool.run(jobs.updates, ParallelConfig(**layout).ranks, directory, layout, 30, configs):
             for name, stats in cut.items():
                 for key in ("loss", "grad_norm"):
                     assert stats[key] == pytest.approx(whole[name][key], rel=1e-5, abs=1e-6), (name, layout, key)

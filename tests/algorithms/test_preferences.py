@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from aligner.algorithms.preferences import preferences
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.rollout.rollouts import Rollout
 from aligner.rollout.services import PendingRows
+from aligner.training.preference_sampling import preferences
 
 
 def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.config.algorithms import algorithm_problems, rows_together
-from aligner.config.checks import check
+from aligner.checks.algorithm import algorithm_problems
+from aligner.checks.check import check
 from aligner.config.compose import compose_config
-from aligner.config.placement import placements, server_ranks
 from aligner.errors import ConfigError
+from aligner.placement.roles import placements, server_ranks
+from aligner.schema.derived import rows_together
 
 
 def composed(*overrides):

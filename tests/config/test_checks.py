@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 
@@ -185,7 +185,7 @@ def test_a_gguf_models_shape_is_read_from_its_header(tmp_path: Path) -> None:
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
-    from aligner.config.gguf_header import gguf_shape
+    from aligner.models.gguf_header import gguf_shape
 
     file = tmp_path / "model.gguf"
     for content, message in ((b"not gguf", "not a GGUF file"), (b"GGUF\x03\x00\x00\x00\x01", "damaged GGUF header")):

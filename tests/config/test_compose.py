@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.keys import schema_keys, schema_sections
 from aligner.config.renamed import RENAMED, renamed_key
 from aligner.errors import ConfigError
+from aligner.schema.keys import schema_keys, schema_sections
 
 TINY = "experiment=tiny_ppo"
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config
-from aligner.config.dry_run.data import with_present_data
-from aligner.config.dry_run.plan import plan_dry_run, tiny_run
-from aligner.config.dry_run.shapes import Models
-from aligner.config.families import read_config
-from aligner.config.hugging_face import hugging_face_config
-from aligner.config.keys import value_at, with_values
-from aligner.config.model_shape import ModelShape, RopeScaling
-from aligner.config.placement import role_ranks
+from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run
+from aligner.config.dry_run.stand_in_data import with_present_data
+from aligner.config.dry_run.tiny_shapes import Models
 from aligner.config.prerequisites import plan_run
-from aligner.config.schema import Config, Parallel
 from aligner.errors import ConfigError
+from aligner.models.families import read_config
+from aligner.models.hugging_face import hugging_face_config
+from aligner.models.shape import ModelShape, RopeScaling
+from aligner.placement.roles import role_ranks
+from aligner.schema import Config, ParallelConfig
+from aligner.schema.keys import value_at, with_values
 from tests.config.test_command_line import aligner
 from tests.config.test_families import CONFIGS
 
@@ -40,11 +40,11 @@ LLAMA3 = {
 }
 SEVENTY = {
     "model.config": LLAMA3,
-    "actor.parallel": Parallel(tensor=8, sequence=True, pipeline=8, data=2),
-    "critic.parallel": Parallel(tensor=8, pipeline=2),
+    "actor.parallel": ParallelConfig(tensor=8, sequence=True, pipeline=8, data=2),
+    "critic.parallel": ParallelConfig(tensor=8, pipeline=2),
     "reward.kind": "model",
     "reward.path": "judge",
-    "reward.parallel": Parallel(tensor=8),
+    "reward.parallel": ParallelConfig(tensor=8),
     "engine.placement": "server",
     "engine.parallel.tensor": 8,
     "engine.parallel.data": 2,
@@ -78,8 +78,8 @@ def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_th
     shape = read_config(LLAMA3, "test")
     small = tiny(with_values(base(), SEVENTY), shape)
     assert role_ranks(small) == {"generator": 4, "critic": 2, "reward": 2, "trainer": 8}
-    assert small.actor.parallel == Parallel(tensor=2, sequence=True, pipeline=2, data=2)
-    assert small.critic.parallel == Parallel(tensor=2)  # at 2 each they would be 18 ranks
+    assert small.actor.parallel == ParallelConfig(tensor=2, sequence=True, pipeline=2, data=2)
+    assert small.critic.parallel == ParallelConfig(tensor=2)  # at 2 each they would be 18 ranks
     assert role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=18))["critic"] == 4
     unchanged = tiny(with_values(base(), SEVENTY), shape, max_ranks=168)
     assert unchanged.actor.parallel == SEVENTY["actor.parallel"]
@@ -103,7 +103,7 @@ def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbe
 @pytest.mark.parametrize(("last", "expected"), [(4, (7, 1)), (10, (4, 1)), (16, (5, 2))])
 def test_the_last_stage_stays_lighter_or_heavier_than_the_others(last, expected):
     config = with_values(base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4})
-    small = tiny(with_values(config, {"actor.parallel": Parallel(pipeline=4, last_stage_layers=last)}))
+    small = tiny(with_values(config, {"actor.parallel": ParallelConfig(pipeline=4, last_stage_layers=last)}))
     assert (small.model.config["num_hidden_layers"], small.actor.parallel.last_stage_layers) == expected
 
 
@@ -223,7 +223,7 @@ size = st.sampled_from([1, 1, 2, 3, 4, 8])
 
 
 @st.composite
-def layouts(draw: st.DrawFn, experts: bool) -> Parallel:
+def layouts(draw: st.DrawFn, experts: bool) -> ParallelConfig:
     tensor, pipeline = draw(size), draw(size)
     data, context = draw(st.sampled_from([1, 2, 3, 4, 16])), draw(st.sampled_from([1, 2, 4]))
     expert, inside = 1, None
@@ -231,7 +231,7 @@ def layouts(draw: st.DrawFn, experts: bool) -> Parallel:
         inside = draw(st.sampled_from([None, 1, tensor]))
         pool = data * context * tensor // (tensor if inside is None else inside)
         expert = draw(st.sampled_from([part for part in (1, 2, 4, 8) if pool % part == 0]))
-    return Parallel(
+    return ParallelConfig(
         tensor=tensor,
         sequence=tensor > 1 and (experts or draw(st.booleans())),
         pipeline=pipeline,
@@ -294,7 +294,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
             values |= {
                 "critic.with_reward": True,
                 "reward.replicas": 1,
-                "reward.parallel": draw(st.sampled_from([Parallel(), critic])),
+                "reward.parallel": draw(st.sampled_from([ParallelConfig(), critic])),
             }
             layers = critic.pipeline * critic.virtual_pipeline * 3
         trunk = dataclasses.replace(

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config import devices, engines
-from aligner.config.checks import check
+from aligner.checks import engine as engines
+from aligner.checks.check import check
+from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.config.compose import compose_config
-from aligner.config.devices import device_of, uses_gpus
-from aligner.config.engines import engine_kind_problems, engine_machine_problems
-from aligner.config.schema import Engine
 from aligner.errors import ConfigError
+from aligner.placement import devices
+from aligner.placement.devices import device_of, uses_gpus
+from aligner.schema import EngineConfig
 from tests.config.test_layouts import DENSE, EXPERTS
 
-TENSORRT_LLM = Engine(kind="tensorrt_llm", update="in_place")
+TENSORRT_LLM = EngineConfig(kind="tensorrt_llm", update="in_place")
 
 
 @pytest.fixture

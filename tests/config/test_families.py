@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from aligner.config.families import ARCHITECTURES, read_config
-from aligner.config.rope import inverse_frequencies
-from aligner.config.weights import weight_table
 from aligner.errors import ConfigError
+from aligner.models.families import ARCHITECTURES, read_config
+from aligner.models.rope import inverse_frequencies
+from aligner.models.weight_slices import weight_table
 
 SIZES = {
     "num_hidden_layers": 2,

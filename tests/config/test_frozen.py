@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.config.families import read_config
-from aligner.config.frozen import frozen_names
-from aligner.config.lora import adapter_map, adapter_table, lora_problems
-from aligner.config.schema import Actor, Lora
-from aligner.config.weights import weight_table
+from aligner.checks.actor import lora_problems
 from aligner.errors import ConfigError
+from aligner.models.adapters import adapter_map, adapter_table
+from aligner.models.families import read_config
+from aligner.models.frozen import frozen_names
+from aligner.models.weight_slices import weight_table
+from aligner.schema import ActorConfig, LoraConfig
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -71,7 +72,7 @@ def test_something_must_be_left_to_train():
 
 
 def test_adapters_have_the_shapes_and_names_of_pefts():
-    specs = {spec.name: spec for spec in adapter_table(adapter_map(table(), Lora(rank=8)))}
+    specs = {spec.name: spec for spec in adapter_table(adapter_map(table(), LoraConfig(rank=8)))}
     assert len(specs) == 4 * 7 * 2
     layer = "model.layers.3."
     shapes = {name.removeprefix(layer): (spec.shape, spec.axis) for name, spec in specs.items() if name.startswith(layer)}
@@ -82,7 +83,7 @@ def test_adapters_have_the_shapes_and_names_of_pefts():
 
 
 def test_weights_of_one_tensor_share_the_inner_factor():
-    adapters = adapter_map(table("GPT2LMHeadModel"), Lora(rank=4, targets=["attention"]))
+    adapters = adapter_map(table("GPT2LMHeadModel"), LoraConfig(rank=4, targets=["attention"]))
     name = "transformer.h.1.attn."
     assert {adapters[f"{name}{part}.weight"].down.name for part in ("query", "key", "value")} == {
         f"{name}c_attn.lora_A.weight"
@@ -96,7 +97,7 @@ def test_what_adapters_cannot_be_is_told():
     def problems(**lora):
         frozen = lora.pop("frozen", [])
         model = shape("MixtralForCausalLM", num_local_experts=4) if lora.pop("experts", False) else shape()
-        return list(lora_problems("actor", Actor(lora=Lora(**lora), frozen=frozen), model))
+        return list(lora_problems("actor", ActorConfig(lora=LoraConfig(**lora), frozen=frozen), model))
 
     assert (
         problems(rank=0, targets=["nothing"])

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
-from aligner.config.families import read_config
-from aligner.config.layouts import layout_problems
-from aligner.config.placement import describe_layout
-from aligner.config.schema import Parallel
-from aligner.config.weights import coordinates, stage_layers, trainer_slices, weight_table
+from aligner.models.families import read_config
+from aligner.models.layouts import layout_problems
+from aligner.models.weight_slices import coordinates, stage_layers, trainer_slices, weight_table
+from aligner.placement.roles import describe_layout
+from aligner.schema import ParallelConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,18 +40,18 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
-    assert message in "\n".join(layout_problems("actor.parallel", Parallel(**layout), shape))
+    assert message in "\n".join(layout_problems("actor.parallel", ParallelConfig(**layout), shape))
 
 
 @pytest.mark.parametrize("layout", [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 4}, {"tensor": 2, "sequence": True}])
 def test_a_layout_that_fits_has_no_problems(layout):
-    assert not list(layout_problems("actor.parallel", Parallel(**layout), DENSE))
+    assert not list(layout_problems("actor.parallel", ParallelConfig(**layout), DENSE))
 
 
 def layouts():
     for tensor, pipeline, chunks, data, context in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
         for expert, expert_tensor in product((1, 2, 4), (None, 1)):
-            layout = Parallel(
+            layout = ParallelConfig(
                 tensor=tensor,
                 sequence=tensor > 1,
                 pipeline=pipeline,
@@ -91,11 +91,11 @@ def test_the_ranks_together_hold_every_weight_equally_often(layout):
     ],
 )
 def test_stages_hold_the_layers_that_megatron_core_gives_them(layout, expected):
-    assert [stage_layers(8, Parallel(**layout), stage) for stage in range(2)] == expected
+    assert [stage_layers(8, ParallelConfig(**layout), stage) for stage in range(2)] == expected
 
 
 def test_a_rank_stands_where_the_default_order_puts_it():
-    layout = Parallel(tensor=2, context=2, data=2, pipeline=2)
+    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
     places = [coordinates(rank, layout) for rank in range(layout.ranks)]
     assert [(at.tensor, at.context, at.data, at.pipeline) for at in places[:5]] == [
         (0, 0, 0, 0),
@@ -112,4 +112,4 @@ def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
     table = weight_table(tied)
     assert all(spec.name != "lm_head.weight" for spec in table)
     for rank in range(2):
-        assert "model.embed_tokens.weight" in trainer_slices(table, 8, Parallel(pipeline=2), rank)
+        assert "model.embed_tokens.weight" in trainer_slices(table, 8, ParallelConfig(pipeline=2), rank)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.leftovers import claim_leftovers, remove_leftovers
+from aligner.triton_cleanup import claim_triton_files, remove_triton_files
 
 _SERVER = """
 import os, sys, time
 from pathlib import Path
-from aligner.config.leftovers import claim_directories, claim_leftovers
-claim_leftovers()
+from aligner.triton_cleanup import claim_directories, claim_triton_files
+claim_triton_files()
 claim_directories([Path(sys.argv[1])])
 Path(f"/dev/shm/pytrtion{os.getpid()}-region").touch()
 print("there", flush=True)
@@ -37,7 +37,7 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
         killed.kill()
         killed.wait()
         assert lost.exists()
-        claim_leftovers()
+        claim_triton_files()
         assert (lost.exists(), used.exists(), unknown.exists()) == (False, True, True)
         assert [directory.name for directory in tmp_path.iterdir()] == ["used"]
         assert not list(Path("/dev/shm").glob(f"aligner-server-*-{killed.pid}"))
@@ -46,8 +46,8 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
         for process in (killed, living):
             process.kill()
             process.wait()
-            remove_leftovers(process.pid)
-        remove_leftovers(os.getpid())
+            remove_triton_files(process.pid)
+        remove_triton_files(os.getpid())
     assert not used.exists() and not [*tmp_path.iterdir()]
 
 
@@ -55,7 +55,7 @@ def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> 
     process, _ = server(tmp_path / "python_env_full")  # of whoever started in the same moment
     process.kill()
     process.wait()
-    remove_leftovers(process.pid)
+    remove_triton_files(process.pid)
     assert [path.name for path in tmp_path.glob("python_env_full/*")] == ["model-store"]
 
 
@@ -68,5 +68,5 @@ def test_a_claim_of_another_user_names_no_directory_to_remove(tmp_path: Path) ->
         os.chown(claim, 65534, 65534)
     except PermissionError:
         pytest.skip("only root gives a file to another user")
-    remove_leftovers(process.pid)
+    remove_triton_files(process.pid)
     assert (tmp_path / "kept").exists() and not claim.exists()

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
-from aligner.config import devices
-from aligner.config.checks import check
+from aligner.checks.check import check
+from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import compose_config
-from aligner.config.described import described_inputs
-from aligner.config.devices import Device
-from aligner.config.families import read_config
-from aligner.config.keys import with_values
-from aligner.config.memory import RoleMemory, memory_needs
-from aligner.config.memory.activations import Load, Stage
-from aligner.config.memory.layer import Layer
-from aligner.config.memory.states import engine_weights, shared_weights, trained_states, weight_census
-from aligner.config.model_source import Coming, read_shape
-from aligner.config.schema import Actor, Config, Optimizer, Parallel
 from aligner.errors import ConfigError
+from aligner.models.families import read_config
+from aligner.models.model_source import ExpectedInputs, read_shape
+from aligner.placement import devices
+from aligner.placement.devices import Device
+from aligner.placement.memory import RoleMemory, memory_needs
+from aligner.placement.memory.activations import Load, Stage
+from aligner.placement.memory.layer import Layer
+from aligner.placement.memory.model_states import engine_weights, shared_weights, trained_states, weight_census
+from aligner.schema import ActorConfig, Config, OptimizerConfig, ParallelConfig
+from aligner.schema.keys import with_values
 
 BF16 = Device(gpus=True, itemsize=2)
 GIB = 2**30
@@ -46,7 +46,7 @@ MASKS = 2
 def described(*overrides: str):
     """A configuration, its model's shape, and the shapes of the models that are not there."""
     config = compose_config(list(overrides))
-    coming = described_inputs(config)
+    coming = absent_inputs(config)
     return config, read_shape(config, coming), coming
 
 
@@ -57,7 +57,7 @@ def needs(*overrides: str) -> dict[str, RoleMemory]:
 @pytest.mark.parametrize("data", [1, 2, 8])
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_bf16_weight_takes_18_bytes_or_6_and_12_over_the_data_ranks(data: int, distributed: bool) -> None:
-    settings = Actor(parallel=Parallel(data=data), optimizer=Optimizer(distributed=distributed))
+    settings = ActorConfig(parallel=ParallelConfig(data=data), optimizer=OptimizerConfig(distributed=distributed))
     states = trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
     numbers = states.weights / 2
     taken = (states.weights + states.gradients + states.optimizer) / numbers
@@ -65,21 +65,21 @@ def test_a_bf16_weight_takes_18_bytes_or_6_and_12_over_the_data_ranks(data: int,
 
 
 def test_frozen_weights_and_those_under_adapters_take_their_own_two_bytes() -> None:
-    whole = trained_states(GPT_22B, "vocabulary", Actor(), 0, BF16)
-    frozen = trained_states(GPT_22B, "vocabulary", Actor(frozen=["transformer.h.[0-9].*"]), 0, BF16)
+    whole = trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16)
+    frozen = trained_states(GPT_22B, "vocabulary", ActorConfig(frozen=["transformer.h.[0-9].*"]), 0, BF16)
     assert frozen.weights == whole.weights and frozen.gradients < whole.gradients
-    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(Actor(), lora=_lora(16)), 0, BF16)
+    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(ActorConfig(), lora=_lora(16)), 0, BF16)
     adapters = (adapted.weights - whole.weights) / 2
     assert adapters == 48 * 16 * (6144 + 3 * 6144 + 6144 + 6144 + 2 * (6144 + 4 * 6144))
     assert (adapted.gradients, adapted.optimizer) == (4 * adapters, 12 * adapters)
 
 
 def _lora(rank: int):
-    return dataclasses.replace(Actor().lora, rank=rank)
+    return dataclasses.replace(ActorConfig().lora, rank=rank)
 
 
 def test_the_offloaded_share_of_the_optimizer_is_told_as_host_memory() -> None:
-    settings = Actor(parallel=Parallel(data=2), optimizer=Optimizer(distributed=True, offload_fraction=0.75))
+    settings = ActorConfig(parallel=ParallelConfig(data=2), optimizer=OptimizerConfig(distributed=True, offload_fraction=0.75))
     states = trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
     assert states.on_host == 3 * states.optimizer
     assert trained_states(GPT_22B, "vocabulary", settings, 0, Device(gpus=False, itemsize=2)).on_host == 0
@@ -87,27 +87,27 @@ def test_the_offloaded_share_of_the_optimizer_is_told_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("shape", "billions"), [(GPT_22B, 22.3), (GPT_175B, 175.3)])
 def test_the_published_models_have_as_many_weights_as_published(shape, billions: float) -> None:
-    numbers = weight_census(dataclasses.replace(shape, tied_embeddings=True), "vocabulary").stage(Parallel(), 0)
-    assert numbers.dense(Parallel()) / 1e9 == pytest.approx(billions, abs=0.7)
+    numbers = weight_census(dataclasses.replace(shape, tied_embeddings=True), "vocabulary").stage(ParallelConfig(), 0)
+    assert numbers.dense(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.7)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
 def test_the_recipes_models_have_as_many_weights_as_published(name: str, billions: float) -> None:
     _, shape, _ = described("experiment=llama3_8b_grpo", f"model=llama3_{name}")
-    numbers = weight_census(shape, "vocabulary").stage(Parallel(), 0)
-    assert numbers.dense(Parallel()) / 1e9 == pytest.approx(billions, abs=0.005)
+    numbers = weight_census(shape, "vocabulary").stage(ParallelConfig(), 0)
+    assert numbers.dense(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(
     ("layout", "published"),
     [
-        (Parallel(), 34.0),
-        (Parallel(tensor=8), 10 + 24 / 8),
-        (Parallel(tensor=8, sequence=True), 34 / 8),
+        (ParallelConfig(), 34.0),
+        (ParallelConfig(tensor=8), 10 + 24 / 8),
+        (ParallelConfig(tensor=8, sequence=True), 34 / 8),
     ],
     ids=["no-parallelism", "tensor", "tensor-sequence"],
 )
-def test_a_layer_outside_the_attention_core_keeps_what_table_2_says(layout: Parallel, published: float) -> None:
+def test_a_layer_outside_the_attention_core_keeps_what_table_2_says(layout: ParallelConfig, published: float) -> None:
     """Korthikanti et al. 2022, table 2, selective recomputation, in bytes a token and hidden number."""
     masks = MASKS / 8 if layout.sequence else MASKS
     layer = Layer(GPT_22B, layout, BF16, row=2048, tokens=2048)
@@ -117,8 +117,8 @@ def test_a_layer_outside_the_attention_core_keeps_what_table_2_says(layout: Para
 
 def test_an_interleaved_pipeline_keeps_what_the_paper_says() -> None:
     """Section 4.2.3 for its 175B model: tensor 8, pipeline 8 of 3 chunks, micro-batches of one sequence, batch 64."""
-    layout = Parallel(tensor=8, sequence=True, pipeline=8, virtual_pipeline=3)
-    settings = Actor(parallel=layout, recompute="selective", micro_batch_tokens=2048)
+    layout = ParallelConfig(tensor=8, sequence=True, pipeline=8, virtual_pipeline=3)
+    settings = ActorConfig(parallel=layout, recompute="selective", micro_batch_tokens=2048)
     stage = Stage(GPT_175B, "vocabulary", settings, 0, Load(2048, 64 * 2048, 2048), BF16)
     layer = Layer(GPT_175B, layout, BF16, row=2048, tokens=2048)
     per_layer = 2048 * 12288 * (34 - MASKS) / 8
@@ -127,7 +127,7 @@ def test_an_interleaved_pipeline_keeps_what_the_paper_says() -> None:
 
 
 def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
-    settings = Actor(parallel=Parallel(pipeline=8), micro_batch_tokens=2048)
+    settings = ActorConfig(parallel=ParallelConfig(pipeline=8), micro_batch_tokens=2048)
     saved = {
         batches: Stage(GPT_22B, "vocabulary", settings, 0, Load(2048, batches * 2048, 2048), BF16).training().saved
         for batches in (1, 3, 8, 20)
@@ -139,9 +139,9 @@ def test_experts_are_cut_by_their_own_layout() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
     entries = {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "num_local_experts": 8, **sizes}
     shape = read_config(entries, "test")
-    census = weight_census(shape, "vocabulary").stage(Parallel(), 0)
-    layout = Parallel(tensor=2, sequence=True, data=4, expert=4, expert_tensor=1)
-    settings = Actor(parallel=layout, optimizer=Optimizer(distributed=True))
+    census = weight_census(shape, "vocabulary").stage(ParallelConfig(), 0)
+    layout = ParallelConfig(tensor=2, sequence=True, data=4, expert=4, expert_tensor=1)
+    settings = ActorConfig(parallel=layout, optimizer=OptimizerConfig(distributed=True))
     states = trained_states(shape, "vocabulary", settings, 0, BF16)
     experts, dense = census.experts // 4, census.cut // 2 + census.whole
     assert states.weights == 2 * (experts + dense)
@@ -185,21 +185,23 @@ def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory()
 
 
 def test_a_checkpoints_copy_is_shared_by_replicas_and_has_what_is_not_trained_as_it_is() -> None:
-    whole, shared = (trained_states(GPT_22B, "vocabulary", Actor(parallel=Parallel(data=data)), 0, BF16) for data in (1, 4))
+    whole, shared = (
+        trained_states(GPT_22B, "vocabulary", ActorConfig(parallel=ParallelConfig(data=data)), 0, BF16) for data in (1, 4)
+    )
     assert (whole.snapshot, shared.snapshot) == (6 * whole.weights, 6 * whole.weights / 4)  # 12 bytes a weight
-    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(Actor(), lora=_lora(16)), 0, BF16)
+    adapted = trained_states(GPT_22B, "vocabulary", dataclasses.replace(ActorConfig(), lora=_lora(16)), 0, BF16)
     assert adapted.snapshot == whole.weights + 6 * (adapted.weights - whole.weights)
-    assert trained_states(GPT_22B, "vocabulary", Actor(), 0, BF16, steps=False).snapshot == 0
+    assert trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16, steps=False).snapshot == 0
 
 
 def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
     _, shape, _ = described("experiment=tiny_ppo")
     whole = engine_weights(shape, 1)
     of_attention = 4 * (64 + 2 * 32) * 64  # query, key and value of four layers
-    assert shared_weights(shape, Parallel(), 0, 1) == whole - of_attention
+    assert shared_weights(shape, ParallelConfig(), 0, 1) == whole - of_attention
     norms = (2 * 4 + 1) * 64
-    assert shared_weights(shape, Parallel(tensor=2), 0, 1) == norms, "what no layout cuts"
-    first, last = (shared_weights(shape, Parallel(pipeline=2), stage, 1) for stage in range(2))
+    assert shared_weights(shape, ParallelConfig(tensor=2), 0, 1) == norms, "what no layout cuts"
+    first, last = (shared_weights(shape, ParallelConfig(pipeline=2), stage, 1) for stage in range(2))
     assert first + last == whole - of_attention
 
 
@@ -264,7 +266,7 @@ def refused(*overrides: str) -> list[str]:
     return problems_of(config, coming)
 
 
-def problems_of(config: Config, coming: Coming) -> list[str]:
+def problems_of(config: Config, coming: ExpectedInputs) -> list[str]:
     try:
         check(config, coming)
     except ConfigError as error:

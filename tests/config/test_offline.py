@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from aligner.config.offline import offline_problems
-from aligner.config.schema import Actor, Algorithm, Config, Data, Evaluation, Lora, Preference
+from aligner.checks.data import offline_problems
+from aligner.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, EvaluationConfig, LoraConfig, PreferenceConfig
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
-    algorithm = Algorithm(trainer=trainer, preference=sections.pop("preference", Preference()))
+    algorithm = AlgorithmConfig(trainer=trainer, preference=sections.pop("preference", PreferenceConfig()))
     return list(offline_problems(Config(algorithm=algorithm, **sections), None))
 
 
@@ -22,21 +22,25 @@ def test_the_defaults_fit(trainer: str) -> None:
 
 @pytest.mark.parametrize(("trainer", "fits", "short"), [("sft", 30, 29), ("dpo", 60, 59), ("reward_model", 60, 59)])
 def test_a_micro_batch_holds_what_the_loss_sees_together(trainer: str, fits: int, short: int) -> None:
-    data = Data(max_prompt_tokens=20, max_response_tokens=10)
-    assert problems(trainer, data=data, actor=Actor(micro_batch_tokens=fits)) == []
-    (problem,) = problems(trainer, data=data, actor=Actor(micro_batch_tokens=short))
+    data = DataConfig(max_prompt_tokens=20, max_response_tokens=10)
+    assert problems(trainer, data=data, actor=ActorConfig(micro_batch_tokens=fits)) == []
+    (problem,) = problems(trainer, data=data, actor=ActorConfig(micro_batch_tokens=short))
     assert problem.startswith(f"actor.micro_batch_tokens={short}: must hold") and f"{fits} tokens" in problem
 
 
 @pytest.mark.parametrize(
     ("trainer", "sections", "found"),
     [
-        ("sft", {"evaluation": Evaluation(every=2)}, "evaluation.every=2: there is nothing to evaluate on"),
-        ("sft", {"data": Data(normalization="x.jsonl")}, "data.normalization=x.jsonl: read with"),
-        ("reward_model", {"data": Data(normalization="x.jsonl")}, "data.normalization=x.jsonl: no such file"),
-        ("reward_model", {"actor": Actor(lora=Lora(rank=2))}, "actor.lora.rank=2: with adapters the new head"),
-        ("dpo", {"preference": Preference(label_smoothing=0.6)}, "label_smoothing=0.6: must be at most 0.5"),
-        ("dpo", {"preference": Preference(kind="ipo", label_smoothing=0.1)}, "read with kind=sigmoid only, got kind=ipo"),
+        ("sft", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on"),
+        ("sft", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: read with"),
+        ("reward_model", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: no such file"),
+        ("reward_model", {"actor": ActorConfig(lora=LoraConfig(rank=2))}, "actor.lora.rank=2: with adapters the new head"),
+        ("dpo", {"preference": PreferenceConfig(label_smoothing=0.6)}, "label_smoothing=0.6: must be at most 0.5"),
+        (
+            "dpo",
+            {"preference": PreferenceConfig(kind="ipo", label_smoothing=0.1)},
+            "read with kind=sigmoid only, got kind=ipo",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], found: str) -> None:
@@ -45,7 +49,7 @@ def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], foun
 
 
 def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
-    from aligner.config.families import read_config
+    from aligner.models.families import read_config
 
     shape = read_config(
         {
@@ -64,7 +68,7 @@ def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
         },
         "test",
     )
-    config = Config(algorithm=Algorithm(trainer="sft"))
+    config = Config(algorithm=AlgorithmConfig(trainer="sft"))
     (problem,) = offline_problems(config, shape)
     assert "128 tokens, but the model has 64 positions" in problem
     assert list(offline_problems(config, dataclasses.replace(shape, max_positions=128))) == []

@@ -11,8 +11,8 @@ import yaml
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.prerequisites import RunPlan, plan_run
-from aligner.config.references import Reference, parse_reference
 from aligner.errors import ConfigError
+from aligner.schema.references import Reference, parse_reference
 
 PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3}}
 JUDGE = {

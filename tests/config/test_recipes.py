@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.checks import check
+from aligner.checks.check import check
+from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import built_in_directory, compose_config
-from aligner.config.described import described_inputs
-from aligner.config.memory import memory_needs
-from aligner.config.model_shape import ModelShape
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launch.slurm.script import render_script
+from aligner.models.shape import ModelShape
+from aligner.placement.memory import memory_needs
 
 ENTRIES = sorted((file.parent.name, file.stem) for file in built_in_directory().glob("*/*.yaml"))
 RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.startswith("llama3_")]
@@ -42,13 +42,13 @@ def test_every_option_of_every_group_makes_a_valid_run(
     (tmp_path / "preferences.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     chosen = [f"experiment={name}"] if group == "experiment" else ["experiment=tiny_ppo", f"{group}={name}"]
     plan = plan_run(compose_config([*chosen, *WITH.get((group, name), [])]))
-    assert plan.check(described_inputs(plan.config)).num_layers > 0
+    assert plan.check(absent_inputs(plan.config)).num_layers > 0
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_devices_with_room_to_spare(name: str) -> None:
     config = compose_config([f"experiment={name}"])
-    described = described_inputs(config)
+    described = absent_inputs(config)
     shape = check(config, described)
     limit = config.cluster.device_memory_gib
     assert limit is not None
@@ -99,17 +99,17 @@ def test_a_directory_that_is_there_counts_and_not_what_describes_it(tmp_path: Pa
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     there = ["experiment=llama3_8b_grpo", f"model.path={tmp_path}"]
     config = compose_config([*there, f"data.path={tmp_path}/prompts.jsonl"])
-    assert described_inputs(config) == {}
+    assert absent_inputs(config) == {}
     assert check(config).vocab_size == 1024
     config = compose_config(there)
     with pytest.raises(ConfigError, match=r"^data\.path=data/prompts\.jsonl: no such file$"):
-        check(config, described_inputs(config))
+        check(config, absent_inputs(config))
 
 
 def test_a_reward_models_description_is_the_policys_but_for_what_it_says_itself() -> None:
     def described(name: str, *overrides: str) -> tuple[ModelShape, ModelShape]:
         config = compose_config([f"experiment={name}", *overrides])
-        shapes = described_inputs(config)
+        shapes = absent_inputs(config)
         assert config.model.path is not None and config.reward.path is not None
         policy, reward = shapes[config.model.path], shapes[config.reward.path]
         assert policy is not None and reward is not None

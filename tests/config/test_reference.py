@@ -2,15 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aligner.config.keys import schema_keys
-from aligner.config.reference import reference, updated
+from aligner.config.reference_page import reference, updated
+from aligner.schema.keys import schema_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_of_keys_is_current() -> None:
     page = PAGE.read_text()
-    assert updated(page) == page, "run `python -m aligner.config.reference docs/configuration.md`"
+    assert updated(page) == page, "run `python -m aligner.config.reference_page docs/configuration.md`"
 
 
 def test_every_key_has_a_row_with_its_help() -> None:

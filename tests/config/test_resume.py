@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.keys import schema_keys
 from aligner.config.resume import MAY_CHANGE, settled
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
+from aligner.schema.keys import schema_keys
 
 
 def started(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:

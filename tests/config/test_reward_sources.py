@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.placement import placements, role_ranks
-from aligner.config.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.placement.roles import placements, role_ranks
+from aligner.schema import Config
+from aligner.schema.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
 
 COMBINED = ("reward.kind=combined", "+reward.sources.a={kind: function, function: digit_fraction}")
 

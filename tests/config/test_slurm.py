@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.checks.cluster import slurm_problems
 from aligner.config.compose import built_in_directory, compose_config
-from aligner.config.keys import with_values
-from aligner.config.placement import role_ranks
-from aligner.config.schema import Config
-from aligner.config.slurm import slurm_problems
-from aligner.config.slurm_layout import Place, slurm_layout
 from aligner.errors import ConfigError
+from aligner.placement.roles import role_ranks
+from aligner.placement.slurm_layout import Place, slurm_layout
+from aligner.schema import Config
+from aligner.schema.keys import with_values
 
 NODES = "cluster.slurm.roles"
 SCRIPTS = built_in_directory().parent / "launcher_scripts"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.config.schema import TLS, Config, Server
-from aligner.config.tls import tls_problems
+from aligner.checks.server import tls_problems
+from aligner.schema import Config, ServerConfig, TLSConfig
 from tests.certificates import Certificates, make_certificates
 
 
@@ -19,7 +19,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 def problems(files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool) -> list[str]:
     given = {name: str(path) for name, path in vars(files).items()} if files else {}
-    return list(tls_problems(Config(server=Server(interface=interface, tls=TLS(**{**given, **keys})))))
+    return list(tls_problems(Config(server=ServerConfig(interface=interface, tls=TLSConfig(**{**given, **keys})))))
 
 
 @pytest.mark.parametrize("mutual", [True, False])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.checks import check
+from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from aligner.config.families import read_config
 from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
+from aligner.models.families import read_config
 from tests.config.test_families import SIZES
 
 SHAPE = dataclasses.replace(

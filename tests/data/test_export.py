@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from aligner.config.schema import Config, Model, Run
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.model_directory import check_model_directory, prepare_model
 from aligner.data.safetensors_writer import TensorEntry, write_safetensors
 from aligner.errors import ConfigError
+from aligner.schema import Config, ModelConfig, RunConfig
 from tests.small_disk import small_disk
 
 CONFIG = {
@@ -33,7 +33,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    return prepare_model(Config(run=Run(dir=str(directory)), model=Model(source="random", config=CONFIG)))
+    return prepare_model(Config(run=RunConfig(dir=str(directory)), model=ModelConfig(source="random", config=CONFIG)))
 
 
 def tensors(directory):

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.config.compose import compose_config
-from aligner.config.schema import Config
-from aligner.config.weights import weight_table
 from aligner.data.character_tokenizer import CHARACTERS
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.weight_slices import weight_table
+from aligner.schema import Config
 from tests.small_disk import small_disk
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.config.schema import Data
 from aligner.data.model_directory import prepare_model
 from aligner.data.offline import has_steps, open_demonstrations, open_labeled_steps, open_preferences
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import DataConfig
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
@@ -42,10 +42,10 @@ def chat(plain, tmp_path_factory) -> Tokenizer:
 def data(tmp_path):
     """Records into a file, and that into settings."""
 
-    def written(*records, **settings) -> Data:
+    def written(*records, **settings) -> DataConfig:
         path = tmp_path / "records.jsonl"
         path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
-        return Data(path=str(path), shuffle=False, **settings)
+        return DataConfig(path=str(path), shuffle=False, **settings)
 
     return written
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.config.schema import Data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import PromptStream, open_prompts, read_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import DataConfig
 
 TEXTS = ["one", "two", "three", "four", "five"]
 
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def stream(tokenizer, *, seed=1, shuffle=True, limit=16, texts=TEXTS) -> PromptStream:
-    return open_prompts(Data(prompts=texts, shuffle=shuffle, max_prompt_tokens=limit), tokenizer, seed)
+    return open_prompts(DataConfig(prompts=texts, shuffle=shuffle, max_prompt_tokens=limit), tokenizer, seed)
 
 
 def texts(prompts):
@@ -31,7 +31,7 @@ def texts(prompts):
 def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(tokenizer, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "index": index}) + "\n" for index, text in enumerate(TEXTS)))
-    prompts = open_prompts(Data(path=str(path)), tokenizer, seed=1).take(6, 3)
+    prompts = open_prompts(DataConfig(path=str(path)), tokenizer, seed=1).take(6, 3)
     assert [prompt.id for prompt in prompts] == [6, 7, 8]
     for prompt in prompts:
         assert tokenizer.decode(prompt.tokens) == prompt.text == TEXTS[prompt.metadata["index"]]
@@ -91,8 +91,8 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("from the file\n")
     for data, expected in [
-        (Data(path=str(path), prompts=["in place"]), "from the file"),
-        (Data(prompts=["in place"]), "in place"),
+        (DataConfig(path=str(path), prompts=["in place"]), "from the file"),
+        (DataConfig(prompts=["in place"]), "in place"),
     ]:
         assert texts(open_prompts(data, tokenizer, seed=1).take(0, 1)) == [expected]
 
@@ -150,7 +150,7 @@ def binary():
 
 
 def test_a_function_gives_records(tokenizer):
-    (prompt,) = open_prompts(Data(path=f"function:{__name__}:good"), tokenizer, seed=1).take(0, 1)
+    (prompt,) = open_prompts(DataConfig(path=f"function:{__name__}:good"), tokenizer, seed=1).take(0, 1)
     assert (prompt.text, prompt.metadata) == ("a", {"answer": 1})
 
 
@@ -167,14 +167,14 @@ def test_a_function_gives_records(tokenizer):
 )
 def test_a_function_that_gives_none_is_named(tokenizer, function, message):
     with pytest.raises(ConfigError, match=message):
-        open_prompts(Data(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
+        open_prompts(DataConfig(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
 
 
 def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "broken_data.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give"):
-        open_prompts(Data(path="function:broken_data:f"), tokenizer, seed=1)
+        open_prompts(DataConfig(path="function:broken_data:f"), tokenizer, seed=1)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
@@ -188,14 +188,14 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
 
 def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="no prompts"):
-        open_prompts(Data(), tokenizer, seed=1)
+        open_prompts(DataConfig(), tokenizer, seed=1)
     with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: the prompt is empty"):
-        open_prompts(Data(prompts=["a", ""]), tokenizer, seed=1)
+        open_prompts(DataConfig(prompts=["a", ""]), tokenizer, seed=1)
 
 
 def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
     def cut(text, **settings):
-        return open_prompts(Data(prompts=[text], **settings), tokenizer, 1).take(0, 1)[0].text
+        return open_prompts(DataConfig(prompts=[text], **settings), tokenizer, 1).take(0, 1)[0].text
 
     text = "one. two three. four"
     assert cut(text, prompt_after=".") == " two three. four"

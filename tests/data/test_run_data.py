@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from aligner.config.schema import Algorithm, Config, Data, Model, Run
 from aligner.data.examples import Demonstration, LabeledSteps, Preference
 from aligner.data.model_directory import prepare_model
 from aligner.data.run_data import RunData, open_run_data
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, RunConfig
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,8 +31,8 @@ PAIRS = [{"prompt": "ab", "chosen": letter, "rejected": letter * 2} for letter i
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    run = Run(dir=str(tmp_path_factory.mktemp("run")))
-    return Tokenizer(prepare_model(Config(run=run, model=Model(source="random", config=SHAPE))))
+    run = RunConfig(dir=str(tmp_path_factory.mktemp("run")))
+    return Tokenizer(prepare_model(Config(run=run, model=ModelConfig(source="random", config=SHAPE))))
 
 
 def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
@@ -41,7 +41,7 @@ def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunData:
-    return open_run_data(Config(algorithm=Algorithm(trainer=trainer), data=Data(path=path, **data)), tokenizer)
+    return open_run_data(Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)), tokenizer)
 
 
 def test_the_last_rows_are_held_out_and_never_taken(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ import json
 
 import pytest
 
+from aligner.checks.data import data_problems
 from aligner.config.compose import compose_config
-from aligner.config.data_sources import data_problems, data_sources
-from aligner.config.schema import Algorithm, Config, Data
 from aligner.data.model_directory import prepare_model
 from aligner.data.offline import has_steps, open_demonstrations
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import AlgorithmConfig, Config, DataConfig
+from aligner.schema.data_sources import data_sources
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,12 @@ def jsonl(path, *records):
     return str(path)
 
 
-def problems(data: Data, trainer: str = "online") -> str:
-    return "\n".join(data_problems(Config(data=data, algorithm=Algorithm(trainer=trainer))))
+def problems(data: DataConfig, trainer: str = "online") -> str:
+    return "\n".join(data_problems(Config(data=data, algorithm=AlgorithmConfig(trainer=trainer))))
 
 
 def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer, dataset):
-    data = Data(path=str(dataset / "one"), fields={"prompt": "question"}, shuffle=False)
+    data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question"}, shuffle=False)
     assert problems(data) == ""
     prompts = open_prompts(data, tokenizer, 1).take(0, 3)
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [
@@ -56,7 +57,7 @@ def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer
 
 
 def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
-    data = Data(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
+    data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
     with pytest.raises(ConfigError, match=r"one\[0\]: needs a `hint` key for `response` \(fields\); it has question, answer"):
         open_demonstrations(data, tokenizer, 1)
     data.skip_bad_records = True
@@ -65,14 +66,14 @@ def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
 
 
 def test_several_splits_and_other_directories_are_refused_before_and_when_read(tokenizer, dataset, tmp_path):
-    splits = Data(path=str(dataset / "splits"))
+    splits = DataConfig(path=str(dataset / "splits"))
     train, test = dataset / "splits" / "train", dataset / "splits" / "test"
     assert f"data.path={splits.path}: several splits; give one of them: {test}, {train}" in problems(splits)
-    assert problems(Data(path=str(train))) == ""
-    assert "not one that Hugging Face datasets saved" in problems(Data(path=str(tmp_path)))
+    assert problems(DataConfig(path=str(train))) == ""
+    assert "not one that Hugging Face datasets saved" in problems(DataConfig(path=str(tmp_path)))
     for path in (splits.path, str(tmp_path)):
         with pytest.raises(ConfigError, match="not one data set, or split"):
-            open_prompts(Data(path=path), tokenizer, 1)
+            open_prompts(DataConfig(path=path), tokenizer, 1)
 
 
 def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset, tmp_path):
@@ -81,7 +82,7 @@ def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset,
         "sums": {"path": str(dataset / "one"), "weight": 3, "fields": {"prompt": "question"}},
         "more": {"path": file},
     }
-    data = Data(sources=sources, fields={"prompt": "text"})
+    data = DataConfig(sources=sources, fields={"prompt": "text"})
     assert problems(data) == ""
     texts = [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 24)]
     assert sum(text in "ab" for text in texts) == 6
@@ -90,7 +91,7 @@ def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset,
 
 def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_path):
     file = jsonl(tmp_path / "p.jsonl", {"prompt": "wrong", "query": "right", "answer": "x"})
-    (prompt,) = open_prompts(Data(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1).take(0, 1)
+    (prompt,) = open_prompts(DataConfig(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1).take(0, 1)
     assert (prompt.text, prompt.metadata) == ("right", {"label": "x"})
 
 
@@ -98,8 +99,8 @@ def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{\n{"prompt": "a", "stages": []}\n')
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: not a JSON object"):
-        has_steps(Data(path=str(file)))
-    assert has_steps(Data(path=str(file), skip_bad_records=True, fields={"steps": "stages"}))
+        has_steps(DataConfig(path=str(file)))
+    assert has_steps(DataConfig(path=str(file), skip_bad_records=True, fields={"steps": "stages"}))
 
 
 @pytest.mark.parametrize(
@@ -121,24 +122,24 @@ def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
 )
 def test_sources_that_do_not_say_what_they_must_are_refused_by_key(entries, message):
     with pytest.raises(ConfigError, match=message):
-        data_sources(Data(sources=entries))
+        data_sources(DataConfig(sources=entries))
 
 
 def test_a_path_beside_sources_is_refused():
     with pytest.raises(ConfigError, match=r"data\.sources: data\.path is given as well"):
-        data_sources(Data(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
+        data_sources(DataConfig(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
     (tmp_path / "p.txt").write_text("a\n")
-    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(Data(prompts=["a"]), trainer)
-    assert "allowed are .jsonl files" in problems(Data(path=str(tmp_path / "p.txt")), trainer)
-    assert problems(Data(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
+    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(DataConfig(prompts=["a"]), trainer)
+    assert "allowed are .jsonl files" in problems(DataConfig(path=str(tmp_path / "p.txt")), trainer)
+    assert problems(DataConfig(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
 
 
 def test_every_wrong_source_is_told_at_once(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     paths = {"a": str(tmp_path / "empty.jsonl"), "b": "absent.jsonl", "c": "p.csv"}
-    found = problems(Data(sources={name: {"path": path} for name, path in paths.items()})).splitlines()
+    found = problems(DataConfig(sources={name: {"path": path} for name, path in paths.items()})).splitlines()
     assert [line.partition("=")[0] for line in found] == [f"data.sources.{name}.path" for name in paths]

@@ -12,17 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import stored_tensors, weight_table
 from aligner.data.types import Prompt, Sample
 from aligner.engines.protocol import GenerationEngine, GenerationRequest, InFlight
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import stored_tensors, weight_table
 from aligner.resharding.update import WeightUpdate
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 VOCABULARY, CONTEXT = 120, 48
-SETTINGS = Engine(
-    parallel=EngineParallel(tensor=1, data=1), precision="fp32", sleep=True, update="in_place", cuda_graphs=False, bucket_mib=1
+SETTINGS = EngineConfig(
+    parallel=EngineParallelConfig(tensor=1, data=1),
+    precision="fp32",
+    sleep=True,
+    update="in_place",
+    cuda_graphs=False,
+    bucket_mib=1,
 )
 KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import weight_table
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 LENGTHS = (3, 7, 1, 7, 5)
 
@@ -81,8 +81,8 @@ def shape_of(directory: Path) -> ModelShape:
     return read_config(json.loads((directory / "config.json").read_text()), str(directory))
 
 
-def settings_of(tensor: int = 1, **settings) -> Engine:
-    return Engine(parallel=EngineParallel(tensor=tensor, data=1), **settings)
+def settings_of(tensor: int = 1, **settings) -> EngineConfig:
+    return EngineConfig(parallel=EngineParallelConfig(tensor=tensor, data=1), **settings)
 
 
 def make_engine(directory: Path, tensor: int = 1, rank: int = 0, group=None, seed: int = 7, **settings) -> EmbeddedEngine:
@@ -244,7 +244,7 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tie
 
 
 def test_an_engine_without_weights_does_not_generate(tied_directory):
-    engine = EmbeddedEngine(shape_of(tied_directory), Engine(), 0, 1)
+    engine = EmbeddedEngine(shape_of(tied_directory), EngineConfig(), 0, 1)
     with pytest.raises(AlignerError, match="no weights: none were published yet"):
         engine.generate(make_requests(), SamplingOptions(2))
 
@@ -257,9 +257,9 @@ def test_a_model_that_does_not_divide_is_refused(tied_directory):
 def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
     untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
     with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
-        EmbeddedEngine(untied, Engine(), 0, 1).load_directory(tied_directory)
+        EmbeddedEngine(untied, EngineConfig(), 0, 1).load_directory(tied_directory)
     wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
     with pytest.raises(AlignerError, match=r"gate_proj\.weight is \(48, 32\), must be \(64, 32\)"):
-        EmbeddedEngine(wider, Engine(), 0, 1).load_directory(tied_directory)
+        EmbeddedEngine(wider, EngineConfig(), 0, 1).load_directory(tied_directory)
     with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
         make_engine(tied_directory).load_directory(tmp_path)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.model_source import directory_shape
-from aligner.config.schema import Engine, EngineParallel
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.models.model_source import directory_shape
+from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.megatron import families, jobs
 
 LENGTHS = (3, 9, 1, 9)
@@ -28,7 +28,7 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
         for index, length in enumerate(LENGTHS)
     ]
     # Fewer rows than responses, so that some join while others are half-way.
-    settings = Engine(parallel=EngineParallel(tensor=tensor), batch_size=3)
+    settings = EngineConfig(parallel=EngineParallelConfig(tensor=tensor), batch_size=3)
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     engine.load_directory(Path(directory))
     requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner import cli
-from aligner.config.schema import Engine
 from aligner.data.character_tokenizer import character_tokenizer
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
@@ -27,6 +26,7 @@ from aligner.data.prompts import PromptText
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
+from aligner.schema import EngineConfig
 from tests.megatron import checkpoint_jobs, families
 
 PROMPTS = [{"prompt": "hello", "answer": 42}, {"prompt": "a b"}, {"prompt": "2+2=", "answer": "4", "tags": ["sum"]}]
@@ -274,14 +274,14 @@ def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there
         raise RuntimeError("on its way")
 
     with pytest.raises(RuntimeError, match="on its way"):
-        generate.generate(job, Engine(), output, overwrite=True, progress=fail)
+        generate.generate(job, EngineConfig(), output, overwrite=True, progress=fail)
     assert output.read_text() == "kept" and list(tmp_path.iterdir()) == [output]
 
 
 def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
     shutil.copytree(model("llama3"), tmp_path / "model")
     source = find_source(tmp_path / "model")
-    engine = build_engine(read_shape(tmp_path / "model"), Engine(update="in_place"), tmp_path / "model", seed=1)
+    engine = build_engine(read_shape(tmp_path / "model"), EngineConfig(update="in_place"), tmp_path / "model", seed=1)
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     del weights["model.layers.3.mlp.down_proj.weight"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.config.schema import Engine
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.cache import CacheSize
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
+from aligner.schema import EngineConfig
 from tests.engines.test_embedded import (
     load_transformers,
     make_engine,
@@ -335,7 +335,7 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
 
     owner = make_engine(directory)
     theirs = {name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name}
-    engine = EmbeddedEngine(shape_of(directory), Engine(update="shared"), 0, 7, shared=theirs)
+    engine = EmbeddedEngine(shape_of(directory), EngineConfig(update="shared"), 0, 7, shared=theirs)
     update = engine.begin_update(0)
     for name, view in update.views(list(owner.weights)).items():
         if view.data_ptr() != owner.weights[name].data_ptr():

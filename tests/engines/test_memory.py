@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.config.families import read_config
-from aligner.config.keys import with_values
-from aligner.config.memory.engine import engine_memory
-from aligner.config.memory.states import engine_weights, shared_weights
-from aligner.config.schema import Config, Engine, EngineParallel, Parallel
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.embedded.weights import parameters
 from aligner.engines.protocol import SamplingOptions
+from aligner.models.families import read_config
+from aligner.placement.memory.engine_memory import engine_memory
+from aligner.placement.memory.model_states import engine_weights, shared_weights
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler
+from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
+from aligner.schema.keys import with_values
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
 from tests.rollout.fakes import Scorers, Stream
 
@@ -26,7 +26,7 @@ PADDING = 0.01
 @pytest.mark.parametrize("name", MODELS)
 def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
     shape = read_config(MODELS[name], "test")
-    engine = EmbeddedEngine(shape, Engine(), 0, 1)
+    engine = EmbeddedEngine(shape, EngineConfig(), 0, 1)
     assert 4 * engine_weights(shape, 1) <= engine.nbytes <= (1 + PADDING) * 4 * engine_weights(shape, 1)
     halves = sum(parameter.numel for parameter in parameters(shape, 2))
     assert halves == engine_weights(shape, 2)
@@ -36,9 +36,9 @@ def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
 def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     trained = {parameter.name: torch.empty(parameter.shape) for parameter in parameters(shape, 1)}
-    settings = Engine(update="shared", parallel=EngineParallel())
+    settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)
-    rest = engine_weights(shape, 1) - shared_weights(shape, Parallel(), 0, 1)
+    rest = engine_weights(shape, 1) - shared_weights(shape, ParallelConfig(), 0, 1)
     assert 4 * rest <= engine.nbytes <= (1 + PADDING) * 4 * rest
 
 
@@ -62,7 +62,7 @@ def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, i
         view.fill_(0.01)
     update.load(list(engine.weights))
     update.commit()
-    sampler, options = ColocatedSampler(engine, EngineParallel(), 0), SamplingOptions(max_new_tokens=5)
+    sampler, options = ColocatedSampler(engine, EngineParallelConfig(), 0), SamplingOptions(max_new_tokens=5)
     source = Rollouts(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
     for _ in range(2):
         source.take()

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import Engine, Parallel
-from aligner.config.weights import weight_table
 from aligner.engines.embedded.engine import EmbeddedEngine
 from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.schema import EngineConfig, ParallelConfig
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
 from tests.megatron import families
 
@@ -31,7 +31,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def make_engine(directory: Path, **settings) -> EmbeddedEngine:
-    engine = EmbeddedEngine(shape_of(directory), Engine(**settings), rank=0, seed=7, device="cuda")
+    engine = EmbeddedEngine(shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device="cuda")
     engine.load_directory(directory)
     return engine
 
@@ -115,7 +115,7 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     places = {name: view.data_ptr() for name, view in engine.weights.items()}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
-        plan = plan_resharding(table, shape.num_layers, Parallel(), engine.weight_layout)
+        plan = plan_resharding(table, shape.num_layers, ParallelConfig(), engine.weight_layout)
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
         publisher = Publisher(
             plan,

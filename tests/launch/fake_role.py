@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.config.paths import run_paths
 from aligner.errors import TransientError
 from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
 from aligner.launch.roles import served_model
 from aligner.observability.metrics import MetricsWriter, SampleWriter
+from aligner.paths import run_paths
 
 RANK = int(os.environ["RANK"])
 

@@ -6,10 +6,10 @@ import socket
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.config.endpoints import Endpoint, replicas
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.launch.endpoints import free_ports, health_address, is_ready, local_hosts, pick_endpoints
+from aligner.placement.endpoints import Endpoint, replicas
+from aligner.schema import Config
 
 
 def endpoints_of(config: Config) -> dict[str, Endpoint]:

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, save_config
-from aligner.config.paths import RunPaths, run_paths
 from aligner.config.prerequisites import plan_run
-from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
 from aligner.launch.slurm import submit as submitting
@@ -22,6 +20,8 @@ from aligner.launch.slurm.script import render_script
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
 from aligner.launch.slurm.submit import submit
 from aligner.launch.task import DEVICES, IS_TASK, adopt_task
+from aligner.paths import RunPaths, run_paths
+from aligner.placement.slurm_layout import slurm_layout
 from tests.launch.stand_ins import stand_in
 
 GENEROUS = (

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from aligner.config.compose import compose_config, save_config
-from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.state import RoleState, RunState, read_state, write_state
 from aligner.launch.status import RoleStatus, describe_status, read_status
+from aligner.paths import RunPaths
 from tests.launch.stand_ins import stand_in
 from tests.launch.test_launch import finish, given, processes_of, start, wait_for
 

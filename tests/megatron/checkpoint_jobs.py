@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
-from aligner.config.schema import Actor, Critic, Lora, Parallel
 from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
 from aligner.data.model_directory import read_shape
 from aligner.megatron import checkpoint as checkpoints
@@ -20,6 +19,7 @@ from aligner.megatron.checkpoint import load_checkpoint
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
+from aligner.schema import ActorConfig, CriticConfig, LoraConfig, ParallelConfig
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 
 Settings = dict[str, Any]
@@ -27,14 +27,14 @@ Settings = dict[str, Any]
 
 
 def actor(directory: str, settings: Settings) -> Policy:
-    world = worlds.initialize(Parallel(**settings["parallel"]), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**settings["parallel"]), seed=1, timeout_s=120)
     schedule = {"schedule": "cosine", "warmup_steps": 3}
     chosen = {
         **{key: value for key, value in settings.items() if key in ("frozen", "precision")},
         "optimizer": dataclasses.replace(OPTIMIZER, **schedule, **settings.get("optimizer", {})),
-        "lora": Lora(**settings.get("lora", {})),
+        "lora": LoraConfig(**settings.get("lora", {})),
     }
-    section = Actor(parallel=world.layout, micro_batch_tokens=24, **chosen)
+    section = ActorConfig(parallel=world.layout, micro_batch_tokens=24, **chosen)
     path = Path(directory)
     return Policy(read_shape(path), world, section, path, TEMPERATURE, total_updates=10)
 
@@ -103,10 +103,10 @@ def save(directory: str, settings: Settings, checkpoint: str, updates: int = 0) 
 
 def save_critic(directory: str, layout: dict[str, Any], num_layers: int, checkpoint: str) -> Tensor:
     """A critic of the first layers after two updates; its values by then."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
-    settings = Critic(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
+    settings = CriticConfig(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
     critic = ValueModel(shape, world, path, settings, total_updates=4, loss=functools.partial(value_loss, clip=0.2))
     experience = make_experience(shape.vocab_size)
     for _ in range(2):

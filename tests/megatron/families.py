@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.model_source import directory_shape
-from aligner.config.weights import Slice, weight_table
 from aligner.megatron import world as worlds
+from aligner.models.model_source import directory_shape
+from aligner.models.weight_slices import Slice, weight_table
 from tests.megatron import jobs, reference
 
 # Where a gradient is rounding noise (a bias of keys has almost none), Adam at its usual epsilon makes full steps of the

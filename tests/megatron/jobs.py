@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.losses import policy_loss, value_loss
-from aligner.config.schema import Actor, Critic, Optimizer, Parallel, Reward
-from aligner.config.weights import Coordinates, Slice
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, response_mask
 from aligner.megatron import world as worlds
@@ -22,13 +20,15 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel
 from aligner.megatron.weights import NamedWeights
+from aligner.models.weight_slices import Coordinates, Slice
+from aligner.schema import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig, RewardConfig
 
 # A rank's part of named tensors: which slice, and its numbers.
 Slices = dict[str, tuple[Slice, Tensor]]
 
 TEMPERATURE = 0.7
 # An epsilon at the size of the smallest gradients: below it, Adam would turn their rounding errors into whole steps.
-OPTIMIZER = Optimizer(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
 
 
 def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experience:
@@ -51,8 +51,8 @@ def loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator:
 
 def policy(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Policy:
     """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a dictionary."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
-    section = Actor(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
+    section = ActorConfig(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
     path = Path(directory)
     return Policy(read_shape(path), world, section, path, TEMPERATURE, total_updates=4)
 
@@ -150,10 +150,10 @@ def critic_step(
     directory: str, layout: dict[str, Any], num_layers: int, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Values, two updates, values again."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
-    section = Critic(parallel=world.layout, **_chosen(settings))
+    section = CriticConfig(parallel=world.layout, **_chosen(settings))
     critic = ValueModel(shape, world, path, section, total_updates=4, loss=functools.partial(value_loss, clip=0.2))
     experience = make_experience(shape.vocab_size)
     before = critic.values(experience.tokens, experience.lengths)
@@ -171,9 +171,9 @@ def critic_step(
 
 def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:
     """A reward model's numbers."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     model = ValueModel(
-        read_shape(Path(directory)), world, Path(directory), Reward(parallel=world.layout, micro_batch_tokens=24)
+        read_shape(Path(directory)), world, Path(directory), RewardConfig(parallel=world.layout, micro_batch_tokens=24)
     )
     experience = make_experience(model.vocab_size)
     values = model.values(experience.tokens, experience.lengths)
@@ -185,7 +185,7 @@ def places(layout: dict[str, Any]) -> Coordinates:
     """megatron-core's own idea of where this rank stands."""
     from megatron.core import parallel_state
 
-    worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     place = Coordinates(
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         context=parallel_state.get_context_parallel_rank(),
@@ -212,7 +212,7 @@ def attend(
 
     from aligner.megatron.attention import PackedAttention
 
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())
     rows, width = len(lengths), max(lengths)
     # Tokens that tell where each packed token comes from.

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.families import read_config
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Actor, Critic, Lora, Optimizer, Parallel
-from aligner.config.weights import Head
 from aligner.megatron import checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
+from aligner.models.families import read_config
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
+from aligner.schema import ActorConfig, CriticConfig, LoraConfig, OptimizerConfig, ParallelConfig
 
 
 def model(entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any]) -> ModelRunner:
     """A model with small random weights at a layout, ready to be trained."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     runner = ModelRunner(read_config(entries, "test"), world, head, section(head, layout, settings))
     for _, parameter in runner.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -30,13 +30,13 @@ def model(entries: dict[str, Any], layout: dict[str, Any], head: Head, settings:
     return runner
 
 
-def section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> Actor | Critic:
+def section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> ActorConfig | CriticConfig:
     """The role's section of the configuration."""
     chosen = dict(settings)
-    chosen["optimizer"] = Optimizer(**chosen.get("optimizer", {}))
+    chosen["optimizer"] = OptimizerConfig(**chosen.get("optimizer", {}))
     if "lora" in chosen:
-        chosen["lora"] = Lora(**chosen["lora"])
-    return (Actor if head == "vocabulary" else Critic)(parallel=Parallel(**layout), **chosen)
+        chosen["lora"] = LoraConfig(**chosen["lora"])
+    return (ActorConfig if head == "vocabulary" else CriticConfig)(parallel=ParallelConfig(**layout), **chosen)
 
 
 class SavedTensors:
@@ -135,7 +135,7 @@ def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
 
 
-def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> Actor | Critic:
+def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> ActorConfig | CriticConfig:
     """The same section, with the chunk of logits that is measured."""
     chosen = section(head, layout, settings)
-    return dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK) if isinstance(chosen, Actor) else chosen
+    return dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK) if isinstance(chosen, ActorConfig) else chosen

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.schema import EngineParallel
 from aligner.data.model_directory import read_shape
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
@@ -20,6 +19,7 @@ from aligner.megatron.policy import Policy
 from aligner.resharding.link import Link
 from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.schema import EngineParallelConfig
 from tests.megatron import jobs
 from tests.resharding.sink import Sink
 
@@ -158,7 +158,7 @@ def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], 
     for _ in range(steps):
         actor.train(experience, jobs.loss)
     weights, world = actor.runner.weights, actor.world
-    engine = EngineParallel(tensor=1, data=world.size)
+    engine = EngineParallelConfig(tensor=1, data=world.size)
     plan = plan_resharding(weights.table, actor.runner.shape.num_layers, world.layout, engine)
     link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
     publisher = Publisher(plan, link, read=weights.read, begin_update=sink.begin_update, bucket_bytes=1 << 20, verify_every=1)

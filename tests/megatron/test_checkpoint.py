@@ -11,8 +11,8 @@ import shutil
 import pytest
 import torch
 
-from aligner.config.schema import Parallel
 from aligner.data.checkpoint_files import CheckpointReader
+from aligner.schema import ParallelConfig
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families
 
@@ -23,7 +23,7 @@ def at(distributed=False, **layout):
 
 
 def ranks(settings):
-    return Parallel(**settings["parallel"]).ranks
+    return ParallelConfig(**settings["parallel"]).ranks
 
 
 def identity(value):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aligner.config.schema import Parallel
+from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.families import CONFIGS, MIXTURES
 
@@ -87,7 +87,7 @@ def print_table(errors: Errors) -> None:
 def run(pool, directory, name, **settings):
     layout = dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
     settings["optimizer"] = {"distributed": "distributed" in name}
-    return pool.run(families.family_steps, Parallel(**layout).ranks, str(directory), layout, **settings)
+    return pool.run(families.family_steps, ParallelConfig(**layout).ranks, str(directory), layout, **settings)
 
 
 def largest_errors(directory, results, expected) -> dict[str, float]:

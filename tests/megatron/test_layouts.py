@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aligner.config.schema import Parallel
-from aligner.config.weights import coordinates
+from aligner.models.weight_slices import coordinates
+from aligner.schema import ParallelConfig
 from tests.megatron import jobs, reference
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
@@ -53,7 +53,7 @@ def layouts(*names: str) -> Any:
 
 
 def ranks(layout: dict[str, Any]) -> int:
-    return Parallel(**layout).ranks
+    return ParallelConfig(**layout).ranks
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def test_logits_equal_those_of_transformers(pool, untied_llama, layout, settings
 )
 def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
     places = pool.run(jobs.places, ranks(layout), layout)
-    assert places == [coordinates(rank, Parallel(**layout)) for rank in range(len(places))]
+    assert places == [coordinates(rank, ParallelConfig(**layout)) for rank in range(len(places))]
 
 
 @layouts("single", "tp2", "pp2", "dp2", "tp2-sp", "tp2-sp-pp2", "vpp2", "cp2", "cp2-tp2-sp", "dp2-distributed")

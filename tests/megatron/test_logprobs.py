@@ -42,12 +42,12 @@ def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tenso
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from aligner.config.schema import Parallel
     from aligner.megatron import world as worlds
     from aligner.megatron.heads import VocabularyHead
+    from aligner.schema import ParallelConfig
 
     size = dist.get_world_size()
-    world = worlds.initialize(Parallel(tensor=size, sequence=sequence), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(tensor=size, sequence=sequence), seed=1, timeout_s=120)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,

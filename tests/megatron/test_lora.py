@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from aligner.config.lora import adapter_map, adapter_table
-from aligner.config.schema import Lora, Parallel
-from aligner.config.weights import weight_table
 from aligner.data.model_directory import read_shape
 from aligner.megatron.lora import initial_down
+from aligner.models.adapters import adapter_map, adapter_table
+from aligner.models.weight_slices import weight_table
+from aligner.schema import LoraConfig, ParallelConfig
 from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.reference import logprobs
 
-LORA = Lora(rank=4, alpha=6.0)
+LORA = LoraConfig(rank=4, alpha=6.0)
 # An epsilon above a gradient's rounding noise, and steps that move the adapters well away from their start.
 OPTIMIZER = {"learning_rate": 2e-2, "epsilon": 1e-3, "clip_grad_norm": 0.5, "schedule": "constant"}
 STEPS = 3
@@ -125,7 +125,7 @@ def assert_slices_close(part, tensors, tolerance):
 def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, layout, more):
     directory, wanted = expected(family)
     settings = more | {"lora": lora_of(family), "optimizer": OPTIMIZER | more.get("optimizer", {})}
-    ranks = Parallel(**layout).ranks
+    ranks = ParallelConfig(**layout).ranks
     results = pool.run(optimizer_jobs.adapted_policy, ranks, str(directory), layout, settings, STEPS)
     for result in results:
         for key in ("logprobs", "after_logprobs"):
@@ -159,7 +159,9 @@ def test_every_layout_starts_from_the_same_adapters_which_add_nothing(pool, expe
     directory, wanted = expected("llama3")
     settings = {"lora": LORA, "optimizer": OPTIMIZER}
     for layout in ({}, TP):
-        for result in pool.run(optimizer_jobs.adapted_policy, Parallel(**layout).ranks, str(directory), layout, settings, 0):
+        for result in pool.run(
+            optimizer_jobs.adapted_policy, ParallelConfig(**layout).ranks, str(directory), layout, settings, 0
+        ):
             for name, (_, tensor) in result["fresh"].items():
                 bound = 1 / math.sqrt(wanted["factors"][name].shape[1])
                 if name.endswith(".lora_B.weight"):

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from aligner.config.devices import Device
-from aligner.config.families import read_config
-from aligner.config.memory.activations import Load, Stage
-from aligner.config.memory.states import trained_states
-from aligner.config.schema import Parallel
+from aligner.models.families import read_config
+from aligner.placement.devices import Device
+from aligner.placement.memory.activations import Load, Stage
+from aligner.placement.memory.model_states import trained_states
+from aligner.schema import ParallelConfig
 from tests.megatron import memory_jobs
 
 SIZES = {
@@ -87,7 +87,7 @@ CASES = {
 def test_a_models_memory_is_what_was_computed(pool, name):
     entries, layout, head, settings = CASES[name]
     settings = {"micro_batch_tokens": MICRO_BATCH} | settings
-    shape, parallel = read_config(entries, "test"), Parallel(**layout)
+    shape, parallel = read_config(entries, "test"), ParallelConfig(**layout)
     role = memory_jobs.expected_section(head, layout, settings)
     device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
     load = Load(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)

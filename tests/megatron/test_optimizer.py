@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aligner.config.frozen import frozen_names
-from aligner.config.schema import Optimizer, Parallel
-from aligner.config.weights import weight_table
 from aligner.data.model_directory import read_shape
+from aligner.models.frozen import frozen_names
+from aligner.models.weight_slices import weight_table
+from aligner.schema import OptimizerConfig, ParallelConfig
 from tests.megatron import jobs, optimizer_jobs
 from tests.megatron.reference import logprobs
 from tests.megatron.test_layouts import assert_slices_equal
@@ -32,10 +32,10 @@ SETTINGS = {
 
 
 def ranks(layout):
-    return Parallel(**layout).ranks
+    return ParallelConfig(**layout).ranks
 
 
-def adam(weights, settings: Optimizer, steps: int):
+def adam(weights, settings: OptimizerConfig, steps: int):
     """AdamW (Loshchilov & Hutter 2019) in float64, epsilon where PyTorch or TensorFlow has it."""
     weights = {name: tensor.double().numpy() for name, tensor in weights.items()}
     first = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -79,7 +79,7 @@ def test_steps_are_adams_with_epsilon_where_it_is_placed(pool, untied_llama, lay
     assert (other["lm_head.weight"] - expected["lm_head.weight"]).abs().max() > 1e-3, "the placement matters here"
 
 
-def closed_form(settings: Optimizer, step: int, total: int) -> float:
+def closed_form(settings: OptimizerConfig, step: int, total: int) -> float:
     peak, least, warmup = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
     if step < warmup:
         return peak * step / warmup

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from aligner.config.paths import RunPaths
 from aligner.errors import AlignerError
 from aligner.observability.metrics import FileFollower, MetricsWriter, SampleWriter, read_metrics, read_records
 from aligner.observability.sinks import TensorBoardSink
+from aligner.paths import RunPaths
 
 
 def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
 
 def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from aligner.config.paths import RunPaths\n"
+        "import sys; from pathlib import Path; from aligner.paths import RunPaths\n"
         "from aligner.observability.metrics import MetricsWriter\n"
         "from aligner.observability.sinks import TensorBoardSink; paths = RunPaths(Path(sys.argv[1]))\n"
         "with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer: writer.write(1, {'a': 1})\n"

@@ -11,13 +11,13 @@ import pytest
 
 from aligner.cli import main
 from aligner.config.compose import compose_config, save_config
-from aligner.config.paths import RunPaths
 from aligner.errors import ConfigError
 from aligner.observability.figures import PANELS, metric_plots, thinned, timeline_plots
 from aligner.observability.metrics import MetricsWriter, SampleWriter, read_metrics
 from aligner.observability.report import write_report
 from aligner.observability.timeline import Timeline
 from aligner.observability.trace import read_spans
+from aligner.paths import RunPaths
 from tests.observability.browser import show
 from tests.observability.traces import checked_trace
 

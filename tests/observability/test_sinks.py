@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.config.paths import RunPaths, run_paths
-from aligner.config.schema import Config
 from aligner.observability.metrics import MetricsWriter, read_metrics
 from aligner.observability.mlflow_sink import MlflowSink
 from aligner.observability.sinks import BackgroundSink, MetricsSink, Record, TensorBoardSink, open_sinks
 from aligner.observability.wandb_sink import SUPERSEDED
+from aligner.paths import RunPaths, run_paths
+from aligner.schema import Config
 from tests.observability.trackers import (
     Steps,
     mlflow_client,
@@ -55,7 +55,7 @@ def named(steps: Steps) -> Steps:
 KILLED = """
 import os, signal, sys, time
 from aligner.config.compose import compose_config
-from aligner.config.paths import run_paths
+from aligner.paths import run_paths
 from aligner.observability.metrics import MetricsWriter
 from aligner.observability.sinks import open_sinks
 from tests.observability.test_sinks import metrics
@@ -116,7 +116,7 @@ def test_a_tracked_run_has_its_name_tags_and_whole_configuration(tmp_path: Path)
 TOLD_TO_END = """
 import sys, time
 from aligner.config.compose import compose_config
-from aligner.config.paths import run_paths
+from aligner.paths import run_paths
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
 from tests.observability.test_sinks import metrics
@@ -324,7 +324,7 @@ def test_a_store_that_never_takes_anything_is_given_up_at_the_end_and_said_to_la
 
 def test_a_tracker_that_is_off_is_not_imported() -> None:
     program = (
-        "import sys; from aligner.config.schema import Config; from aligner.config.paths import RunPaths\n"
+        "import sys; from aligner.schema import Config; from aligner.paths import RunPaths\n"
         "from pathlib import Path; from aligner.observability.sinks import open_sinks; config = Config()\n"
         "config.logging.tensorboard = False; assert open_sinks(config, RunPaths(Path('run'))) == []\n"
         "print([name for name in ('wandb', 'mlflow', 'tensorboard') if name in sys.modules])"

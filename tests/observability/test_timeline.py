@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.observability.timer import PhaseTimer
 from aligner.observability.trace import Span, busy_shares, innermost, read_spans, steps_window, write_trace
+from aligner.paths import RunPaths
+from aligner.schema import Config
 from tests.observability.traces import checked_trace
 
 

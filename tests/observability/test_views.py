@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aligner.config.paths import RunPaths
 from aligner.observability.progress import LiveProgress, PlainProgress, make_progress
 from aligner.observability.summary import print_summary, summary_table, totals
+from aligner.paths import RunPaths
 
 
 def console(*, terminal: bool = False) -> Console:

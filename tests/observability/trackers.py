@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from aligner.config.paths import RunPaths
+from aligner.paths import RunPaths
 
 Steps = list[dict[str, float]]
 

@@ -10,14 +10,14 @@ import pytest
 
 from aligner.cli import main
 from aligner.config.compose import compose_config, save_config
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.observability.metrics import MetricsWriter
 from aligner.observability.timeline import Timeline
+from aligner.paths import RunPaths
 from aligner.planner.measured import read_run
 from aligner.planner.model import HOST
 from aligner.planner.simulation import forecast
+from aligner.schema import Config
 
 # What a run of experiment=tiny_ppo recorded on two busy cores: seconds of the trainer's phases, and of the critic's work.
 STEPS = (

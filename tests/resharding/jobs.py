@@ -13,20 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import Slice, TensorSpec, weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.publisher import Publisher, PublishStats
 from aligner.resharding.verify import verify
+from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 from tests.resharding.sink import Sink
 
 TIMEOUT = timedelta(seconds=20)
 
 
-def make_plan(trainer: Parallel, engine: EngineParallel, separate: bool = False, itemsize: int = 4) -> TransferPlan:
+def make_plan(
+    trainer: ParallelConfig, engine: EngineParallelConfig, separate: bool = False, itemsize: int = 4
+) -> TransferPlan:
     """A tied model, so that the embedding lives on two stages; with experts where the layout cuts them."""
     shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
     first = trainer.ranks if separate else 0
@@ -91,13 +93,13 @@ class Rank:
         raise AssertionError("it was published")
 
 
-def colocated(trainer: Parallel, engine: EngineParallel, timeout: timedelta = TIMEOUT, **settings: Any) -> Rank:
+def colocated(trainer: ParallelConfig, engine: EngineParallelConfig, timeout: timedelta = TIMEOUT, **settings: Any) -> Rank:
     itemsize = settings.get("dtype", torch.float32).itemsize
     plan = make_plan(trainer, engine, itemsize=itemsize)
     return Rank(plan, Link.of_world(plan.labels, timeout=timeout), **settings)
 
 
-def separate(trainer: Parallel, engine: EngineParallel, port: int, **settings: Any) -> Rank:
+def separate(trainer: ParallelConfig, engine: EngineParallelConfig, port: int, **settings: Any) -> Rank:
     """The rank of one of two worlds, each with a default group of its own; `port` is that of the store that they share."""
     rank = dist.get_rank()
     dist.barrier()  # rank 0 takes the default group's store with it: all have to be connected
@@ -196,7 +198,7 @@ def break_one_rank(kind: str, rank: Rank) -> None:
 def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
     """Version 1 is published; version 2 goes wrong on one rank over a link of its own; then a third over the same link, and
     one over another."""
-    rank = colocated(Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2))
+    rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     rank.check(1)
     dist.barrier()
@@ -221,7 +223,7 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
 
 def fail_to_commit(at: int) -> dict[str, Any]:
     """The last step of version 2 fails on one rank; then the same engines take version 3 over another link."""
-    rank = colocated(Parallel(tensor=2), EngineParallel(data=2))
+    rank = colocated(ParallelConfig(tensor=2), EngineParallelConfig(data=2))
     rank.publish(1)
     if rank.link.rank == at:
         rank.sink.before_commit = fail_commit
@@ -238,7 +240,7 @@ def fail_to_commit(at: int) -> dict[str, Any]:
 
 def compare_with_one_bit_turned(at: int, name: str) -> str:
     """What verification says of an engine that was right until one bit of one tensor on one rank was turned."""
-    rank = colocated(Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2))
+    rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
     if rank.link.rank == at:
@@ -253,7 +255,7 @@ def compare_with_one_bit_turned(at: int, name: str) -> str:
 
 
 def count_verifications(verify_every: int, publishes: int) -> list[bool]:
-    rank = colocated(Parallel(data=2), EngineParallel(data=2), verify_every=verify_every)
+    rank = colocated(ParallelConfig(data=2), EngineParallelConfig(data=2), verify_every=verify_every)
     verified = [rank.publish(version).verify_seconds is not None for version in range(publishes)]
     dist.barrier()
     return verified
@@ -261,9 +263,9 @@ def count_verifications(verify_every: int, publishes: int) -> list[bool]:
 
 def refuse_construction() -> list[str]:
     """What a publisher says that does not fit its plan or link."""
-    plan = make_plan(Parallel(data=2), EngineParallel(data=2))
+    plan = make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2))
     link = Link.of_world(plan.labels, timeout=TIMEOUT)
-    larger = make_plan(Parallel(data=2, tensor=2), EngineParallel(data=2))
+    larger = make_plan(ParallelConfig(data=2, tensor=2), EngineParallelConfig(data=2))
     cases: list[dict[str, Any]] = [
         {"plan": plan, "read": None, "begin_update": None, "bucket_bytes": 1 << 14},
         {"plan": larger, "dtype": torch.bfloat16, "bucket_bytes": 1 << 14},

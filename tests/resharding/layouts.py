@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.weights import Slice, TensorSpec
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Slice, TensorSpec
 
 LAYERS = 4
 

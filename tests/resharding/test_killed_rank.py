@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.config.schema import EngineParallel, Parallel
 from aligner.resharding.link import Link
+from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.jobs import Rank, make_plan
 
-TRAINER, ENGINE = Parallel(tensor=2), EngineParallel(data=2)
+TRAINER, ENGINE = ParallelConfig(tensor=2), EngineParallelConfig(data=2)
 TIMEOUT = timedelta(seconds=60)
 """Of the store, which answers at once."""
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import EngineParallel, Parallel
-from aligner.config.weights import Slice, TensorSpec, weight_table
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import Slice, TensorSpec, weight_table
 from aligner.resharding import transport
 from aligner.resharding.plan import TransferPlan, extent, plan_resharding, plan_transfers
+from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.layouts import LAYERS, cut, tiny_shape, whole_weights
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -24,7 +24,7 @@ SHAPES = st.builds(
 )
 
 
-def make_plan(trainer: Parallel, engine: EngineParallel, first_engine_rank: int = 0) -> TransferPlan:
+def make_plan(trainer: ParallelConfig, engine: EngineParallelConfig, first_engine_rank: int = 0) -> TransferPlan:
     return plan_resharding(weight_table(tiny_shape()), LAYERS, trainer, engine, first_engine_rank=first_engine_rank)
 
 
@@ -33,7 +33,7 @@ def plans(draw) -> TransferPlan:
     """Any model at any layouts that its sizes allow, in one world or in two."""
     shape = draw(SHAPES)
     tensor, pipeline, data, context = (draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
-    trainer = Parallel(
+    trainer = ParallelConfig(
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=draw(st.sampled_from([1, 2])) if pipeline == 2 else 1,
@@ -43,7 +43,7 @@ def plans(draw) -> TransferPlan:
         expert_tensor=draw(st.sampled_from([None, 1, 2])) if shape.num_experts else None,
     )
     assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
-    engine = EngineParallel(tensor=draw(SIZES), data=draw(SIZES))
+    engine = EngineParallelConfig(tensor=draw(SIZES), data=draw(SIZES))
     first = draw(st.sampled_from([0, trainer.ranks]))
     return plan_resharding(weight_table(shape), LAYERS, trainer, engine, first_engine_rank=first)
 
@@ -120,8 +120,8 @@ def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit
 
 
 def test_ranks_are_called_by_their_role():
-    assert make_plan(Parallel(data=2), EngineParallel(data=2)).labels == ("trainer rank 0", "trainer rank 1")
-    two_worlds = make_plan(Parallel(data=2), EngineParallel(tensor=2), first_engine_rank=2)
+    assert make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2)).labels == ("trainer rank 0", "trainer rank 1")
+    two_worlds = make_plan(ParallelConfig(data=2), EngineParallelConfig(tensor=2), first_engine_rank=2)
     assert two_worlds.labels == ("trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1")
 
 
@@ -131,8 +131,8 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
         plan_resharding(
             table,
             LAYERS,
-            Parallel(tensor=3, pipeline=3, expert=3, expert_tensor=5),
-            EngineParallel(tensor=7, data=0),
+            ParallelConfig(tensor=3, pipeline=3, expert=3, expert_tensor=5),
+            EngineParallelConfig(tensor=7, data=0),
         )
     told = str(caught.value)
     for wanted in (
@@ -148,14 +148,14 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
         assert wanted in told
     assert told.count("q_proj") == 2  # one line a kind and side, not one a layer
     with pytest.raises(AlignerError, match="3 layers before the last stage's 1 do not divide by 2 stages"):
-        plan_resharding(table, LAYERS, Parallel(pipeline=3, last_stage_layers=1), EngineParallel())
+        plan_resharding(table, LAYERS, ParallelConfig(pipeline=3, last_stage_layers=1), EngineParallelConfig())
 
 
 @pytest.mark.parametrize(("family", "key_heads"), [("llama", 3), ("gpt_neox", 9)])
 def test_heads_are_not_cut_in_half(family, key_heads):
     shape = replace(tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36)
     with pytest.raises(AlignerError) as caught:
-        plan_resharding(weight_table(shape), LAYERS, Parallel(), EngineParallel(tensor=2))
+        plan_resharding(weight_table(shape), LAYERS, ParallelConfig(), EngineParallelConfig(tensor=2))
     told = str(caught.value).splitlines()[1:]
     wanted = {
         "llama": [
@@ -171,7 +171,7 @@ def test_heads_are_not_cut_in_half(family, key_heads):
         ],
     }
     assert told == wanted[family]
-    plan_resharding(weight_table(shape), LAYERS, Parallel(), EngineParallel(tensor=3))
+    plan_resharding(weight_table(shape), LAYERS, ParallelConfig(), EngineParallelConfig(tensor=3))
 
 
 def table_of(rows: int) -> tuple[TensorSpec, ...]:
@@ -199,7 +199,7 @@ def test_uneven_and_overlapping_slices_are_covered_exactly_once(data, rows):
 
 
 def test_a_rank_copies_what_it_holds_itself():
-    plan = make_plan(Parallel(tensor=2, data=2), EngineParallel(tensor=2, data=2))
+    plan = make_plan(ParallelConfig(tensor=2, data=2), EngineParallelConfig(tensor=2, data=2))
     assert all(transfer.source == transfer.target for transfer in plan.transfers)
     assert all(plan.bytes_sent(rank) == plan.bytes_received(rank) == 0 for rank in range(4))
     whole = sum(spec.numel * 4 // (1 if spec.axis is None else 2) for spec in plan.table)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.config.schema import EngineParallel, Parallel
 from aligner.errors import AlignerError
 from aligner.resharding.link import Link
 from aligner.resharding.transport import copy_local
 from aligner.resharding.verify import checksum
+from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding import jobs
 from tests.resharding.jobs import publish_twice
 
@@ -25,7 +25,7 @@ SMALLEST = 4 * 32 * 4
 """A bucket whose messages hold one row of the widest tensor."""
 
 
-def layout_name(layout: Parallel | EngineParallel) -> str:
+def layout_name(layout: ParallelConfig | EngineParallelConfig) -> str:
     sizes = {field.name: getattr(layout, field.name) or 1 for field in fields(layout)}
     return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
@@ -33,17 +33,20 @@ def layout_name(layout: Parallel | EngineParallel) -> str:
 @pytest.mark.parametrize(
     ("trainer", "engine"),
     [
-        (Parallel(pipeline=2), EngineParallel(data=2)),
-        (Parallel(tensor=2), EngineParallel(data=2)),
-        (Parallel(data=2), EngineParallel(tensor=2)),
-        (Parallel(pipeline=2), EngineParallel(tensor=2)),
-        (Parallel(tensor=2, pipeline=2), EngineParallel(data=2)),
-        (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2)),
-        (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2)),
-        (Parallel(tensor=4), EngineParallel(tensor=2, data=2)),
-        (Parallel(pipeline=2, data=2), EngineParallel(tensor=4)),
-        (Parallel(data=2, expert=2), EngineParallel(tensor=2)),
-        (Parallel(tensor=2, pipeline=2, sequence=True, expert=2, expert_tensor=1), EngineParallel(tensor=2, data=2)),
+        (ParallelConfig(pipeline=2), EngineParallelConfig(data=2)),
+        (ParallelConfig(tensor=2), EngineParallelConfig(data=2)),
+        (ParallelConfig(data=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(pipeline=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(data=2)),
+        (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2)),
+        (ParallelConfig(tensor=4), EngineParallelConfig(tensor=2, data=2)),
+        (ParallelConfig(pipeline=2, data=2), EngineParallelConfig(tensor=4)),
+        (ParallelConfig(data=2, expert=2), EngineParallelConfig(tensor=2)),
+        (
+            ParallelConfig(tensor=2, pipeline=2, sequence=True, expert=2, expert_tensor=1),
+            EngineParallelConfig(tensor=2, data=2),
+        ),
     ],
     ids=layout_name,
 )
@@ -56,10 +59,10 @@ def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine)
 @pytest.mark.parametrize(
     ("trainer", "engine"),
     [
-        (Parallel(tensor=2, pipeline=2), EngineParallel(data=2)),
-        (Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2)),
-        (Parallel(pipeline=2), EngineParallel(tensor=2)),
-        (Parallel(data=2, expert=2), EngineParallel(tensor=2)),
+        (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(data=2)),
+        (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(pipeline=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(data=2, expert=2), EngineParallelConfig(tensor=2)),
     ],
     ids=layout_name,
 )
@@ -72,7 +75,7 @@ def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
 
 @pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}, {"group_bytes": 2000}, {"group_bytes": 1}], ids=str)
 def test_weights_arrive_in_another_dtype_and_group_by_group(pool, settings):
-    pool.run(publish_twice, 4, Parallel(tensor=2, pipeline=2), EngineParallel(tensor=2, data=2), **settings)
+    pool.run(publish_twice, 4, ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2), **settings)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_ranks_that_do_not_come_are_named(pool):
 
 
 def test_a_view_that_is_the_source_is_not_copied():
-    plan = jobs.make_plan(Parallel(), EngineParallel())
+    plan = jobs.make_plan(ParallelConfig(), EngineParallelConfig())
     whole = jobs.whole_weights(plan.table)
     shared = dict(whole)
     shared["model.norm.weight"] = torch.zeros(16)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.normalization import NORMALIZATION, read_normalization
-from aligner.config.reward_sources import reward_problems
-from aligner.config.schema import Config, Reward
+from aligner.checks.reward import reward_problems
 from aligner.errors import ConfigError
+from aligner.models.normalization import NORMALIZATION, read_normalization
+from aligner.schema import Config, RewardConfig
 
 
 def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
@@ -35,5 +35,5 @@ def test_a_broken_file_is_refused_by_name_before_anything_starts(tmp_path: Path,
     shape |= {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8, "hidden_act": "silu"}
     shape |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "eos_token_id": 1, "pad_token_id": 0}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    (found,) = reward_problems(Config(reward=Reward(kind="model", path=str(tmp_path))))
+    (found,) = reward_problems(Config(reward=RewardConfig(kind="model", path=str(tmp_path))))
     assert NORMALIZATION in found

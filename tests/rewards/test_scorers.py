@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from aligner.config.scoring_functions import FUNCTIONS, RULES
 from aligner.errors import ConfigError
 from aligner.rewards import scorers
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, digit_fraction, resolve_scorer
+from aligner.schema.scoring_functions import FUNCTIONS, RULES
 
 
 def requests(*responses: str) -> list[ScoringRequest]:

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.rewards.shaping import (
-    RewardNormalizer,
-    missing_token_penalty,
-    overlong_penalty,
-    penalized_rewards,
-)
+from aligner.algorithms.score_shaping import missing_token_penalty, overlong_penalty, penalized_rewards
+from aligner.rewards.normalizer import RewardNormalizer
 
 
 def test_published_numbers_of_the_kl_penalty():

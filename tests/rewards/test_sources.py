@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.config.reward_sources import FunctionSource, RemoteSource
 from aligner.errors import ConfigError
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.rewards.sources import ScoringBatch, TextSource, WeightedSum, text_source
+from aligner.schema.reward_sources import FunctionSource, RemoteSource
 
 BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response in ("a1", "23", "")])
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import Rollout
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
+from aligner.schema import RolloutConfig
 from tests.rollout.clock import Clock, Deadlock
 from tests.rollout.fakes import Digits, Scorers, Stream
 
@@ -45,7 +45,7 @@ class World:
         self.served = 0
         self.most_copies = 0
         self.reward = self.clock.worker("reward")
-        self.settings = Rollout(
+        self.settings = RolloutConfig(
             prompts_per_step=PROMPTS, samples_per_prompt=EACH, micro_batches=2, max_staleness=self.max_staleness
         )
 

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from aligner.config.schema import Rollout
 from aligner.data.types import Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollouts import Rollouts, informative, truncated
 from aligner.rollout.services import PendingRows
+from aligner.schema import RolloutConfig
 from aligner.servers.connection import RefusedError, RemoteError, TransportError
 from aligner.servers.remote_client import UnscoredError
 from tests.rollout.fakes import Digits, Scorers, Stream
@@ -19,7 +19,7 @@ EACH = 2
 
 
 def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, **more):
-    settings = Rollout(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
+    settings = RolloutConfig(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
     return Rollouts(
         Stream(),
         engine or Digits(),

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import EngineParallel, Rollout
 from aligner.engines.protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.pipeline import Pipeline
 from aligner.rollout.rollouts import Rollouts
 from aligner.rollout.samplers import ColocatedSampler
+from aligner.schema import EngineParallelConfig, RolloutConfig
 from tests.rollout.clock import Clock
 from tests.rollout.fakes import Stream, Writer, _now
 
@@ -59,7 +59,7 @@ class Case:
     rounds: int
 
     def start(self, position=0, under_way=()):
-        shape = Rollout(
+        shape = RolloutConfig(
             prompts_per_step=self.parts * self.part,
             samples_per_prompt=self.each,
             micro_batches=self.parts,
@@ -73,7 +73,7 @@ class Case:
 class Run:
     def __init__(self, case, shape, position, under_way):
         self.shape, self.stream, self.engine, self.scorers = shape, Recorded(), Writer(case.seed), Scores()
-        sampler = ColocatedSampler(self.engine, EngineParallel(tensor=1, data=1), rank=0)
+        sampler = ColocatedSampler(self.engine, EngineParallelConfig(tensor=1, data=1), rank=0)
         options, rounds = SamplingOptions(max_new_tokens=40), case.rounds
         self.rollouts = Rollouts(
             self.stream,

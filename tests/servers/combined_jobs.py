@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
-from aligner.config.reward_sources import FunctionSource
-from aligner.config.schema import Critic, Parallel, Reward
 from aligner.data.model_directory import read_shape
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import ValueModel
 from aligner.rewards.scorers import ScoringError, ScoringRequest
 from aligner.rewards.sources import ModelSource, ScoringBatch, TextSource, WeightedSum
+from aligner.schema import CriticConfig, ParallelConfig, RewardConfig
+from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.value_models import DeviceSharing
 from aligner.servers.value_models import ValueModel as Served
 from tests.megatron.jobs import OPTIMIZER, make_experience
@@ -64,14 +64,14 @@ def apart_and_together(
     critic_directory: str, reward_directory: str, checkpoints: str, layout: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The same requests to models that both stay on the device, and to two that take turns."""
-    world = worlds.initialize(Parallel(**layout), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     paths = Path(critic_directory), Path(reward_directory)
     precision = settings.pop("precision", "fp32")
 
     def models() -> tuple[ValueModel, ValueModel]:
         optimizer = type(OPTIMIZER)(**{**vars(OPTIMIZER), **settings})
-        section = Critic(parallel=world.layout, micro_batch_tokens=24, optimizer=optimizer, precision=precision)
-        frozen = Reward(parallel=world.layout, micro_batch_tokens=24, precision=precision)
+        section = CriticConfig(parallel=world.layout, micro_batch_tokens=24, optimizer=optimizer, precision=precision)
+        frozen = RewardConfig(parallel=world.layout, micro_batch_tokens=24, precision=precision)
         loss = functools.partial(value_loss, clip=0.2)
         return (
             ValueModel(read_shape(paths[0]), world, paths[0], section, total_updates=4, loss=loss),
@@ -108,9 +108,9 @@ def _counted(function: Callable[[], None], calls: list[int]) -> Callable[[], Non
 
 def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
     """A model and a function as one reward over the world's ranks: the scores, the raw ones, and what a refusal is."""
-    world = worlds.initialize(Parallel(tensor=2), seed=1, timeout_s=120)
+    world = worlds.initialize(ParallelConfig(tensor=2), seed=1, timeout_s=120)
     path = Path(reward_directory)
-    model = ValueModel(read_shape(path), world, path, Reward(parallel=world.layout))
+    model = ValueModel(read_shape(path), world, path, RewardConfig(parallel=world.layout))
     experience = make_experience(read_shape(path).vocab_size)
     requests = [ScoringRequest("a prompt", text) for text in texts]
     batch = ScoringBatch(lambda: requests, experience.tokens, experience.lengths)

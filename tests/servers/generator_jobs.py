@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from aligner.config.compose import compose_config
-from aligner.config.paths import model_directory
-from aligner.config.schema import Config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
@@ -26,8 +24,10 @@ from aligner.engines.protocol import SamplingOptions
 from aligner.engines.receiver import WeightReceiver, plan_between_worlds
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
+from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator_client import further_arrays, request_arrays
 from aligner.servers.generator_server import Generator

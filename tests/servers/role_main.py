@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from aligner.config.reward_sources import FunctionSource
-from aligner.config.schema import TLS, Config, Ports
 from aligner.observability.logs import configure_logs
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, TextSource, WeightedSum
+from aligner.schema import Config, PortsConfig, TLSConfig
+from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.critic_server import run_critic
 from aligner.servers.reward_server import Scoring, run_reward
 from aligner.servers.validation import Limits
@@ -58,7 +58,7 @@ class SlowModel(TinyValueModel):
         return super().values(tokens, lengths)
 
 
-def serve_generator(run_directory: str, ports: Ports) -> None:
+def serve_generator(run_directory: str, ports: PortsConfig) -> None:
     from aligner.config.compose import compose_config
     from aligner.servers import generator_server
 
@@ -69,7 +69,7 @@ def serve_generator(run_directory: str, ports: Ports) -> None:
 
 def main(role: str, run_directory: str, *ports: str) -> None:
     if role == "generator":
-        serve_generator(run_directory, Ports(*map(int, ports)))
+        serve_generator(run_directory, PortsConfig(*map(int, ports)))
         return
     config = Config()
     config.run.dir = run_directory
@@ -81,9 +81,9 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     config.server.drain_timeout_s = 5
     if "TLS" in os.environ:
         folder = os.environ["TLS"]
-        config.server.tls = TLS(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
+        config.server.tls = TLSConfig(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
     config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "90"))
-    config.critic.ports = config.reward.ports = Ports(*map(int, ports))
+    config.critic.ports = config.reward.ports = PortsConfig(*map(int, ports))
     configure_logs(config.logging.format, role)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from aligner.config.access import Access
-from aligner.config.endpoints import Endpoint
-from aligner.config.leftovers import remove_leftovers
+from aligner.placement.endpoints import Access, Endpoint
+from aligner.triton_cleanup import remove_triton_files
 from tests.worker_pool import free_port
 
 
@@ -84,7 +83,7 @@ class RunningRole:
             process.kill()
         for rank in self.ranks:
             rank.wait(5)
-            remove_leftovers(rank.pid)
+            remove_triton_files(rank.pid)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 15) -> int:
         self.note_processes()

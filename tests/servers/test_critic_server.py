@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.config.access import KEY_HEADER
 from aligner.errors import AlignerError
+from aligner.placement.endpoints import KEY_HEADER
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import CriticState, UpdateJournal

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.config.paths import model_directory
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
@@ -19,6 +18,7 @@ from aligner.engines.protocol import GenerationRequest, SamplingOptions
 from aligner.engines.receiver import WeightReceiver
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
+from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
 from aligner.servers.generator_server import Generator

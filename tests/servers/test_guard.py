@@ -13,10 +13,10 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from aligner.config.access import KEY_HEADER, Access, create_access_key, run_access
-from aligner.config.ports import http_address, interface_address
-from aligner.config.schema import TLS, Config
 from aligner.errors import ConfigError
+from aligner.placement.endpoints import KEY_HEADER, Access, create_access_key, run_access
+from aligner.placement.ports import http_address, interface_address
+from aligner.schema import Config, TLSConfig
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.triton_host import Guard
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
@@ -178,14 +178,14 @@ def test_what_is_closed_and_to_whom():
             found[name[:4]] = ("inference" in apis, "model-repository" in apis, "health" in apis, key)
         return found
 
-    tls = TLS("server.pem", "server.key")
+    tls = TLSConfig("server.pem", "server.key")
     own = {"own_key": "own"}
     everything, management = (True, True, False), (False, True, False)
     assert closed(Guard("key", **own)) == {"http": (*everything, "key"), "grpc": (*everything, "key")}
     assert closed(Guard(None, **own)) == {"http": (*management, "own"), "grpc": (*management, "own")}
     assert closed(Guard("key", tls, **own)) == {"http": (*everything, "own"), "grpc": (*everything, "key")}
     assert closed(Guard(None, tls, **own)) == {"http": (*everything, "own"), "grpc": (*management, "own")}
-    assert http_address("10.0.0.1", tls) == "127.0.0.1" and http_address("10.0.0.1", TLS()) == "10.0.0.1"
+    assert http_address("10.0.0.1", tls) == "127.0.0.1" and http_address("10.0.0.1", TLSConfig()) == "10.0.0.1"
 
 
 def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):

@@ -16,9 +16,9 @@ import pytest
 import torch
 import tritonclient.grpc
 
-from aligner.config.access import KEY_HEADER
-from aligner.config.schema import Ports
 from aligner.errors import AlignerError
+from aligner.placement.endpoints import KEY_HEADER
+from aligner.schema import PortsConfig
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import UpdateJournal
@@ -232,7 +232,7 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
 _STARTS_AND_STOPS = """
 import os
 from pathlib import Path
-from aligner.config.schema import Ports
+from aligner.schema import Ports
 from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import CONTROL
 host = TritonHost("127.0.0.1", Ports(), 16)
@@ -262,4 +262,4 @@ def test_a_port_in_use_is_named_before_anything_starts():
         with pytest.raises(
             AlignerError, match=rf"ports.grpc={port}: cannot listen on 127.0.0.1:{port}: Address already in use"
         ):
-            TritonHost("127.0.0.1", Ports(grpc=port), 16)
+            TritonHost("127.0.0.1", PortsConfig(grpc=port), 16)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
 from aligner.data.model_directory import read_shape
 from aligner.observability.metrics import read_metrics, read_records
+from aligner.paths import RunPaths
 from benchmarks.runs import Finished, Launch, run_to_end
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.normalization import read_normalization
-from aligner.config.paths import RunPaths
 from aligner.data.export import find_source
+from aligner.models.normalization import read_normalization
 from aligner.observability.metrics import read_metrics, read_records
+from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
 from benchmarks.runs import Finished, repeatable, run_to_end
 

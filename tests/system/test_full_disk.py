@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.paths import complete_steps
+from aligner.paths import complete_steps
 from benchmarks.runs import Launch, checkpoint_differences, repeatable, run_to_end
 from tests.small_disk import small_disk
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.paths import RunPaths
 from aligner.launch.slurm.script import render_script
 from aligner.launch.status import read_status
 from aligner.observability.metrics import read_metrics
+from aligner.paths import RunPaths
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
@@ -219,8 +219,8 @@ _SEES = """
 import os, subprocess, sys
 from pathlib import Path
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
-from aligner.config.slurm_layout import slurm_layout
+from aligner.paths import RunPaths
+from aligner.placement.slurm_layout import slurm_layout
 from aligner.launch.roles import task_environment
 from aligner.launch.slurm.allocation import read_allocation
 from aligner.launch.slurm.step import configured_environment, srun_command

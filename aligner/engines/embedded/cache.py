@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
 
 
 @dataclass(frozen=True)

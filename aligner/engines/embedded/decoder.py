@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.rope import inverse_frequencies
-from aligner.config.weights import weight_table
 from aligner.engines.embedded.cache import Cache
+from aligner.models.rope import inverse_frequencies
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.engines import cache_bytes_per_token
-from aligner.config.layouts import engine_problems
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import engine_slices, weight_table
 from aligner.data.types import Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
@@ -26,6 +21,10 @@ from aligner.engines.formats import weight_dtype
 from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, SpanListener, response_limit, run
 from aligner.engines.requests import request_problems
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.layouts import cache_bytes_per_token, engine_problems
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import engine_slices, weight_table
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
@@ -41,7 +40,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         rank: int,
         seed: int,
         group: ProcessGroup | None = None,
@@ -82,7 +81,7 @@ class EmbeddedEngine:
         self._weights = self._allocate()
 
     @property
-    def weight_layout(self) -> EngineParallel:
+    def weight_layout(self) -> EngineParallelConfig:
         """The engine's own."""
         return self._settings.parallel
 
@@ -165,7 +164,7 @@ class EmbeddedEngine:
         Raises ConfigError naming the directory and every tensor that is missing or of another shape.
         """
         table = weight_table(self._shape)
-        slices = engine_slices(table, EngineParallel(tensor=self._settings.parallel.tensor), self._rank)
+        slices = engine_slices(table, EngineParallelConfig(tensor=self._settings.parallel.tensor), self._rank)
         pieces = read_slices(path, table, slices)
         update = self.begin_update(version)
         try:

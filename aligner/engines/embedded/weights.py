@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import EngineParallel
-from aligner.config.weights import TensorSpec, cut_shape, engine_slices, weight_table
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import TensorSpec, cut_shape, engine_slices, weight_table
+from aligner.schema import EngineParallelConfig
 
 _ALIGNMENT = 64
 """Elements: every parameter begins on a line of any cache, and fit for any vector instruction."""
@@ -64,7 +64,7 @@ def stacked_name(spec: TensorSpec) -> str:
 def parameters(shape: ModelShape, tensor: int) -> tuple[Parameter, ...]:
     """What one of `tensor` tensor-parallel ranks stores, in the table's order."""
     table = weight_table(shape)
-    slices = engine_slices(table, EngineParallel(tensor=tensor), 0)  # the slices of all ranks are of one shape
+    slices = engine_slices(table, EngineParallelConfig(tensor=tensor), 0)  # the slices of all ranks are of one shape
     parts: dict[str, list[Part]] = {}
     filled: dict[tuple[str, int | None], int] = {}
     for spec in table:

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from aligner.config.engines import cache_bytes_per_token
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.engines.tensorrt_llm.features import find, known, sleep_arguments
 from aligner.errors import ConfigError
+from aligner.models.layouts import cache_bytes_per_token
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 WORKER_EXTENSION = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
 _OPTIONAL = ("sampler_type", "cuda_graph_config", "skip_tokenizer_init", "enable_chunked_prefill")
 
 
-def cache_tokens(shape: ModelShape, settings: Engine, dtype: torch.dtype, context: int) -> int | None:
+def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype, context: int) -> int | None:
     """Tokens whose keys and values fit into a rank's `engine.kv_cache_mib`; None without a limit.
 
     Raises ConfigError when the longest sequence, of `context` tokens, does not fit.
@@ -36,7 +36,7 @@ def cache_tokens(shape: ModelShape, settings: Engine, dtype: torch.dtype, contex
 
 
 def llm_arguments(
-    accepted: Collection[str], directory: Path, shape: ModelShape, settings: Engine, dtype: torch.dtype, context: int
+    accepted: Collection[str], directory: Path, shape: ModelShape, settings: EngineConfig, dtype: torch.dtype, context: int
 ) -> dict[str, Any]:
     """Keywords for AsyncLLM, of those that this release accepts.
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine
 from aligner.engines.protocol import InFlight, SamplingOptions
 from aligner.engines.tensorrt_llm.arguments import llm_arguments
 from aligner.engines.tensorrt_llm.environment import environment, worker_environment
@@ -22,6 +20,8 @@ from aligner.engines.tensorrt_llm.event_loop import EventLoop
 from aligner.engines.tensorrt_llm.features import llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ class Client:
         self,
         directory: Path,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         seed: int,
         context: int,
         dtype: torch.dtype,

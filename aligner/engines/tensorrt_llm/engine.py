@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.config.model_shape import ModelShape
-from aligner.config.schema import Engine, EngineParallel
-from aligner.config.weights import weight_table
 from aligner.data.types import Sample
 from aligner.engines.protocol import GenerationRequest, InFlight, SamplingOptions, run
 from aligner.engines.requests import request_problems
@@ -27,7 +24,10 @@ from aligner.engines.tensorrt_llm.replica import Replica
 from aligner.engines.tensorrt_llm.sender import WeightSender
 from aligner.engines.tensorrt_llm.update import StreamedUpdate
 from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.ipc import ipc_handles
+from aligner.schema import EngineConfig, EngineParallelConfig
 
 
 class TensorRTLLMEngine:
@@ -44,7 +44,7 @@ class TensorRTLLMEngine:
         self,
         directory: Path,
         shape: ModelShape,
-        settings: Engine,
+        settings: EngineConfig,
         rank: int,
         seed: int,
         group: ProcessGroup | None = None,
@@ -99,10 +99,10 @@ class TensorRTLLMEngine:
         self._replica.lead("starting TensorRT-LLM", start)
 
     @property
-    def weight_layout(self) -> EngineParallel:
+    def weight_layout(self) -> EngineParallelConfig:
         """Where a publish has to bring the weights: whole tensors to every rank."""
         layout = self._settings.parallel
-        return EngineParallel(tensor=1, data=layout.data if self._separate else layout.ranks)
+        return EngineParallelConfig(tensor=1, data=layout.data if self._separate else layout.ranks)
 
     @property
     def weight_dtype(self) -> torch.dtype:

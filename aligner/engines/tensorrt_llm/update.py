@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aligner.config.weights import TensorSpec, stored_tensors
 from aligner.data.weight_files import assemble
 from aligner.errors import AlignerError
+from aligner.models.weight_slices import TensorSpec, stored_tensors
 
 
 class Receiver(Protocol):

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aligner.config.slurm_layout import Layout, Place
 from aligner.errors import AlignerError
 from aligner.launch.slurm.commands import addresses, expand
+from aligner.placement.slurm_layout import Layout, Place
 
 
 @dataclass(frozen=True)

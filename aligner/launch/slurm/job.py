@@ -8,9 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from aligner.config.compose import load_config
-from aligner.config.paths import RunPaths
-from aligner.config.placement import role_ranks
-from aligner.config.slurm_layout import slurm_layout
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.endpoints import free_ports, pick_endpoints
 from aligner.launch.interrupts import Interrupts
@@ -20,6 +17,9 @@ from aligner.launch.slurm.commands import PATIENT, slurm_command
 from aligner.launch.slurm.steps import SlurmSteps
 from aligner.launch.state import StateRecorder
 from aligner.launch.supervisor import Supervisor
+from aligner.paths import RunPaths
+from aligner.placement.roles import role_ranks
+from aligner.placement.slurm_layout import slurm_layout
 
 _PATIENCE_S = 60.0
 """For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.config.paths import cache_directory, run_paths
-from aligner.config.schema import Config
-from aligner.config.signals import STOP_SIGNAL
-from aligner.config.slurm_layout import Component, slurm_layout, slurm_role
+from aligner.paths import cache_directory, run_paths
+from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 
 def render_script(config: Config) -> str:

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.config.paths import RunPaths
-from aligner.config.schema import Config
-from aligner.config.slurm import container_mounts
-from aligner.config.slurm_layout import Place, container_image, numbers, slurm_role
 from aligner.launch.slurm.allocation import Nodes
 from aligner.launch.task import DEVICES
+from aligner.paths import RunPaths
+from aligner.placement.slurm_layout import Place, container_image, container_mounts, numbers, slurm_role
+from aligner.schema import Config
 
 _TELL_AGAIN_S = 2.0
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)

@@ -10,11 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from aligner.config.paths import RunPaths
-from aligner.config.placement import role_ranks
-from aligner.config.schema import Config
-from aligner.config.signals import STOP_SIGNAL
-from aligner.config.slurm_layout import Layout, Place, container_image
 from aligner.errors import AlignerError
 from aligner.launch.free_ports import FreePorts
 from aligner.launch.ranks import Rank, append_restart
@@ -22,6 +17,11 @@ from aligner.launch.roles import role_command, task_environment
 from aligner.launch.slurm.allocation import Allocation, Nodes
 from aligner.launch.slurm.commands import slurm_command
 from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
+from aligner.paths import RunPaths
+from aligner.placement.roles import role_ranks
+from aligner.placement.slurm_layout import Layout, Place, container_image
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 _POLL_S = 0.2
 _KILL_TIMEOUT_S = 30.0

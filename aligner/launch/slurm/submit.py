@@ -10,18 +10,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.config.access import create_access_key
 from aligner.config.compose import save_config
-from aligner.config.model_source import NOTHING, Coming
-from aligner.config.paths import RunPaths, cache_directory, run_paths
 from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import check_directory
-from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
 from aligner.launch.slurm.commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.launch.slurm.script import render_script
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
+from aligner.paths import RunPaths, cache_directory, run_paths
+from aligner.placement.endpoints import create_access_key
+from aligner.schema import Config
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
 _QUEUEING_S = 600.0
@@ -32,7 +32,7 @@ class _NotKnownError(AlignerError):
     """Whether the job is queued."""
 
 
-def checked_script(plan: RunPlan, described: Coming = NOTHING) -> str:
+def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
     """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is asked.
 
     `described` are model directories that need not be there: those of a script that is only looked at.

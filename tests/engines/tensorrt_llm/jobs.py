@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import EngineParallel
-from aligner.config.weights import weight_table
 from aligner.engines.formats import weight_format
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
+from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.schema import EngineParallelConfig
 from tests.engines import engines
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
 from tests.megatron import jobs
@@ -31,7 +31,7 @@ def _replica(size: int) -> dist.ProcessGroup | None:
     return None if size == 1 else groups[dist.get_rank() // size]
 
 
-def _engine(directory: Any, layout: EngineParallel) -> TensorRTLLMEngine:
+def _engine(directory: Any, layout: EngineParallelConfig) -> TensorRTLLMEngine:
     settings = dataclasses.replace(engines.SETTINGS, parallel=layout)
     rank, group = dist.get_rank(), _replica(layout.tensor)
     return TensorRTLLMEngine(
@@ -63,7 +63,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
     shape = engines.shape_of(directory)
     actor.train(jobs.make_experience(shape.vocab_size), jobs.loss)
     with installed():
-        layout = EngineParallel(tensor=tensor, data=data)
+        layout = EngineParallelConfig(tensor=tensor, data=data)
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
         known = weight_format(dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu")
@@ -85,7 +85,7 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
 def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
     """What each rank is told when one that does not drive fails to put its tensors together."""
     with installed():
-        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         update = engine.begin_update(1)
         name = "model.norm.weight"
         if dist.get_rank() == 0:
@@ -105,7 +105,7 @@ def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: 
     actor = jobs.policy(str(directory), trainer)
     shape, said = engines.shape_of(directory), {}
     with installed():
-        engine = _engine(directory, EngineParallel(tensor=tensor, data=1))
+        engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         _publisher(actor, engine, shape).publish(1)
         for llm in FakeLLM.made:
             llm.broken_worker = 1

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.schema import Engine, EngineParallel
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.tensorrt_llm import event_loop, features
 from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.engines.tensorrt_llm.environment import device_index, environment, worker_environment
 from aligner.errors import AlignerError, ConfigError
+from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines import engines
 from tests.engines.engines import greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
@@ -51,7 +51,7 @@ def newest() -> Iterator[None]:
         yield
 
 
-def start(directory: Path, settings: Engine = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
+def start(directory: Path, settings: EngineConfig = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
     options = {"device": "cpu", "dtype": torch.float32} | more
     engine = TensorRTLLMEngine(directory, engines.shape_of(directory), settings, 0, 7, **options)
     return engine, FakeLLM.made[-1]
@@ -220,9 +220,9 @@ def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch
 @pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_workers_on_gpus_of_their_own_get_the_weights_over_a_link(directory, wanted, tensor):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallel(tensor=tensor, data=1), update_timeout_s=20)
+    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=tensor, data=1), update_timeout_s=20)
     engine, llm = start(directory, settings, worker_devices=range(tensor))
-    assert engine.weight_layout == EngineParallel(tensor=1, data=1)
+    assert engine.weight_layout == EngineParallelConfig(tensor=1, data=1)
     for version in (0, 1):
         publish(engine, directory, version)
         assert texts(engine) == wanted
@@ -249,7 +249,7 @@ def _breaks_after_the_first(worker):
 @pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
 def test_a_link_that_one_transfer_broke_is_made_anew(directory, wanted, monkeypatch, during):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallel(tensor=2, data=1), update_timeout_s=60)
+    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=2, data=1), update_timeout_s=60)
     engine, llm = start(directory, settings, worker_devices=range(2))
     publish(engine, directory, 0)
     begin = time.monotonic()
@@ -272,7 +272,7 @@ def test_a_link_that_one_transfer_broke_is_made_anew(directory, wanted, monkeypa
 
 @pytest.mark.usefixtures("newest")
 def test_weights_that_come_differently_are_named_with_their_worker(directory, monkeypatch):
-    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallel(tensor=2, data=1), update_timeout_s=20)
+    settings = dataclasses.replace(engines.SETTINGS, parallel=EngineParallelConfig(tensor=2, data=1), update_timeout_s=20)
     engine, llm = start(directory, settings, worker_devices=range(2))
     link = llm.workers[1]._weight_link
     post = link.post

@@ -1,0 +1,106 @@
+"""What responses to held-out prompts are worth: scores, passes, wins, each with a 95 % interval."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CONFIDENCE = 0.95
+_RESAMPLED_AT_ONCE = 2**22
+"""Numbers that the bootstrap holds at a time."""
+
+
+def pass_at_k(correct: Tensor, samples: int, k: int) -> Tensor:
+    """Probability that at least one of k samples is right, float64 [P]: 1 - C(n - c, k) / C(n, k), unbiased.
+
+    `correct` int64 [P] is how many of a prompt's n = `samples` are right. Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", section 2.1. Raises ValueError where k is not within 1 and `samples`, or more are right than there are.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k}: must be within 1 and the {samples} samples of a prompt")
+    if bool(((correct < 0) | (correct > samples)).any()):
+        raise ValueError(f"correct={correct.tolist()}: must be within 0 and the {samples} samples of a prompt")
+    # The share of draws without a right one, as a product: the i-th factor is 0 once there are too few wrong ones.
+    wrong = samples - correct.double()[:, None] - torch.arange(k)
+    return 1 - (wrong.clamp_min(0) / (samples - torch.arange(k))).prod(1)
+
+
+def win_rate(scores: Tensor, reference_scores: Tensor) -> Tensor:
+    """The share of a prompt's responses that score above its reference, ties half; [P] or [P, K], and [P], to float64 [P]."""
+    wins = torch.sign(scores.view(len(reference_scores), -1) - reference_scores[:, None])
+    return (wins.double() + 1).mean(1) / 2
+
+
+def perplexity(logprobs: Tensor, mask: Tensor) -> float:
+    """exp of minus the mean log-prob over the mask; [B, T] each.
+
+    That of the initial model on the policy's responses says how far the policy has moved (Noukhovitch et al. 2024,
+    "Asynchronous RLHF", which plots the win rate over it). Raises ValueError for an empty mask.
+    """
+    count = int(mask.sum())
+    if count == 0:
+        raise ValueError("no token is in the mask")
+    return float(torch.exp(-torch.where(mask, logprobs, 0.0).double().sum() / count))
+
+
+def wilson_interval(successes: float, count: int, confidence: float = _CONFIDENCE) -> tuple[float, float]:
+    """The score interval of a proportion (Wilson 1927), inside [0, 1] and not empty at 0 and 1.
+
+    `successes` need not be whole: a prompt counts for the share of its responses. Raises ValueError where it is not within
+    0 and `count`.
+    """
+    if count < 1 or not 0 <= successes <= count:
+        raise ValueError(f"{successes} successes of {count}: must be within 0 and the count, which is at least 1")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, weight = successes / count, z * z / count
+    center = (share + weight / 2) / (1 + weight)
+    half = z * math.sqrt(share * (1 - share) / count + weight / (4 * count)) / (1 + weight)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def bootstrap_interval(
+    values: Tensor, confidence: float = _CONFIDENCE, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile interval of the mean of values [P] (Efron 1979, "Bootstrap Methods: Another Look at the Jackknife").
+
+    The same values and seed give the same interval. Raises ValueError where there is none.
+    """
+    if values.numel() == 0:
+        raise ValueError("there are no values")
+    numbers, generator = values.double().numpy(), np.random.default_rng(seed)
+    at_once = max(1, _RESAMPLED_AT_ONCE // len(numbers))
+    means = [
+        numbers[generator.integers(len(numbers), size=(min(at_once, resamples - first), len(numbers)))].mean(1)
+        for first in range(0, resamples, at_once)
+    ]
+    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def evaluation_metrics(scores: Tensor, pass_threshold: float, reference_scores: Tensor | None = None) -> dict[str, float]:
+    """`eval/score`, `eval/pass@k` for the powers of two up to K, and `eval/win_rate` where there are references [P].
+
+    scores: [P, K], K responses to each of P prompts. Prompts are what is drawn at random, so intervals (`_low`, `_high`) are
+    over them: the score's by bootstrap of the prompts' means; those of pass@1 and of the win rate are Wilson's with P trials,
+    which for K above 1 is wider than it need be.
+    """
+    prompts, samples = scores.shape
+    means = scores.double().mean(1)
+    correct = (scores >= pass_threshold).sum(1)
+    metrics = {"eval/score": float(means.mean())} | _bounds("eval/score", bootstrap_interval(means))
+    shares = {f"eval/pass@{2**power}": pass_at_k(correct, samples, 2**power) for power in range(samples.bit_length())}
+    if reference_scores is not None:
+        shares["eval/win_rate"] = win_rate(scores, reference_scores)
+    for name, share in shares.items():
+        metrics[name] = float(share.mean())
+        if name in ("eval/pass@1", "eval/win_rate"):
+            metrics |= _bounds(name, wilson_interval(min(float(share.sum()), prompts), prompts))
+    return metrics
+
+
+def _bounds(name: str, interval: tuple[float, float]) -> dict[str, float]:
+    return {f"{name}_low": interval[0], f"{name}_high": interval[1]}

@@ -1,0 +1,1 @@
+"""What a configuration must fit: one file a section of the schema."""

@@ -1,0 +1,110 @@
+"""The Slurm job against the roles, the mounts and the machine that submits it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from aligner.errors import ConfigError
+from aligner.placement.roles import has_generator
+from aligner.placement.slurm_layout import Layout, container_mounts, slurm_layout, slurm_role
+from aligner.schema import Config
+from aligner.schema.references import read_paths
+
+_TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
+_REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
+
+
+def slurm_problems(config: Config) -> Iterator[str]:
+    """One line for each thing about cluster.slurm that is wrong, as far as the machine that submits can tell."""
+    slurm = config.cluster.slurm
+    try:
+        yield from _replica_problems(config, slurm_layout(config))
+    except ConfigError as error:
+        yield str(error)
+    if slurm.time is not None:
+        yield from _time_problems(slurm.time, slurm.grace_s)
+    if config.server.interface != "0.0.0.0":
+        yield (
+            f"server.interface={config.server.interface}: servers are asked at their nodes' own addresses, and must listen"
+            " there; give 0.0.0.0, as cluster=slurm does"
+        )
+    if config.server.tls.certificate is not None:
+        yield (
+            "server.tls.certificate: with TLS a server's health is asked for on its own machine alone, which the job's"
+            " supervisor is not on; leave it out with cluster.kind=slurm"
+        )
+    images = {"cluster.slurm.image": slurm.image}
+    images |= {f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image for role in vars(slurm.roles)}
+    for key, image in images.items():
+        if image is not None:
+            yield from _image_problems(key, image)
+    if any(images.values()):
+        yield from _mount_problems(config)
+
+
+def _time_problems(time: str, grace_s: int) -> Iterator[str]:
+    if not re.fullmatch(_TIME, time):
+        yield f"cluster.slurm.time={time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS"
+    elif _seconds(time) <= grace_s:
+        yield (
+            f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s before its end, which is"
+            " when it starts; give more time, or a smaller grace_s"
+        )
+
+
+def _seconds(time: str) -> float:
+    """Of a time limit that `_TIME` takes."""
+    if not time[0].isdigit():
+        return math.inf
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # Without days one number is minutes and two are minutes and seconds; with days what is first is hours.
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
+    """TensorRT-LLM starts a replica's workers on the machine of its first rank."""
+    engine = config.engine
+    if engine.kind != "tensorrt_llm" or not config.algorithm.generates:
+        return
+    role = "generator" if has_generator(config) else "trainer"
+    place, settings, tensor = layout.places[role], slurm_role(config, role), engine.parallel.tensor
+    if place.nodes == 1 or place.ranks_per_node % tensor == 0:
+        return
+    key = "cluster.devices_per_node" if settings.devices is None else f"cluster.slurm.roles.{role}.devices"
+    key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
+    yield (
+        f"engine.parallel.tensor={tensor}: a replica of TensorRT-LLM must be on one node, but the {role} has"
+        f" {place.ranks_per_node} ranks on each of {place.nodes} nodes ({key}); give more ranks a node, or a size that divides"
+        f" {place.ranks_per_node}"
+    )
+
+
+def _image_problems(key: str, image: str) -> Iterator[str]:
+    is_file = image.startswith(("/", ".")) or image.endswith((".sqsh", ".squashfs"))
+    if is_file and not Path(image).is_file():
+        yield f"{key}={image}: no such file; make it with `enroot import`, or name an image of a registry"
+    elif not is_file and not re.fullmatch(_REGISTRY_IMAGE, image.removeprefix("docker://")):
+        yield f"{key}={image}: neither a file nor an image's name, such as REGISTRY#NAME:TAG"
+
+
+def _mount_problems(config: Config) -> Iterator[str]:
+    """Mounts that cannot be, and files that the configuration names but the container would not see."""
+    seen = []
+    for mount in container_mounts(config):
+        source, _, target = mount.partition(":")
+        target = target.partition(":")[0]
+        if not target or not target.startswith("/"):
+            yield f"cluster.slurm.mounts: {mount} is not SOURCE:TARGET[:FLAGS] with an absolute target"
+        elif mount in config.cluster.slurm.mounts and not Path(source).exists():
+            yield f"cluster.slurm.mounts: {mount}: {source} does not exist"
+        seen.append(target)
+    if config.cluster.slurm.mount_home:
+        seen.append(str(Path.home()))
+    for key, path in read_paths(config).items():
+        if Path(path).exists() and not any(Path(path).is_relative_to(target) for target in seen if target):
+            yield f"{key}={path}: the container does not see it; give an absolute path that cluster.slurm.mounts has"

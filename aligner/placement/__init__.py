@@ -1,0 +1,1 @@
+"""Which role runs where: ranks, devices, ports, Slurm nodes, memory of a device."""

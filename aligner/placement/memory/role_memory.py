@@ -1,0 +1,237 @@
+"""How much memory each role needs on one device, phase by phase, and the table of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.table import Table
+
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
+from aligner.placement.devices import device_of, uses_gpus
+from aligner.placement.memory.activations import Load, Stage
+from aligner.placement.memory.engine_memory import engine_memory
+from aligner.placement.memory.model_states import States, frozen_states, trained_states
+from aligner.placement.roles import has_generator, server_ranks
+from aligner.schema import Config, MegatronModelConfig, ParallelConfig
+from aligner.schema.derived import rows_together
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a role holds on a device while it does one of the things that it does in turn, in bytes."""
+
+    name: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+    engine: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.engine
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """A role's fullest device."""
+
+    role: str
+    phases: tuple[Phase, ...]
+    stages: int = 1
+    stage: int = 0
+    """Its pipeline stage."""
+    host: int = 0
+    """Bytes in host memory of one rank, and of its engine's worker, at most: copies of weights, offloaded optimizer state, a
+    checkpoint that is being written."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def memory_needs(config: Config, shape: ModelShape, coming: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
+    """Every role that has a model; the configuration must be one that `check` accepts."""
+    roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
+    if has_generator(config):
+        roles.append(_generator(config, shape))
+    rewards = list(reward_shapes(config, coming).values())
+    if config.algorithm.has_critic:
+        roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
+    if rewards and not config.critic.with_reward:
+        servers = [group for group in server_ranks(config) if group.startswith("reward")]
+        fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
+        roles += [replace(fullest, role=server) for server in servers]
+    return tuple(roles)
+
+
+def section_shapes(config: Config, shape: ModelShape, coming: ExpectedInputs, section: str) -> list[ModelShape]:
+    """The models that run at a section's layout, `shape` being that of `model`."""
+    if section == "reward":
+        return list(reward_shapes(config, coming).values())
+    if section == "critic":
+        return [critic_shape(config, shape), *(reward_shapes(config, coming).values() if config.critic.with_reward else ())]
+    return [critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape]
+
+
+def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
+    stage = max(range(len(stages)), key=lambda at: stages[at].peak.total)
+    return replace(stages[stage], stages=len(stages), stage=stage)
+
+
+def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
+    actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
+    (shape,) = section_shapes(config, shape, NOTHING_EXPECTED, "actor")
+    device = device_of(config, actor.precision)
+    part = Stage(shape, head, actor, stage, _policy_load(config), device)
+    states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
+    phases, host = [], states.on_host + states.snapshot
+    if trainer != "preferences":
+        phases.append(_held("training", states, part.training().total))
+    if trainer in ("online", "dpo") and not actor.lora.rank:
+        # The initial weights come from host memory to the device, where the policy's stay.
+        asking = replace(part, load=_step_load(config, actor)).scoring()
+        phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
+        host += states.weights
+    if config.algorithm.generates and not has_generator(config):
+        phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
+        if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
+            host += phases[-1].engine  # which it copies there also when the weights are published anew
+    if has_generator(config):
+        host += _snapshots(config, states)
+    return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
+
+
+def _policy_head(config: Config) -> Head:
+    return "scalar" if config.algorithm.trainer == "reward_model" else "vocabulary"
+
+
+def _with_engine(config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]) -> Iterator[Phase]:
+    """The trainer's phases with an engine on its devices, which sleeps in all but its own if it ever does."""
+    engine = engine_memory(config, shape, stage=stage, beside=alone.total)
+    asleep = config.engine.sleep and uses_gpus(config)
+    for phase in phases:
+        yield phase if asleep else replace(phase, engine=engine.weights, cache=engine.cache)
+    cache = 0 if asleep else engine.cache  # one that wakes to take new weights has no room for keys and values yet
+    yield replace(alone, name="publishing", engine=engine.weights + engine.transfer, cache=cache)
+    yield replace(alone, engine=engine.weights, cache=engine.cache, activations=engine.work)
+
+
+def _held(name: str, states: States, activations: int) -> Phase:
+    return Phase(name, states.weights, states.gradients, states.optimizer, activations)
+
+
+def _snapshots(config: Config, states: States) -> int:
+    """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
+    actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
+    return states.weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
+
+
+def _generator(config: Config, shape: ModelShape) -> RoleMemory:
+    engine = engine_memory(config, shape)
+    phases = (
+        Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
+        Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
+    )
+    return RoleMemory("generator", phases)
+
+
+def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
+    critic, shape = config.critic, critic_shape(config, policy)
+    device = device_of(config, critic.precision)
+    states = trained_states(shape, "scalar", critic, stage, device)
+    training = Stage(shape, "scalar", critic, stage, _update_load(config, critic), device).training()
+    phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
+    if critic.with_reward and rewards:
+        scoring = _scoring(config, rewards, critic.parallel, stage)
+        # Critic and reward models take turns: of the critic the optimizer's state stays.
+        phases.append(replace(scoring, optimizer=states.optimizer))
+        host += scoring.weights + states.weights  # one goes out before the other comes in
+    return RoleMemory("critic", tuple(phases), host=host)
+
+
+def _reward(config: Config, shapes: Sequence[ModelShape], stage: int) -> RoleMemory:
+    return RoleMemory("reward", (_scoring(config, shapes, config.reward.parallel, stage),))
+
+
+def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfig, stage: int) -> Phase:
+    """Frozen models with one number a token, all there at once and asked in turn."""
+    device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
+    load = _step_load(config, settings)
+    weights = sum(frozen_states(shape, "scalar", layout, stage, device).weights for shape in shapes)
+    activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
+    return Phase("scoring", weights, activations=activations)
+
+
+def _longest(config: Config) -> int:
+    responses = config.rollout if config.algorithm.generates else config.data
+    return config.data.max_prompt_tokens + responses.max_response_tokens
+
+
+def _load(settings: MegatronModelConfig, rows: int, longest: int) -> Load:
+    """`rows` of the longest sequence, shared by the data ranks."""
+    return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
+
+
+def _policy_load(config: Config) -> Load:
+    """Of an update of what the trainer trains."""
+    if config.algorithm.generates:
+        return _update_load(config, config.actor)
+    return _load(config.actor, config.data.batch_size * rows_together(config), _longest(config))
+
+
+def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
+    """Of a minibatch of a step's samples."""
+    rollout, algorithm = config.rollout, config.algorithm
+    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
+    return _load(settings, rollout.prompts_per_step * kept // algorithm.minibatches, _longest(config))
+
+
+def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
+    """Of all rows of a step."""
+    if not config.algorithm.generates:
+        return _load(settings, config.data.batch_size * rows_together(config), _longest(config))
+    return _load(settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt, _longest(config))
+
+
+COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
+GIB, _MIB = 2**30, 2**20
+
+
+def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
+    """A line for each phase of each role, on the fullest of its devices."""
+    limit = config.cluster.device_memory_gib
+    unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
+    of = "" if limit is None else f" of {limit:g}"
+    title = f"memory of a device, {'GiB' if unit == GIB else 'MiB'}{of}"
+    # Narrow, for it has many columns: without lines between them, and headings that fold before numbers do.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for column in ("role", "stage", "phase"):
+        table.add_column(column, no_wrap=True)
+    for column in (*COLUMNS, "host"):
+        table.add_column(column, justify="right", min_width=5, overflow="fold")
+
+    def cell(size: int) -> str:
+        return f"{size / unit:.1f}" if size else "-"
+
+    for role in needs:
+        first = (role.role, f"{role.stage}/{role.stages}" if role.stages > 1 else "", cell(role.host))
+        for phase in role.phases:
+            name, stage, host = first if phase is role.phases[0] else ("", "", "")
+            style = "bold" if phase is role.peak else None
+            table.add_row(name, stage, phase.name, *(cell(getattr(phase, column)) for column in COLUMNS), host, style=style)
+    return table
+
+
+def describe_phase(phase: Phase) -> str:
+    """What a phase holds, in GiB."""
+    parts = ((column, getattr(phase, column)) for column in COLUMNS[:-1])
+    return ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)

@@ -1,0 +1,101 @@
+"""Listening ports: which are asked for, and whether this machine has them free."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import socket
+
+import psutil
+
+from aligner.errors import ConfigError
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config, PortsConfig, TLSConfig
+
+PORTS_PER_SERVER = 3
+_LAST_PORT = 65535
+LOOPBACK = "127.0.0.1"
+_ANY = "0.0.0.0"
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of this machine's network interface, such as eth0; an address is itself.
+
+    Raises ConfigError, naming the interfaces that there are, for a name that is none of them.
+    """
+    try:
+        return str(ipaddress.IPv4Address(interface))
+    except ValueError:
+        pass
+    known = {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+    if interface not in known:
+        raise ConfigError(
+            f"server.interface={interface}: neither an IPv4 address nor an interface of this machine;"
+            f" allowed: {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
+        )
+    return known[interface]
+
+
+def client_address(config: Config) -> str:
+    """Where this machine's clients reach the servers: over loopback when they listen everywhere."""
+    address = interface_address(config.server.interface)
+    return LOOPBACK if address == _ANY else address
+
+
+def http_address(address: str, tls: TLSConfig) -> str:
+    """Where a server on `address` has HTTP: Triton has no TLS for it, so that with TLS it serves this machine alone."""
+    return address if tls.certificate is None else LOOPBACK
+
+
+def listening_addresses(config: Config) -> dict[str, str]:
+    """The address that each of a server's ports is on, by the port's name."""
+    address = interface_address(config.server.interface)
+    return {"http": http_address(address, config.server.tls), "grpc": address, "metrics": address}
+
+
+def group_ports(config: Config) -> dict[str, PortsConfig]:
+    """The ports that each server group is configured with; 0 for those that are picked at launch.
+
+    A replica's are `PORTS_PER_SERVER` above those of the one before it.
+    """
+
+    def above(ports: PortsConfig, offset: int) -> PortsConfig:
+        return PortsConfig(**{name: port and port + offset for name, port in dataclasses.asdict(ports).items()})
+
+    roles = {"generator": config.engine.ports, "critic": config.critic.ports, "reward": config.reward.ports}
+    found = {}
+    for group in server_ranks(config):
+        role, _, replica = group.partition(".")
+        found[group] = above(roles[role], int(replica or 0) * PORTS_PER_SERVER)
+    return found
+
+
+def explicit_ports(config: Config) -> dict[str, int]:
+    """The ports that the configuration fixes, by key; those left at 0 are picked at launch."""
+    found = {}
+    for group, ports in group_ports(config).items():
+        role, _, replica = group.partition(".")
+        offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
+        section = "engine" if role == "generator" else role
+        found.update({f"{section}.ports.{name}{offset}": port for name, port in dataclasses.asdict(ports).items() if port})
+    return found
+
+
+def port_is_free(interface: str, port: int) -> bool:
+    """Whether a server could listen there now; raises OSError for an interface that this machine does not have."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((interface, port))
+        except PermissionError:
+            return False
+        except OSError:
+            with socket.socket() as any_port:
+                any_port.bind((interface, 0))
+            return False
+    return True

@@ -1,0 +1,83 @@
+"""The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
+
+Every key a user may write is a field here; a field's metadata holds its help text and, where it has them, the allowed
+`choices` or the smallest allowed value (`minimum`). `checks/` enforces both, and `docs/configuration.md` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.schema.actor import ActorConfig, LoraConfig
+from aligner.schema.algorithm import AlgorithmConfig, PreferenceConfig
+from aligner.schema.checkpoint import CheckpointConfig
+from aligner.schema.cluster import ClusterConfig, SlurmConfig, SlurmRoleConfig, SlurmRolesConfig
+from aligner.schema.critic import CriticConfig
+from aligner.schema.data import DataConfig
+from aligner.schema.dry_run import DryRunConfig
+from aligner.schema.engine import EngineConfig, EngineParallelConfig, TensorRTLLMConfig
+from aligner.schema.evaluation import EvaluationConfig
+from aligner.schema.logging import LoggingConfig, MlflowConfig, WandbConfig
+from aligner.schema.model import ModelConfig
+from aligner.schema.options import option, section
+from aligner.schema.reward import RewardConfig
+from aligner.schema.rollout import RolloutConfig
+from aligner.schema.run import RunConfig
+from aligner.schema.server import PortsConfig, ServerConfig, TLSConfig
+from aligner.schema.trained_model import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "DryRunConfig",
+    "EngineConfig",
+    "EngineParallelConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "MegatronModelConfig",
+    "MlflowConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PortsConfig",
+    "PreferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ServerConfig",
+    "SlurmConfig",
+    "SlurmRoleConfig",
+    "SlurmRolesConfig",
+    "TLSConfig",
+    "TensorRTLLMConfig",
+    "TrainedModelConfig",
+    "WandbConfig",
+]
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    seed: int = option(1, "the run's one seed", minimum=0)
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    actor: ActorConfig = section(ActorConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward: RewardConfig = section(RewardConfig)
+    engine: EngineConfig = section(EngineConfig)
+    server: ServerConfig = section(ServerConfig)
+    cluster: ClusterConfig = section(ClusterConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    logging: LoggingConfig = section(LoggingConfig)
+    dry_run: DryRunConfig = section(DryRunConfig)

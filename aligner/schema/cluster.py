@@ -1,0 +1,94 @@
+"""Where the roles run: this machine, or nodes of a Slurm cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.schema.options import option, section
+
+
+@dataclass
+class SlurmRoleConfig:
+    """Where one role runs in the Slurm job; what is null or empty here is as for all roles (cluster.slurm)."""
+
+    nodes: int | None = option(
+        None, "nodes of its own; as many as its ranks need at cluster.devices_per_node a node when null", minimum=1
+    )
+    beside: str | None = option(
+        None,
+        "role on whose nodes it runs, on devices of its own",
+        choices=("trainer", "generator", "critic", "reward"),
+    )
+    devices: str | None = option(
+        None,
+        "devices of a node that its ranks use, such as 0-3, or 0-1,6 in quotes: for roles that share nodes; all if null",
+    )
+    partition: str | None = option(None, "partition of its nodes")
+    constraint: str | None = option(None, "features that its nodes must have, as sbatch --constraint")
+    image: str | None = option(None, "container image")
+    environment: dict[str, Any] = option({}, "environment variables, beside those of all roles")
+    sbatch: list[str] = option([], "further sbatch flags of its component, such as --exclusive")
+    srun: list[str] = option([], "further srun flags")
+
+
+@dataclass
+class SlurmRolesConfig:
+    """The roles' own places (`cluster.slurm.roles.critic.nodes=2`)."""
+
+    trainer: SlurmRoleConfig = section(SlurmRoleConfig)
+    generator: SlurmRoleConfig = section(SlurmRoleConfig)
+    critic: SlurmRoleConfig = section(SlurmRoleConfig)
+    reward: SlurmRoleConfig = section(SlurmRoleConfig)
+
+
+@dataclass
+class SlurmConfig:
+    """The Slurm job (cluster.kind=slurm)."""
+
+    account: str | None = option(None, "account that is charged, as sbatch --account")
+    partition: str | None = option(None, "partition, as sbatch --partition")
+    qos: str | None = option(None, "quality of service, as sbatch --qos")
+    reservation: str | None = option(None, "reservation, as sbatch --reservation")
+    constraint: str | None = option(None, "features that nodes must have, as sbatch --constraint")
+    time: str | None = option(None, "time limit, as sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS")
+    heterogeneous: bool = option(
+        True, "a component a role, each with nodes, partition and flags of its own; false: one component for clusters without"
+    )
+    gpus: str = option(
+        "gpus-per-node",
+        "how devices are asked for: --gpus-per-node=N, --gres=gpu:N, or not at all (none: CPUs, or whole nodes alone)",
+        choices=("gpus-per-node", "gres", "none"),
+    )
+    image: str | None = option(
+        None, "container image, as Pyxis takes it: a registry's name or the path of a .sqsh file; no container when null"
+    )
+    mounts: list[str] = option([], "SOURCE:TARGET[:FLAGS] seen in the container; the run directory and the cache always are")
+    workdir: str | None = option(None, "working directory in the container; the run directory when null")
+    mount_home: bool = option(False, "see the user's home directory in the container")
+    setup: list[str] = option([], "shell lines that run first in the job, such as module load")
+    environment: dict[str, Any] = option({}, "environment variables of every role")
+    sbatch: list[str] = option([], "further sbatch flags, such as --exclusive or --comment=text")
+    srun: list[str] = option([], "further srun flags of every role, such as --mpi=none")
+    grace_s: int = option(
+        300,
+        "so long before the time limit, or the end that a preemption sets, the run takes a checkpoint and stops",
+        minimum=1,
+    )
+    requeue: bool = option(True, "a run that stopped so is queued again, and resumes when it starts")
+    roles: SlurmRolesConfig = section(SlurmRolesConfig)
+
+
+@dataclass
+class ClusterConfig:
+    """Where the roles run."""
+
+    kind: str = option("local", "local: on this machine; slurm: as a Slurm job", choices=("local", "slurm"))
+    devices_per_node: int = option(8, "GPUs of a node, or ranks a node takes where there are none (kind=slurm)", minimum=1)
+    device_memory_gib: float | None = option(
+        None, "memory of a device: what does not fit is refused; only told when null", minimum=1
+    )
+    threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
+    stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
+    collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
+    slurm: SlurmConfig = section(SlurmConfig)

@@ -1,0 +1,26 @@
+"""The value model and its server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.schema.options import option, section
+from aligner.schema.server import PortsConfig
+from aligner.schema.trained_model import TrainedModelConfig
+
+
+@dataclass
+class CriticConfig(TrainedModelConfig):
+    """The value model, a server on its own devices."""
+
+    num_layers: int | None = option(
+        None,
+        "build the critic, or the reward model that is trained, from the model's first layers; all of them when null",
+        minimum=1,
+    )
+    with_reward: bool = option(
+        False,
+        "serve the reward from the critic's processes too: no reward role, and where both are models each waits in host"
+        " memory while the other works",
+    )
+    ports: PortsConfig = section(PortsConfig)

@@ -1,0 +1,49 @@
+"""What a run learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.schema.options import option
+
+
+@dataclass
+class DataConfig:
+    """What is learned from: prompts (trainer=online), demonstrations (sft), preferences (dpo, reward_model) or steps."""
+
+    path: str | None = option(
+        None,
+        "a .jsonl file, a directory that Hugging Face datasets saved, for prompts a .txt file with one a line, or"
+        " function:MODULE:CALLABLE, a Python function that yields records",
+    )
+    sources: dict[str, Any] = option(
+        {}, "name to path, weight and fields: several sources instead of data.path, mixed by weight"
+    )
+    prompts: list[str] = option([], "prompts given in place, instead of a file")
+    fields: dict[str, Any] = option(
+        {}, "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields"
+    )
+    skip_bad_records: bool = option(False, "leave out records that are not as they must be, and say how many")
+    prompt_after: str | None = option(None, "a prompt begins behind the first occurrence of this text; null: at its beginning")
+    prompt_before: str | None = option(None, "a prompt ends before the last occurrence of this text; null: at its end")
+    max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
+    max_response_tokens: int = option(
+        64, "a longer response, its end-of-sequence token included, is an error; for trainers other than online", minimum=2
+    )
+    end_of_sequence: bool = option(
+        True,
+        "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
+        " generation cuts (trainers other than online)",
+    )
+    shuffle: bool = option(True, "a new order of each source's records in every pass")
+    batch_size: int = option(32, "rows of a training step (trainers other than online)", minimum=1)
+    held_out: int = option(
+        0, "the last so many rows of each source are evaluated on and never trained on (trainers other than online)", minimum=0
+    )
+    normalization: str | None = option(
+        None,
+        "samples of the initial policy, with a prompt and a response each, that a reward model's rewards are normalized by;"
+        " the preferences' own answers when null (trainer=reward_model)",
+    )
+    normalization_samples: int = option(256, "the first so many of these", minimum=2)

@@ -1,0 +1,104 @@
+"""Where the records that a run learns from lie, as the configuration says: one source, or several with weights."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.schema import DataConfig
+
+_ENTRIES = ("path", "weight", "fields")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One file or directory of records."""
+
+    key: str
+    """Where the configuration has it: `data`, or `data.sources.NAME`."""
+    path: Path
+    weight: float = 1.0
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a field to the data's own."""
+
+    @property
+    def given_as(self) -> str:
+        """The key and value that name it, for messages."""
+        return f"{self.key}.path={self.path}"
+
+
+def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
+    """The sources, in the configuration's order; none where the prompts are given in place.
+
+    Raises ConfigError with one line for each thing that is wrong.
+    """
+    problems = list(_misplaced(data))
+    problems += [problem for key, entries in _entries(data) for problem in _source_problems(key, entries)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(
+        DataSource(key, Path(entries["path"]), float(entries.get("weight", 1.0)), entries.get("fields", data.fields))
+        for key, entries in _entries(data)
+    )
+
+
+FUNCTION = "function:"
+"""What a path begins with that is a Python function: `function:MODULE:CALLABLE`."""
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether a path is a directory that Hugging Face datasets saved: one split, not several."""
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+
+
+def _misplaced(data: DataConfig) -> Iterator[str]:
+    if data.path is not None and data.sources:
+        yield "data.sources: data.path is given as well; give all of them as sources, or data.path alone"
+    if data.path is None and not data.sources and not data.prompts:
+        yield "data: no prompts or other records; give data.path=FILE, data.sources or data.prompts=[…]"
+    yield from fields_problems("data.fields", data.fields)
+
+
+def _entries(data: DataConfig) -> Iterator[tuple[str, Any]]:
+    if data.path is not None:
+        yield "data", {"path": data.path}
+    for name, entries in data.sources.items():
+        yield f"data.sources.{name}", entries
+
+
+def _source_problems(key: str, entries: Any) -> Iterator[str]:
+    if not isinstance(entries, Mapping):
+        yield f"{key}={entries}: expected a mapping with path and, if wanted, weight and fields, got {type(entries).__name__}"
+        return
+    for entry, value in entries.items():
+        if entry not in _ENTRIES:
+            close = difflib.get_close_matches(str(entry), _ENTRIES, n=1)
+            hint = f"did you mean {key}.{close[0]}?" if close else f"allowed in {key}: {', '.join(_ENTRIES)}"
+            yield f"{key}.{entry}: unknown key; {hint}"
+        elif entry == "fields":
+            yield from fields_problems(f"{key}.fields", value)
+        elif entry == "path" and (not isinstance(value, str) or not value):
+            yield f"{key}.path={value}: expected text, got {type(value).__name__}"
+        elif entry == "weight" and not _is_share(value):
+            yield f"{key}.weight={value}: must be a finite number above 0; leave the source out if it is to have no share"
+    if "path" not in entries:
+        yield f"{key}.path: missing"
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def fields_problems(key: str, fields: Any) -> Iterator[str]:
+    """One line for each thing that is wrong with the names of a source's fields."""
+    if not isinstance(fields, Mapping):
+        yield f"{key}={fields}: expected a mapping of our names to the data's, got {type(fields).__name__}"
+        return
+    for ours, theirs in fields.items():
+        if not isinstance(theirs, str) or not theirs:
+            yield f"{key}.{ours}={theirs}: expected the name of a field, got {type(theirs).__name__}"

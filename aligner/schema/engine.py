@@ -1,0 +1,81 @@
+"""The engine that draws responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.schema.options import option, section
+from aligner.schema.server import PortsConfig
+
+
+@dataclass
+class EngineParallelConfig:
+    """The generation engine's own layout."""
+
+    tensor: int = option(1, "tensor-parallel size of the engine (TP')", minimum=1)
+    data: int = option(1, "engine replicas (DP'); 0: as many as fill the trainer's ranks", minimum=0)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that the engine spans."""
+        return self.tensor * self.data
+
+
+@dataclass
+class TensorRTLLMConfig:
+    """What only TensorRT-LLM needs to know (engine.kind=tensorrt_llm)."""
+
+    free_memory_fraction: float = option(
+        0.4,
+        "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is null",
+        minimum=0.01,
+        maximum=1,
+    )
+    max_num_tokens: int = option(8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1)
+    timeout_s: float = option(
+        900.0, "starting, giving memory back, or no response gaining a token may take so long before the run fails", minimum=1
+    )
+
+
+@dataclass
+class EngineConfig:
+    """Generation."""
+
+    kind: str = option(
+        "embedded",
+        "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs",
+        choices=("embedded", "tensorrt_llm"),
+    )
+    placement: str = option(
+        "colocated",
+        "where the engine runs; colocated: on the trainer's ranks; server: on devices of its own, as the role generator",
+        choices=("colocated", "server"),
+    )
+    parallel: EngineParallelConfig = section(EngineParallelConfig)
+    ports: PortsConfig = section(PortsConfig)
+    precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
+    batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
+    kv_cache_mib: int | None = option(
+        None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1
+    )
+    cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    sleep: bool = option(False, "free the engine's device memory while the policy trains")
+    update: str = option(
+        "atomic",
+        "atomic: new weights arrive beside the old ones, which serve until all are there; in_place: they overwrite the old"
+        " ones, and an update that fails leaves none; shared: in place, and where the layouts agree the engine uses the"
+        " trainer's tensors themselves",
+        choices=("atomic", "in_place", "shared"),
+    )
+    in_flight: str = option(
+        "finish",
+        "what new weights do to responses under way (placement=server); finish: wait for them; interrupt: have them go on from"
+        " the tokens that they have, under the new weights",
+        choices=("finish", "interrupt"),
+    )
+    update_timeout_s: float = option(300.0, "an update that takes longer names the missing rank and fails", minimum=1)
+    verify_every: int = option(
+        0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
+    )
+    bucket_mib: int = option(64, "weights move between ranks in buckets of this size", minimum=1)
+    tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig)

@@ -1,0 +1,31 @@
+"""What a policy is evaluated on while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.schema.options import option
+
+
+@dataclass
+class EvaluationConfig:
+    """Measuring while training; all but `every` is for trainer=online, the others evaluate on data.held_out."""
+
+    every: int = option(
+        0,
+        "evaluate every N steps. trainer=online: before the first step and after the last too; 0: never. The others: also"
+        " where a checkpoint is taken; 0: only there",
+        minimum=0,
+    )
+    path: str | None = option(None, "held-out prompts, in a file or directory as data.path; `reference` is a good response")
+    fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields")
+    prompts: list[str] = option([], "held-out prompts given in place, instead of a file")
+    count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
+    samples: int = option(1, "responses a prompt", minimum=1)
+    greedy: bool | None = option(None, "take the most probable token instead of drawing; with one response a prompt when null")
+    temperature: float = option(1.0, "sampling temperature", minimum=1e-3)
+    function: str | None = option(
+        None, "scorer of the responses, as reward.function: a gold scorer; the run's own reward when null"
+    )
+    pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")

@@ -1,0 +1,101 @@
+"""The schema as a flat list of dotted keys, for error messages, checks and the reference page."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from aligner.schema import Config
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that a user may write."""
+
+    name: str
+    """Dotted, as on the command line."""
+    type_name: str
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    minimum: float | None
+    maximum: float | None
+    is_mapping: bool
+    """Entries below the key are the user's own (`model.config.hidden_size`)."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of keys with what it is for."""
+
+    name: str
+    """Dotted; empty for the root."""
+    help: str
+    keys: tuple[Key, ...]
+
+
+def _sections(kind: type, name: str) -> Iterator[Section]:
+    hints = typing.get_type_hints(kind)
+    keys, nested = [], []
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        dotted = f"{name}.{field.name}" if name else field.name
+        if dataclasses.is_dataclass(hint):
+            nested.append((typing.cast(type, hint), dotted))
+            continue
+        factory = field.default_factory
+        keys.append(
+            Key(
+                name=dotted,
+                type_name=field.type if isinstance(field.type, str) else str(field.type),
+                default=field.default if factory is dataclasses.MISSING else factory(),
+                help=field.metadata["help"],
+                choices=field.metadata["choices"],
+                minimum=field.metadata["minimum"],
+                maximum=field.metadata["maximum"],
+                is_mapping=typing.get_origin(hint) is dict,
+            )
+        )
+    yield Section(name, (kind.__doc__ or "").strip(), tuple(keys))
+    for inner, dotted in nested:
+        yield from _sections(inner, dotted)
+
+
+@lru_cache(maxsize=1)
+def schema_sections() -> tuple[Section, ...]:
+    """Every section of the schema, the root first, in the schema's order."""
+    return tuple(_sections(Config, ""))
+
+
+@lru_cache(maxsize=1)
+def schema_keys() -> dict[str, Key]:
+    """Every key of the schema by its dotted name."""
+    return {key.name: key for section in schema_sections() for key in section.keys}
+
+
+def value_at(config: Config, name: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some dotted keys, entries of mappings among them."""
+    for name, value in values.items():
+        config = _replaced(config, name.split("."), value)
+    return config
+
+
+def _replaced(section: Any, parts: Sequence[str], value: Any) -> Any:
+    if not parts:
+        return value
+    part, rest = parts[0], parts[1:]
+    if isinstance(section, dict):
+        return section | {part: _replaced(section.get(part), rest, value)}
+    return dataclasses.replace(section, **{part: _replaced(getattr(section, part), rest, value)})

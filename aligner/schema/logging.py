@@ -1,0 +1,51 @@
+"""What a run writes and shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.schema.options import option, section
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases, which needs the wandb extra."""
+
+    enabled: bool = option(False, "record the metrics there too")
+    mode: str = option(
+        "offline",
+        "offline: in the run directory, to be uploaded with `wandb sync`; online: on the server while the run goes on",
+        choices=("offline", "online"),
+    )
+    project: str = option("aligner", "project that the run belongs to")
+    entity: str | None = option(None, "team or user whose project it is; the key's own when null")
+    group: str | None = option(None, "group of runs that belong together")
+    tags: list[str] = option([], "the run's tags")
+
+
+@dataclass
+class MlflowConfig:
+    """MLflow, which needs the mlflow extra."""
+
+    enabled: bool = option(False, "record the metrics there too")
+    tracking_uri: str | None = option(
+        None, "the store, such as http://HOST:5000; files in the run directory, mlruns/, when null"
+    )
+    experiment: str = option("aligner", "experiment that the run belongs to")
+    tags: dict[str, Any] = option({}, "the run's tags")
+
+
+@dataclass
+class LoggingConfig:
+    """What is written and shown."""
+
+    format: str = option(
+        "text", "of logs/<role>-<rank>.log: lines of text, or one JSON object a line", choices=("text", "json")
+    )
+    tensorboard: bool = option(True, "write TensorBoard event files")
+    timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
+    samples_every: int = option(5, "show and store samples every N steps", minimum=1)
+    samples_count: int = option(4, "samples shown", minimum=1)
+    wandb: WandbConfig = section(WandbConfig)
+    mlflow: MlflowConfig = section(MlflowConfig)

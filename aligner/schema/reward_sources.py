@@ -1,0 +1,174 @@
+"""What scores the samples: one source, or several with weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from aligner.errors import ConfigError
+from aligner.schema import RewardConfig
+from aligner.schema.scoring_functions import function_problem
+
+_SHORTEST_TIMEOUT_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A part of the score: weight * (gain * raw + bias)."""
+
+    name: str
+    key: str
+    """Where the configuration has it: `reward`, or `reward.sources.NAME`."""
+    weight: float = 1.0
+    gain: float = 1.0
+    bias: float = 0.0
+    needs: ClassVar[str]
+    """The key that says where the scores come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSource(Source):
+    """A Python function over texts."""
+
+    function: str
+    needs = "function"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(Source):
+    """A Megatron reward model."""
+
+    path: str
+    needs = "path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSource(Source):
+    """An HTTP scorer."""
+
+    url: str
+    timeout_s: float = RewardConfig.timeout_s
+    needs = "url"
+
+
+_KINDS: Mapping[str, type[Source]] = {"function": FunctionSource, "model": ModelSource, "remote": RemoteSource}
+
+
+def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
+    """The sources of the score, whose sum it is. Raises ConfigError with one line for each thing that is wrong."""
+    problems = list(_misplaced(reward))
+    sources = []
+    for key, name, entries in _entries(reward):
+        found = list(_source_problems(key, entries))
+        problems += found
+        if not found:
+            chosen = {entry: value for entry, value in entries.items() if entry != "kind"}
+            sources.append(_KINDS[entries["kind"]](name=name, key=key, **chosen))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(sources)
+
+
+def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
+    """Those that are Megatron models."""
+    return tuple(source for source in sources if isinstance(source, ModelSource))
+
+
+def has_reward_model(reward: RewardConfig) -> bool:
+    """Whether a model scores; False for sources that do not say what they must."""
+    try:
+        return bool(model_sources(reward_sources(reward)))
+    except ConfigError:
+        return False
+
+
+def describe_sources(sources: tuple[Source, ...]) -> str:
+    """What scores, in a few words, for the placement table."""
+    return " + ".join(
+        ("" if source.weight == 1 else f"{source.weight:g} x ") + f"{kind} {getattr(source, source.needs)}"
+        for source in sources
+        for kind, chosen in _KINDS.items()
+        if isinstance(source, chosen)
+    )
+
+
+def source_entry(source: Source) -> dict[str, Any]:
+    """A source as an entry of `reward.sources`."""
+    (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
+    values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    return {"kind": kind} | {name: value for name, value in values.items() if name not in ("name", "key")}
+
+
+def _misplaced(reward: RewardConfig) -> Iterator[str]:
+    if reward.kind != "combined":
+        if reward.sources:
+            yield f"reward.sources: read with reward.kind=combined only, got reward.kind={reward.kind}"
+        return
+    if not reward.sources:
+        yield "reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function"
+    for name, default in (("gain", 1.0), ("bias", 0.0)):
+        if getattr(reward, name) != default:
+            yield f"reward.{name}={getattr(reward, name):g}: with reward.kind=combined each source has its own {name}"
+
+
+def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
+    """(key, name, entries) of each source; a single one is written in the section itself, without its defaults."""
+    if reward.kind == "combined":
+        for name, entries in reward.sources.items():
+            yield f"reward.sources.{name}", name, entries
+        return
+    entries = {"kind": reward.kind, "gain": reward.gain, "bias": reward.bias}
+    fields = (field.name for field in dataclasses.fields(_KINDS[reward.kind]) if hasattr(reward, field.name))
+    entries |= {field: getattr(reward, field) for field in fields if getattr(reward, field) is not None}
+    yield "reward", reward.kind, entries
+
+
+def _source_problems(key: str, entries: Any) -> Iterator[str]:
+    if not isinstance(entries, Mapping):
+        yield f"{key}={entries}: expected a mapping with kind and what the kind needs, got {type(entries).__name__}"
+        return
+    kind = _KINDS.get(str(entries.get("kind")))
+    if kind is None:
+        got = f"{key}.kind={entries['kind']}: no such kind" if "kind" in entries else f"{key}.kind: missing"
+        yield f"{got}; allowed: {', '.join(_KINDS)}"
+        return
+    allowed = ["kind", *(field.name for field in dataclasses.fields(kind) if field.name not in ("name", "key"))]
+    for entry, value in entries.items():
+        if entry not in allowed:
+            close = difflib.get_close_matches(str(entry), allowed, n=1)
+            hint = f"did you mean {key}.{close[0]}?" if close else f"allowed in {key}: {', '.join(allowed)}"
+            yield f"{key}.{entry}: unknown key with kind={entries['kind']}; {hint}"
+        elif problem := _value_problem(entry, value):
+            yield f"{key}.{entry}={value}: {problem}"
+    if kind.needs not in entries:
+        yield f"{key}.{kind.needs}: missing; kind={entries['kind']} needs it"
+
+
+def _value_problem(entry: str, value: Any) -> str | None:
+    if entry in ("weight", "gain", "bias", "timeout_s"):
+        # Compared, not converted: an integer may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+            return "must be a finite number"
+        if entry == "timeout_s" and value < _SHORTEST_TIMEOUT_S:
+            return f"must be at least {_SHORTEST_TIMEOUT_S:g}"
+        return None
+    if not isinstance(value, str) or not value:
+        return f"expected text, got {type(value).__name__}"
+    if entry == "function":
+        return function_problem(value)
+    return _url_problem(value) if entry == "url" else None
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        complete = complete and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:
+        complete = False
+    return None if complete else "must be http://HOST[:PORT]/PATH, or https://…"

@@ -1,0 +1,35 @@
+"""One run: its name, its directory and its length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.schema.options import option
+
+
+@dataclass
+class RunConfig:
+    """What the run is called, where it writes, how long it goes on."""
+
+    experiment: str = option("", "set from the command line's experiment=NAME")
+    name: str | None = option(None, "run name; the experiment's name and the time when null")
+    dir: str | None = option(None, "run directory; runs/<run.name> when null")
+    steps: int = option(1, "training steps", minimum=1, maximum=10**9)
+    stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
+    resume: str = option(
+        "false",
+        "true: continue from the last checkpoint in an existing run directory; auto: the same where there is one, else begin,"
+        " also in the directory of a run that was stopped before its first",
+        choices=("false", "true", "auto"),
+    )
+    changes: list[str] = option(
+        [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with"
+    )
+    inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
+    command: str = option("", "set at launch: the command line, but for run.dir and run.resume")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether training goes on from a checkpoint, where there is one."""
+        return self.resume != "false"

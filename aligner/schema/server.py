@@ -1,0 +1,58 @@
+"""What the servers share: ports, keys, TLS, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.schema.options import option, section
+
+
+@dataclass
+class PortsConfig:
+    """Listening ports of a server role; 0 takes a free one."""
+
+    http: int = option(0, "HTTP port", minimum=0)
+    grpc: int = option(0, "gRPC port", minimum=0)
+    metrics: int = option(0, "Prometheus metrics port", minimum=0)
+
+
+@dataclass
+class TLSConfig:
+    """TLS of the endpoints' gRPC; HTTP, which has none in Triton, then serves this machine alone."""
+
+    certificate: str | None = option(None, "PEM file with the servers' certificate; no TLS when null")
+    key: str | None = option(None, "PEM file with its private key")
+    authorities: str | None = option(None, "PEM file with the authorities that certificates are checked against")
+    mutual: bool = option(False, "servers ask clients for a certificate too; the run's own show the servers'")
+
+
+@dataclass
+class ServerConfig:
+    """What the critic and reward servers share."""
+
+    interface: str = option("127.0.0.1", "address, or name of the network interface, that the endpoints listen on")
+    guard: str = option(
+        "key",
+        "key: requests must carry the run's key, made at launch (access_key in the run directory); none: anyone is served",
+        choices=("key", "none"),
+    )
+    tls: TLSConfig = section(TLSConfig)
+    accept_unnumbered: bool = option(False, "serve critic_train requests that carry no sequence number (foreign clients)")
+    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1)
+    request_timeout_s: float = option(
+        300.0,
+        "deadline of a request, its retries and a server's restart included; also of each step by which a lost critic is"
+        " brought back, a restore or a replayed update",
+        minimum=1,
+    )
+    drain_timeout_s: float = option(30.0, "a server that is told to stop finishes what it has taken for so long", minimum=0)
+    max_restarts: int = option(3, "a server that dies is started again so often; 0: its end is the run's", minimum=0)
+    max_batch_size: int = option(256, "largest batch of the batching endpoints", minimum=1)
+    max_sequence_length: int | None = option(
+        None, "longest sequence that is taken, in tokens; the model's positions when null", minimum=1
+    )
+    max_request_tokens: int = option(2**22, "largest request, in tokens, padding included", minimum=1)
+    concurrent_requests: int = option(
+        4, "requests that an inference endpoint takes at a time; those that wait together are computed together", minimum=1
+    )
+    batch_tokens: int = option(16384, "tokens of the requests that are computed together, at most", minimum=1)

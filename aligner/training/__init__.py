@@ -1,0 +1,1 @@
+"""The training loops of online, offline and preference runs, and their set-up."""

@@ -1,0 +1,198 @@
+"""Evaluation while training: the newest weights' responses to held-out prompts, scored and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
+from aligner.data.collectives import broadcast_json
+from aligner.data.prompts import open_evaluation_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.protocol import SamplingOptions
+from aligner.errors import AlignerError
+from aligner.files import write_file
+from aligner.megatron.policy import Policy
+from aligner.paths import run_paths
+from aligner.rewards.scorers import ScoringRequest, resolve_scorer
+from aligner.rewards.sources import ScoringBatch, TextSource
+from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.services import Services
+from aligner.schema import Config, EvaluationConfig
+from aligner.schema.derived import draws_greedily
+
+
+def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
+    """The samples as texts, without special tokens, each with what the data says about its prompt."""
+    requests = []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        asked, answered = sample.tokens[: sample.prompt_length], sample.tokens[sample.prompt_length :]
+        requests.append(ScoringRequest(tokenizer.decode(asked), tokenizer.decode(answered), prompt.metadata))
+    return requests
+
+
+def reference_sample(prompt: Prompt, tokenizer: Tokenizer, *, ended: bool) -> Sample:
+    """A prompt's `reference` as if it had been drawn; with `ended`, with an end of sequence last.
+
+    Raises AlignerError for a text that the tokenizer can not express.
+    """
+    response = tokenizer.encode(prompt.metadata["reference"])
+    response = tokenizer.ended(response) if ended else response
+    return Sample(
+        prompt_id=prompt.id,
+        sample_index=0,
+        tokens=torch.cat((prompt.tokens, response)),
+        prompt_length=len(prompt.tokens),
+        engine_logprobs=torch.zeros(len(response)),
+        weight_versions=torch.zeros(len(response), dtype=torch.int64),
+        finish_reason="stop" if ended else "length",
+    )
+
+
+@dataclass
+class Evaluator:
+    """One rank's part of evaluating the policy; every rank calls every method."""
+
+    settings: EvaluationConfig
+    last_step: int
+    prompts: list[Prompt]
+    options: SamplingOptions
+    tokenizer: Tokenizer
+    policy: Policy
+    rollouts: Rollouts
+    services: Services
+    scorer: TextSource | None
+    """What scores the responses; the run's own reward where None."""
+    references_file: Path
+    writes: bool
+    """Whether this rank is the one that writes files."""
+    _reference_scores: Tensor | None = field(default=None, init=False)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of `step` are to be evaluated: the initial ones, every so many steps', and the last."""
+        return step % self.settings.every == 0 or step == self.last_step
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics, `eval/…`, of the weights that the engine holds, those of `step`. Collective.
+
+        Random streams are the same every time and never a training step's. Raises AlignerError as the scorer does, and where
+        the run has gone on without the references' scores.
+        """
+        references = self._references(step)
+        samples = self.rollouts.generate(self.prompts, self.settings.samples, self.options)
+        prompts = [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
+        scores = self._scores(prompts, samples).view(len(self.prompts), -1)
+        metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
+        batch = collate(samples, self.tokenizer.pad_token_id)
+        logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, temperature=1.0)
+        metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
+        metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
+        return metrics
+
+    def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
+        """[B]: what each sample is worth."""
+        if self.scorer is not None:
+            return self.scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, self.tokenizer)))
+        batch = collate(samples, self.tokenizer.pad_token_id)
+        metadata = [prompt.metadata for prompt in prompts]
+        return self.services.score(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+
+    def _references(self, step: int) -> Tensor:
+        """[P]: the scores of the references, which are found once and kept in the run directory.
+
+        A prompt's reference is the record's `reference`, else the initial policy's most probable response.
+        """
+        if self._reference_scores is None:
+            given = all("reference" in prompt.metadata for prompt in self.prompts)
+            stored = self._stored_scores()
+            if stored is not None:
+                self._reference_scores = stored
+            elif given or step == 0:
+                self._reference_scores = self._score_references()
+            else:
+                raise AlignerError(
+                    f"{self.references_file}: no such file, so that there is nothing to compare responses with: a run that is"
+                    " evaluated from its first step on keeps the initial policy's here; give `reference` with every prompt of"
+                    " evaluation.path, or evaluation.every=0"
+                )
+        return self._reference_scores
+
+    def _score_references(self) -> Tensor:
+        lacking = [prompt for prompt in self.prompts if "reference" not in prompt.metadata]
+        greedy = replace(self.options, greedy=True)
+        drawn = {sample.prompt_id: sample for sample in (self.rollouts.generate(lacking, 1, greedy) if lacking else ())}
+        ended = bool(self.options.stop_token_ids)
+        samples = [
+            drawn[prompt.id] if prompt.id in drawn else reference_sample(prompt, self.tokenizer, ended=ended)
+            for prompt in self.prompts
+        ]
+        scores = self._scores(self.prompts, samples)
+        if self.writes:
+            self._store(samples, scores)
+        return scores
+
+    def _store(self, samples: Sequence[Sample], scores: Tensor) -> None:
+        records = [
+            {
+                "prompt": prompt.text,
+                "response": self.tokenizer.decode(sample.response),
+                "score": score,
+                "scorer": self.settings.function,
+            }
+            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True)
+        ]
+        write_file(self.references_file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+    def _stored_scores(self) -> Tensor | None:
+        records = None
+        if self.writes and self.references_file.exists():
+            records = [json.loads(line) for line in self.references_file.read_text(encoding="utf-8").splitlines()]
+        records = broadcast_json(records)  # a rank that looked for itself might find what rank 0 is only now writing
+        if records is None:
+            return None
+        if [record["prompt"] for record in records] != [prompt.text for prompt in self.prompts]:
+            raise AlignerError(
+                f"{self.references_file}: it has the references of other prompts than evaluation.path or evaluation.prompts;"
+                " go on with the prompts that the run was started with"
+            )
+        function = records[0]["scorer"]
+        if function != self.settings.function:
+            raise AlignerError(
+                f"{self.references_file}: it has scores by evaluation.function={function}; go on with that, not with"
+                f" {self.settings.function}"
+            )
+        return torch.tensor([record["score"] for record in records], dtype=torch.float64)
+
+
+def build_evaluator(
+    config: Config, tokenizer: Tokenizer, policy: Policy, rollouts: Rollouts, services: Services, options: SamplingOptions
+) -> Evaluator | None:
+    """What evaluates the run, whose own samples are drawn with `options`; None where `evaluation.every` is 0.
+
+    Raises ConfigError for prompts that can not be used, or a scorer that is not there.
+    """
+    settings = config.evaluation
+    if not settings.every:
+        return None
+    scorer = None
+    if settings.function is not None:
+        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function"))
+    return Evaluator(
+        settings=settings,
+        last_step=config.run.steps,
+        prompts=open_evaluation_prompts(settings, tokenizer, config.data.max_prompt_tokens),
+        options=replace(options, greedy=draws_greedily(settings), temperature=settings.temperature),
+        tokenizer=tokenizer,
+        policy=policy,
+        rollouts=rollouts,
+        services=services,
+        scorer=scorer,
+        references_file=run_paths(config).references,
+        writes=policy.world.rank == 0,
+    )

@@ -1,0 +1,155 @@
+"""Preferences out of the policy's own samples: of each prompt's the best and the worst. Nothing is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from aligner.algorithms.online_algorithm import best_and_worst
+from aligner.algorithms.score_shaping import ScoreShaping
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import AlignerError
+from aligner.observability.metrics import RecordWriter, read_metrics
+from aligner.observability.timeline import Timeline
+from aligner.observability.timer import PhaseTimer
+from aligner.paths import RunPaths, run_paths
+from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.rollout.services import Services
+from aligner.rollout.weights import Publishes
+from aligner.schema import Config
+from aligner.training.online import Outcome, Recorder
+from aligner.training.step_metrics import rollout_metrics
+from aligner.training.stopping import StopCondition
+
+Record = dict[str, Any]
+
+
+def preferences(rollout: Rollout, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer) -> tuple[list[Record], int]:
+    """Records with `prompt`, `chosen`, `rejected`, both `scores` and their difference, the `margin`; and how many prompts
+    gave none, for want of two texts of which one is better.
+
+    `scores` [B] are those of the rollout's samples, each prompt's in a row.
+    """
+    chosen = best_and_worst(scores, samples_per_prompt).view(-1, 2).tolist()
+    records = []
+    for best, worst in chosen:
+        texts = [tokenizer.decode(rollout.samples[row].response) for row in (best, worst)]
+        # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at all.
+        if texts[0] == texts[1] or not all(text.strip() for text in texts):
+            continue
+        both = [float(scores[best]), float(scores[worst])]
+        pair = {"chosen": texts[0], "rejected": texts[1], "margin": both[0] - both[1], "scores": both}
+        records.append({"prompt": rollout.prompts[best].text, **pair})
+    return records, len(scores) // samples_per_prompt - len(records)
+
+
+@dataclass
+class PairWriter:
+    """The run's `preferences.jsonl` and, of all samples that are not empty, `responses.jsonl`.
+
+    They are written under other names, and get theirs when the run has ended.
+    """
+
+    paths: RunPaths
+    tokenizer: Tokenizer
+
+    def resume(self, step: int) -> None:
+        """Forget what came after a step."""
+        for path in (self.paths.preferences, self.paths.responses):
+            if path.exists():
+                path.rename(_unfinished(path))
+            RecordWriter(_unfinished(path)).truncate_after(step)
+
+    def write(self, step: int, records: list[Record], rollout: Rollout, scores: Tensor) -> None:
+        """Record a step's."""
+        texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
+        responses = [
+            {"prompt": prompt.text, "response": text, "reward": float(score)}
+            for prompt, text, score in zip(rollout.prompts, texts, scores, strict=True)
+            if text.strip()
+        ]
+        RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
+        RecordWriter(_unfinished(self.paths.responses)).write(step, responses)
+
+    def finish(self) -> None:
+        """Give the files their names. Raises AlignerError where there is not one pair."""
+        if not _unfinished(self.paths.preferences).stat().st_size:
+            raise AlignerError(
+                "not one prompt had two samples of which one is better: every prompt's scores are equal, or its texts empty;"
+                " draw more samples (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
+            )
+        for path in (self.paths.preferences, self.paths.responses):
+            _unfinished(path).replace(path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
+
+
+@dataclass
+class PreferenceSampler:
+    """One rank of the trainer. Every rank runs the same program on the same whole step; rank 0 writes."""
+
+    config: Config
+    publisher: Publishes
+    rollouts: Rollouts
+    services: Services
+    shaping: ScoreShaping
+    recorder: Recorder | None
+    writer: PairWriter | None
+    timeline: Timeline
+    ending: StopCondition
+
+    def run(self) -> None:
+        """Sample from where the run stands to its end."""
+        first = self._resume()
+        self.services.start(self.config.server.start_timeout_s)
+        if self.ending.is_early_after(first):
+            return
+        self.timeline.begin_step(first + 1)
+        with self.timeline.span("publish"):
+            self.publisher.publish(version=0)
+        timer = PhaseTimer(listener=self.timeline.add)
+        for step in range(first, self.ending.last):
+            self.timeline.begin_step(step + 1)
+            with timer.phase("generate"):
+                rollout = self.rollouts.take()
+            with timer.phase("server_wait"):
+                rollout = rollout.scored()
+                outcome = Outcome(rollout_metrics(rollout, self.config.rollout), rollout, rollout.scores.result())
+            self.services.assert_settled()
+            if self.recorder is not None and self.writer is not None:
+                self._record(step + 1, outcome, timer.take(), self.recorder, self.writer)
+            if self.ending.is_after(step + 1):
+                break
+        is_complete = self.ending.last == self.config.run.steps and not self.ending.is_early
+        if self.writer is not None and is_complete:
+            self.writer.finish()
+        self.timeline.flush()
+
+    def _resume(self) -> int:
+        """The first step to do: behind the last whose metrics are written, which is done last."""
+        done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
+        first = int(done[-1]["step"]) if done else 0
+        self.rollouts.position = first * self.config.rollout.prompts_per_step
+        if self.recorder is not None and self.writer is not None:
+            self.recorder.truncate_after(first)
+            self.writer.resume(first)
+        self.timeline.begin_run(first)
+        return first
+
+    def _record(self, step: int, outcome: Outcome, times: dict[str, float], recorder: Recorder, writer: PairWriter) -> None:
+        rollout, samples_per_prompt = outcome.rollout, self.config.rollout.samples_per_prompt
+        shaped = self.shaping(outcome.scores, rollout.samples)
+        records, without = preferences(rollout, shaped, samples_per_prompt, writer.tokenizer)
+        writer.write(step, records, rollout, outcome.scores)
+        stats = {"preferences/pairs": len(records), "preferences/without_pair": without}
+        if records:
+            stats["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
+        throughput = {"throughput/samples_per_s": len(rollout.samples) / times["time/step"]}
+        if step == 1 or step % self.config.logging.samples_every == 0:
+            recorder.write_samples(step, outcome, self.config.logging.samples_count)
+        recorder.metrics.write(step, outcome.stats | stats | times | throughput)

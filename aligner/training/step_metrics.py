@@ -1,0 +1,95 @@
+"""The numbers of a training step, from its samples and its experience."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.kl import approximate_kl
+from aligner.algorithms.whitening import masked_mean
+from aligner.data.types import Experience, SampleBatch
+from aligner.errors import AlignerError
+from aligner.rollout.rollouts import Rollout
+from aligner.schema import RolloutConfig as Settings
+
+
+def sequence_kl(experience: Experience) -> float:
+    """KL(policy ‖ reference) per response in nats: the sum over tokens of log-prob differences, mean over responses."""
+    difference = approximate_kl(experience.old_logprobs, experience.reference_logprobs)
+    return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
+
+
+def rollout_metrics(rollout: Rollout, settings: Settings) -> dict[str, float]:
+    """Scores and lengths of a step's samples, before any selection among them.
+
+    `rollout/kept_fraction` is the share of the generated samples that dynamic sampling has kept; scores are those of all.
+    `rollout/skipped` counts the prompts that could not be drawn or scored, `rollout/deferred` those that were left to
+    later steps, where they may be. Raises AlignerError when more were skipped than `max_skipped_prompts` allows.
+    """
+    scores, samples = rollout.all_scores.result(), rollout.samples
+    unscored = scores.isnan()
+    skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
+    if skipped > settings.max_skipped_prompts:
+        raise AlignerError(
+            f"rollout.max_skipped_prompts={settings.max_skipped_prompts}: {skipped} prompts of this step could not be drawn or"
+            " scored; why is told above"
+        )
+    scores = scores[~unscored]
+    counts = {"rollout/skipped": float(skipped)}
+    if settings.spare_prompts:
+        counts["rollout/deferred"] = float(rollout.deferred)
+    return counts | {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(unbiased=False)),
+        "response/length": sum(sample.tokens.numel() - sample.prompt_length for sample in samples) / len(samples),
+        "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
+        "rollout/kept_fraction": len(samples) / len(scores),
+    }
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's before the update.
+
+    Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
+    engine against the trainer, which is the behavior KL: of the weights that drew each token, however old, against the
+    newest; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over trainer, is off from 1
+    by more than 1%.
+    """
+    mask = experience.mask
+    mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
+    metrics: dict[str, Tensor | float] = {
+        "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
+        "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
+        "mismatch/fraction_above_1pct": masked_mean((torch.expm1(mismatch).abs() > 0.01).float(), mask),
+        "kl/reference": sequence_kl(experience),
+    }
+    if experience.values is not None and experience.returns is not None:
+        returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
+        if returns.var(unbiased=False) > 0:
+            metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
+    """How many weight versions behind the trainer's, `version`, the response tokens were drawn.
+
+    `staleness/share_<lag>` is the share of the tokens that were so many behind; only lags that occur have one.
+    """
+    lags = (version - batch.weight_versions)[batch.mask]
+    found, counts = (each.tolist() for each in lags.unique(return_counts=True))
+    shares = {f"staleness/share_{lag}": count / lags.numel() for lag, count in zip(found, counts, strict=True)}
+    return {"staleness/mean": float(lags.double().mean()), "staleness/max": float(found[-1])} | shares
+
+
+def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A step's updates as one: maxima of the names that end in _max or _total, means of the others.
+
+    What an update lacks, because it was skipped, is left to the others.
+    """
+    combined = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        combined[f"{prefix}/{name}"] = max(values) if name.endswith(("_max", "_total")) else sum(values) / len(values)
+    return combined

@@ -1,0 +1,113 @@
+"""What runs learn, as hashes: the same before and after a change that must not change it.
+
+Each run's metrics, but for times, and each file of its last checkpoint make a hash. The runs: PPO at one rank and at TP2 x PP2
+with a TP2 critic, the same killed and resumed, imitation, and four algorithms on sums, each in turn and beside training.
+`--tree DIR` runs another checkout of this project, and `--expect FILE` compares with what `--json` wrote before: exits 1
+where a hash differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+_TIMED = ("time/", "throughput/")
+_BESIDE = ("engine.placement=server", "rollout.max_staleness=1")
+_SUMS = ("experiment=arithmetic", "run.steps=20", "evaluation.every=20")
+_PPO = ("experiment=tiny_ppo", "run.steps=20")
+_SPLIT = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.parallel.tensor=2", "engine.parallel.data=2")
+_KILLED = "killed_and_resumed"
+RUNS: Mapping[str, Sequence[str]] = {
+    "tiny_ppo": _PPO,
+    "tiny_ppo_tp2_pp2": (*_PPO, *_SPLIT, "critic.parallel.tensor=2"),
+    _KILLED: (*_PPO, "checkpoint.every=5"),
+    "arithmetic_sft": ("experiment=arithmetic_sft",),
+    **{f"arithmetic_{name}": (*_SUMS, f"algorithm={name}") for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")},
+    **{
+        f"arithmetic_{name}_beside": (*_SUMS, f"algorithm={name}", *_BESIDE)
+        for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")
+    },
+}
+
+
+def outcome(directory: Path) -> dict[str, str]:
+    """The hashes of a run's metrics and of its last checkpoint's parts."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: line[key] for key in sorted(line) if not key.startswith(_TIMED)} for line in lines]
+    found = {"metrics": _hash([json.dumps(kept).encode()])}
+    last = max((directory / "checkpoints").glob("step_*"), key=lambda step: int(step.name.removeprefix("step_")))
+    for part in ("policy", "critic"):
+        files = sorted(file for file in (last / part).rglob("*") if file.is_file() and file.name != "manifest.json")
+        if files:
+            found[part] = _hash(piece for file in files for piece in (str(file.relative_to(last)).encode(), file.read_bytes()))
+    return found
+
+
+def _hash(pieces: Iterator[bytes] | Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: bool) -> None:
+    """One run to its end, with its launcher and ranks killed in the middle where asked. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", "aligner", "launch", *overrides, f"run.dir={directory}", "run.name=outcome"]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "ALIGNER_CACHE": str(directory.parent / "cache")}
+    for attempt in (("run.resume=false",), ("run.resume=true",)) if is_killed else ((),):
+        with (directory.parent / f"{directory.name}.log").open("a") as log:
+            launch = subprocess.Popen([*command, *attempt], cwd=directory.parent, env=environment, stdout=log, stderr=log)
+        if is_killed and attempt == ("run.resume=false",):
+            _wait_for_steps(directory / "metrics.jsonl", 12, launch)
+            launch.send_signal(signal.SIGKILL)  # its ranks end by themselves
+            launch.wait()
+            time.sleep(5)
+        elif launch.wait():
+            raise RuntimeError(f"{' '.join(command)}: exit code {launch.returncode}; see {directory.parent}")
+
+
+def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) -> None:
+    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+        if launch.poll() is not None:
+            raise RuntimeError(f"the run ended before step {steps}; see {metrics.parent}")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tree", type=Path, default=REPOSITORY, help="checkout whose code runs")
+    parser.add_argument("--runs", nargs="+", choices=sorted(RUNS), default=list(RUNS))
+    parser.add_argument("--expect", type=Path, help="file with the lines that --json printed")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    expected = {}
+    if args.expect:
+        expected = {line["run"]: line for line in map(json.loads, args.expect.read_text().splitlines())}
+    differ = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in args.runs:
+            directory = Path(temporary) / name
+            run(args.tree.resolve(), directory, RUNS[name], is_killed=name == _KILLED)
+            found = {"benchmark": "outcomes", "run": name, **outcome(directory)}
+            if name in expected and found != expected[name]:
+                differ.append(name)
+            if args.json:
+                print(json.dumps(found), flush=True)
+            else:
+                shown = "  ".join(f"{key} {found[key]}" for key in ("metrics", "policy", "critic") if key in found)
+                print(f"{name:32} {shown}{'  DIFFERS' if name in differ else ''}", flush=True)
+    sys.exit(1 if differ else 0)
+
+
+if __name__ == "__main__":
+    main()
