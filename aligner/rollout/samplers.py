@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
 from aligner.rollout.services import together
@@ -99,13 +99,16 @@ class RemoteSampler:
 
     def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
-        return self._everywhere(lambda client, version: client.generate(prompts, samples_per_prompt, options, version))
+        samples = unbegun(prompts, samples_per_prompt)
+        return self._everywhere(
+            lambda client, version: client.generate(samples, samples_per_prompt, options, weight_version=version)
+        )
 
     def carry_on(
         self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
     ) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
-        return self._everywhere(lambda client, version: client.carry_on(samples, samples_per_prompt, options, enough, version))
+        return self._everywhere(lambda client, version: client.generate(samples, samples_per_prompt, options, enough, version))
 
     def _everywhere(self, ask: _Ask) -> list[Sample]:
         if self.is_alone:

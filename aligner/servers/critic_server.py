@@ -21,7 +21,7 @@ from aligner.paths import run_paths
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
-from aligner.servers.rank_commands import Handler, RowJoin, joined_by
+from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.reward_server import Scoring, build_scoring, narrower
 from aligner.servers.serving import Caller, Endpoints, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
@@ -113,7 +113,7 @@ class CriticRank:
             "restore": self.restore,
         }
 
-    @joined_by(RowJoin())
+    @rank_handler(join=RowJoin())
     def infer(self, tokens: Tensor, lengths: Tensor, after: int | None = None) -> Tensor:
         """Values float32 [B, S] of tokens int64 [B, S]. Raises SequenceError unless `after` is the last update."""
         if after is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aligner.data.types import Prompt, Sample, unbegun
+from aligner.data.types import Sample
 from aligner.engines.protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.placement.endpoints import Access, Endpoint
@@ -32,32 +32,22 @@ class GeneratorClient(RemoteClient):
         self._update_timeout_s = update_timeout_s
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
-    ) -> RemoteFuture[list[Sample]]:
-        """Each prompt's samples in a row, begun by the weights `weight_version` or newer ones.
-
-        Where older ones or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the same
-        request gives the same samples, so that it may be sent again.
-        """
-        samples = unbegun(prompts, samples_per_prompt)
-        arrays = request_arrays(prompts, samples_per_prompt, options, weight_version)
-        return self._future(self._parallel, self._drawn, samples, arrays)
-
-    def carry_on(
         self,
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough,
+        enough: Enough | None = None,
         weight_version: int | None = None,
     ) -> RemoteFuture[list[Sample]]:
-        """The same samples, each prompt's in a row, taken further until they are `enough`; otherwise as `generate`.
+        """The same samples, each prompt's in a row, taken further until they are `enough`, or all complete.
 
-        Those that are unfinished go on from the tokens that they have.
+        They are begun by the weights `weight_version` or newer ones; where older ones or none serve the result is a
+        RemoteError whose kind is WeightsError. Where `enough` is given those that are unfinished go on from the tokens that
+        they have; otherwise none may have any. Under the same weights the same request gives the same samples, so that it
+        may be sent again.
         """
-        return self._future(
-            self._parallel, self._drawn, samples, further_arrays(samples, samples_per_prompt, options, enough, weight_version)
-        )
+        arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
+        return self._future(self._parallel, self._drawn, samples, arrays)
 
     def instance(self) -> str:
         """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
@@ -99,40 +89,29 @@ class GeneratorClient(RemoteClient):
 
 
 def request_arrays(
-    prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
+    samples: Sequence[Sample],
+    samples_per_prompt: int,
+    options: SamplingOptions,
+    enough: Enough | None = None,
+    weight_version: int | None = None,
 ) -> dict[str, NDArray]:
-    """A request for samples, as the endpoint takes it."""
-    lengths = [prompt.tokens.numel() for prompt in prompts]
+    """A request for samples to be taken further, as the endpoint takes it."""
+    prompts = samples[::samples_per_prompt]
+    lengths = [prompt.prompt_length for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
-        tokens[row, : lengths[row]] = prompt.tokens
+        tokens[row, : lengths[row]] = prompt.tokens[: lengths[row]]
     arrays = {
         "tokens": tokens.numpy(),
         "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
-        "prompt_ids": np.array([[prompt.id] for prompt in prompts], dtype=np.int64),
+        "prompt_ids": np.array([[prompt.prompt_id] for prompt in prompts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
+    if enough is not None:
+        arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
+        arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
+        arrays["due"] = np.array([[place in enough.due] for place in range(len(prompts))], dtype=np.int64)
     return arrays
-
-
-def further_arrays(
-    samples: Sequence[Sample],
-    samples_per_prompt: int,
-    options: SamplingOptions,
-    enough: Enough,
-    weight_version: int | None = None,
-) -> dict[str, NDArray]:
-    """A request for samples to be taken further."""
-    firsts = samples[::samples_per_prompt]
-    prompts = [Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length]) for sample in firsts]
-    due = np.zeros((len(prompts), 1), dtype=np.int64)
-    due[list(enough.due)] = 1
-    return {
-        **request_arrays(prompts, samples_per_prompt, options, weight_version),
-        **{name: drawn.numpy() for name, drawn in response_tensors(samples).items()},
-        "enough": np.array([enough.prompts], dtype=np.int64),
-        "due": due,
-    }

@@ -21,7 +21,7 @@ from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, gener
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.schema import Config
-from aligner.servers.rank_commands import Handler, runs_at_pauses
+from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.wire_protocol import (
@@ -111,16 +111,16 @@ class Generator:
         )
         return parts if self._interrupts else run_through(parts)
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _version(self) -> dict[str, Any]:
         return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
         self._receiver.connect(host, port, generation)
         return {"status": "connected"}
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _receive(self, version: int) -> dict[str, Any]:
         self._receiver.receive(version)
         return {"status": "received", "version": version}

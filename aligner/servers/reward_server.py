@@ -23,7 +23,7 @@ from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.schema import Config, reward_sources
-from aligner.servers.rank_commands import Handler, RowJoin, joined_by
+from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
@@ -67,7 +67,7 @@ class Scoring:
         """What each op does."""
         return {"score_tokens": self.score_tokens, "score_texts": self.score_texts}
 
-    @joined_by(RowJoin(("metadata",)))
+    @rank_handler(join=RowJoin(("metadata",)))
     def score_tokens(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[str] | None = None
     ) -> Tensor:
@@ -79,7 +79,7 @@ class Scoring:
 
         return self._reward(ScoringBatch(requests, tokens, lengths))
 
-    @joined_by(RowJoin(("texts", "metadata")))
+    @rank_handler(join=RowJoin(("texts", "metadata")))
     def score_texts(
         self,
         texts: Sequence[str],

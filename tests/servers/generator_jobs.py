@@ -29,7 +29,7 @@ from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator_client import further_arrays, request_arrays
+from aligner.servers.generator_client import request_arrays
 from aligner.servers.generator_server import Generator
 from aligner.servers.serving import Caller
 from aligner.servers.wire_protocol import GENERATE, with_responses
@@ -105,10 +105,10 @@ class Generating:
 
     def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, **about: Any) -> list[Sample]:
         """One sample a prompt, by way of the endpoint."""
-        return self._drawn(unbegun(prompts, 1), request_arrays(prompts, 1, options, **about))
+        return self._drawn(unbegun(prompts, 1), request_arrays(unbegun(prompts, 1), 1, options, **about))
 
     def carry_on(self, samples: Sequence[Sample], each: int, options: SamplingOptions, enough: Enough) -> list[Sample]:
-        return self._drawn(samples, further_arrays(samples, each, options, enough))
+        return self._drawn(samples, request_arrays(samples, each, options, enough))
 
     def _drawn(self, samples: Sequence[Sample], request: Mapping[str, Any]) -> list[Sample]:
         return with_responses(samples, {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()})

@@ -20,7 +20,7 @@ from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
-from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
+from aligner.servers.generator_client import GeneratorClient, request_arrays
 from aligner.servers.generator_server import Generator
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
@@ -65,7 +65,7 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
     call, serve = serving(engine)
     assert call("version")["version"] == -1
     with pytest.raises(AlignerError, match="none were published yet"):
-        serve(request_arrays(PROMPTS, 2, OPTIONS))
+        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS))
     with pytest.raises(AlignerError, match="connect comes first"):
         call("receive", version=1)
 
@@ -73,7 +73,7 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
 def test_samples_over_the_wire_are_those_of_the_engine(engine):
     engine.load_directory(engine.directory, version=3)
     call, serve = serving(engine)
-    arrays = request_arrays(PROMPTS, 2, OPTIONS)
+    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
     got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
     expected = engine.generate([GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
@@ -108,7 +108,7 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
 )
 def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
     _, serve = serving(engine)
-    arrays = further_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
+    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
         arrays[name] = np.array(value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value])
         if value is None:
@@ -122,8 +122,8 @@ def test_weights_that_are_too_old_do_not_begin_a_response(engine):
     call, serve = serving(engine)
     served = call("version")["version"]
     with pytest.raises(WeightsError, match=f"serves weights version {served}, wanted: version {served + 1} or newer"):
-        serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served + 1))
-    assert len(serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served))["responses"]) == 4
+        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1))
+    assert len(serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served))["responses"]) == 4
 
 
 GREEDY = SamplingOptions(max_new_tokens=24, greedy=True)
@@ -248,10 +248,10 @@ def test_a_server_leaves_what_is_long_for_the_next_request(generator):
     client, _ = generator
     prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
     options = SamplingOptions(200, stop_token_ids=(8, 9, 10))
-    whole = client.generate(prompts, 2, options).result()
+    whole = client.generate(unbegun(prompts, 2), 2, options).result()
     samples, rounds = unbegun(prompts, 2), []
     for complete in (2, 4, 6):
-        samples = client.carry_on(samples, 2, options, Enough(complete)).result()
+        samples = client.generate(samples, 2, options, Enough(complete)).result()
         rounds.append([len(sample.response) for sample in samples])
     assert rounds[0] < rounds[1] < rounds[2]
     assert [sample.response.tolist() for sample in samples] == [sample.response.tolist() for sample in whole]
@@ -263,10 +263,10 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     started = client.instance()
     assert client.control("version")["version"] == 1
     with pytest.raises(RemoteError) as refused:
-        client.generate(prompts, 1, options, weight_version=99).result()
+        client.generate(unbegun(prompts, 1), 1, options, weight_version=99).result()
     assert refused.value.kind == "WeightsError"
     for version in range(2, 12):  # on a busy machine weights may come before the request
-        drawn = client.generate(prompts, 1, options, weight_version=version - 1)
+        drawn = client.generate(unbegun(prompts, 1), 1, options, weight_version=version - 1)
         time.sleep(0.1)
         update(version)
         found = {tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()}
