@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from aligner.servers.reward_server import Scoring, build_scoring, narrower
 from aligner.servers.serving import Caller, Endpoints, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
-from aligner.servers.value_models import DeviceSharing, OffloadableModel, ValueModel
+from aligner.servers.value_models import DeviceSharing, ValueModel
 from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_INFER_WITH_REWARD,
@@ -40,6 +40,8 @@ from aligner.servers.wire_protocol import (
     text_array,
 )
 
+_LEDGER = "updates.json"
+
 
 def serve_critic(config: Config) -> None:
     """One rank of the critic, until it is told to stop."""
@@ -48,12 +50,13 @@ def serve_critic(config: Config) -> None:
 
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
     loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
-    critic = functools.partial(build_critic, config, world, loss)
-    model: ValueModel
+    sharing = DeviceSharing()  # where a reward model is served too, the two take turns on the device
+    scoring = None
     if config.critic.with_reward:
-        model, scoring = _build_with_reward(config, critic, lambda directory: build_reward_model(config, directory, world))
-    else:
-        model, scoring = critic(), None
+        scoring = build_scoring(config, lambda path: sharing.add("reward", build_reward_model(config, path, world)))
+    critic = build_critic(config, world, loss)
+    takes_turns = config.critic.with_reward and has_reward_model(config.reward)
+    model = sharing.add("critic", critic) if takes_turns else critic
     run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
     shutdown()  # the groups' threads would abort an interpreter that ends under them
 
@@ -71,25 +74,6 @@ def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scori
     )
 
 
-def _build_with_reward(
-    config: Config, build_critic: Callable[[], OffloadableModel], build_reward_model: Callable[[Path], OffloadableModel]
-) -> tuple[ValueModel, Scoring]:
-    """The critic and what scores beside it, taking turns on the device where there is a reward model."""
-    sharing = DeviceSharing()
-    scoring = build_scoring(config, lambda directory: sharing.add("reward", build_reward_model(directory)))
-    critic = build_critic()
-    return sharing.add("critic", critic) if has_reward_model(config.reward) else critic, scoring
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written, and the ledger of when it was begun."""
-
-    step: int
-    directory: Path
-    ledger: UpdateLedger
-
-
 class CriticRank:
     """One rank's side of the critic. All ranks hold the same ledger, so that they accept and refuse alike."""
 
@@ -97,7 +81,7 @@ class CriticRank:
         self._config = config
         self._model = model
         self._ledger = UpdateLedger()
-        self._saving: _Saving | None = None
+        self._saving: tuple[int, UpdateLedger] | None = None  # the checkpoint that is being written, and its ledger
         self._finished: int | None = None
 
     @property
@@ -159,12 +143,15 @@ class CriticRank:
 
         Raises SequenceError unless `sequence_number` is the last update, and for another trainer than the run's newest.
         """
-        self._check_order(sequence_number, run_id)
+        if run_id is not None:
+            self._ledger.check_run(RunId.parse(run_id))
+        if sequence_number is not None:
+            self._ledger.check_follows(sequence_number)
         self.finish_checkpoint()
         directory = self._directory(step)
         directory.parent.mkdir(parents=True, exist_ok=True)
         self._model.begin_save(directory)
-        self._saving = _Saving(step, directory, replace(self._ledger))
+        self._saving = step, replace(self._ledger)
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
@@ -172,10 +159,10 @@ class CriticRank:
         saving, self._saving = self._saving, None
         self._model.finish_save()
         if saving is not None:
+            self._finished, ledger = saving
             # After the weights: a checkpoint with a ledger is complete.
             if not dist.is_initialized() or dist.get_rank() == 0:
-                saving.ledger.save(_ledger_path(saving.directory))
-            self._finished = saving.step
+                ledger.save(self._directory(self._finished) / _LEDGER)
         return {"finished": self._finished, **self.version()}
 
     def checkpoint(
@@ -204,7 +191,7 @@ class CriticRank:
         directory = self._directory(step)
         if not directory.is_dir():
             raise AlignerError(f"restore: there is no critic checkpoint {directory}")
-        ledger = UpdateLedger.load(_ledger_path(directory))
+        ledger = UpdateLedger.load(directory / _LEDGER)
         if run_id is not None:
             run = RunId.parse(run_id)
             self._ledger.check_run(run)
@@ -214,18 +201,8 @@ class CriticRank:
         self._ledger = ledger
         return {"step": step, **self.version()}
 
-    def _check_order(self, sequence_number: int | None, run_id: str | None) -> None:
-        if run_id is not None:
-            self._ledger.check_run(RunId.parse(run_id))
-        if sequence_number is not None:
-            self._ledger.check_follows(sequence_number)
-
     def _directory(self, step: int) -> Path:
         return run_paths(self._config).checkpoint(step, "critic")
-
-
-def _ledger_path(directory: Path) -> Path:
-    return directory / "updates.json"
 
 
 def _number(arrays: Mapping[str, NDArray]) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, UnavailableError
 from aligner.observability.timeline import Timeline
 from aligner.servers.rank_commands import Command, Handler, RowJoin, rows_of, take_together
@@ -189,12 +189,12 @@ class SpmdExecutor:
 
     def _send_and_execute(self, command: Command) -> Any:
         if self._group is not None:
-            self._send(command)
+            self._broadcast(command)
         return self._run_handler(command)
 
     def _follow_once(self) -> str:
         """Run the command that rank 0 sends, and say which it was."""
-        command = self._receive()
+        command = self._broadcast(None)
         self._run_handler(command)
         return command.op
 
@@ -252,24 +252,20 @@ class SpmdExecutor:
             raise RuntimeError(f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}")
         return bool(following)
 
-    def _send(self, command: Command) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}
-        shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
-        header = json.dumps({"op": command.op, "tensors": shapes, "arguments": dict(command.arguments)}).encode()
-        data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data, *tensors.values()):
-            dist.broadcast(tensor, 0, group=self._group)
-
-    def _receive(self) -> Command:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._group)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self._group)
-        header = json.loads(data.numpy().tobytes())
-        tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in header["tensors"].items()}
+    def _broadcast(self, command: Command | None) -> Command:
+        """Rank 0's command on every rank; the others give None. Collective."""
+        header = None
+        if command is not None:
+            tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}
+            shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+            header = {"op": command.op, "tensors": shapes, "arguments": dict(command.arguments)}
+        header = broadcast_json(header, group=self._group)
+        if command is None:
+            tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in header["tensors"].items()}
+            command = Command(header["op"], tensors, header["arguments"])
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._group)
-        return Command(header["op"], tensors, header["arguments"])
+        return command
 
     def _refuse_rest(self) -> None:
         """Leave no caller without an answer."""

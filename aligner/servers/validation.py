@@ -53,10 +53,7 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
     """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in `sizes`."""
-    is_bytes = array.dtype.kind in "SO"
-    if is_bytes if spec.dtype is not np.bytes_ else not is_bytes:
-        raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
-    if not is_bytes and array.dtype != spec.dtype:
+    if array.dtype.kind not in "SO" if spec.dtype is np.bytes_ else array.dtype != spec.dtype:
         raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
     shown = f"[{', '.join(map(str, spec.shape))}]"
     if array.ndim != len(spec.shape):

@@ -20,32 +20,25 @@ class ValueModel(Protocol):
     @property
     def version(self) -> int:
         """Optimizer steps taken."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        ...
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """float32 [B, S] of tokens int64 [B, S] and lengths int64 [B]: entry t is the value after token t."""
-        ...
 
     def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
         """One optimizer step on tokens int64 [B, S] and float32 and bool [B, S-1]; the result has at least `loss`."""
-        ...
 
     def begin_save(self, directory: Path) -> None:
         """Begin to write weights and optimizer as they are now; what comes later does not change them."""
-        ...
 
     def finish_save(self) -> None:
         """Wait until what was begun, if anything, is complete."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Read what was saved."""
-        ...
 
 
 class OffloadableModel(ValueModel, Protocol):
@@ -53,11 +46,9 @@ class OffloadableModel(ValueModel, Protocol):
 
     def sleep(self) -> None:
         """Free the device's memory, until `wake`."""
-        ...
 
     def wake(self) -> None:
         """Be as before."""
-        ...
 
 
 class DeviceSharing:
