@@ -165,9 +165,7 @@ class CriticRank:
                 ledger.save(self._directory(self._finished) / _LEDGER)
         return {"finished": self._finished, **self.version()}
 
-    def checkpoint(
-        self, step: int | None = None, sequence_number: int | None = None, run_id: str | None = None
-    ) -> dict[str, Any]:
+    def checkpoint(self, step: int | None, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
         """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete.
 
         One that the trainer has begun is complete then, and is still the one that it finds finished.
@@ -233,7 +231,7 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
         return {"loss_mean": np.array([loss], dtype=np.float32), "stats": text_array(json.dumps(stats))}
 
     def save(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-        call("checkpoint")
+        call("checkpoint", step=None)
         return {"status": np.zeros(1, dtype=np.int64)}
 
     return {CRITIC_INFER: infer, CRITIC_TRAIN: train, CRITIC_SAVE: save}

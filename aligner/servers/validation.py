@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +15,8 @@ from aligner.servers.wire_protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays,
 
 _BYTES_A_TOKEN = 16
 """Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
+_LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
+"""Numbers of control requests, and the lowest allowed."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +159,31 @@ def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -
     smallest, largest = int(array.min()), int(array.max())
     if smallest < low or largest > high:
         raise RequestError(f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high} ({meaning})")
+
+
+def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """A request of the endpoint `control`: its `op`, and what the operation of that name takes.
+
+    Raises RequestError unless it is `health`, `shutdown` or one of `operations` with its arguments.
+    """
+    try:
+        request = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"control: request is not JSON: {error}") from error
+    op = request.get("op") if isinstance(request, dict) else None
+    allowed = ("health", "shutdown", *operations)
+    if not isinstance(op, str) or op not in allowed:
+        raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
+    parameters = inspect.signature(operations[op]).parameters.values() if op in operations else ()
+    expected = {"op", *(each.name for each in parameters if each.default is each.empty)}
+    optional = {"instance", *(each.name for each in parameters)}
+    if not expected <= set(request) <= expected | optional:
+        raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
+    for name in {"instance", "run_id", "host"} & set(request):
+        if not isinstance(request[name], str):
+            raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
+    for name in _LOWEST.keys() & set(request):
+        value, lowest = request[name], _LOWEST[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
+            raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
+    return request

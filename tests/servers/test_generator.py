@@ -22,8 +22,7 @@ from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient, request_arrays
 from aligner.servers.generator_server import Generator
-from aligner.servers.serving import _control_request
-from aligner.servers.validation import Limits, validate
+from aligner.servers.validation import Limits, control_request, validate
 from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
 from tests.servers.generator_jobs import (
     Trainer,
@@ -288,5 +287,6 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     ],
 )
 def test_what_is_no_order_to_move_weights_is_refused(request_, message):
+    generator = object.__new__(Generator)
     with pytest.raises(RequestError, match=message):
-        _control_request(json.dumps(request_), ("connect", "receive"))
+        control_request(json.dumps(request_), {"connect": generator._connect, "receive": generator._receive})
