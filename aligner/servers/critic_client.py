@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +15,7 @@ from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_recovery import CriticRecovery, for_instance
 from aligner.servers.critic_updates import INITIAL, CriticState, RunId, UpdateJournal
-from aligner.servers.remote_client import RemoteClient, RemoteFuture, response_arrays, sequence_arrays
+from aligner.servers.remote_client import RemoteClient, RemoteFuture
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, EndpointSpec, array_text
 
 T = TypeVar("T")
@@ -31,13 +30,7 @@ class CriticClient(RemoteClient):
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        access: Access,
-        timeout_s: float,
-        run: str,
-        journal: UpdateJournal,
-        max_batch_size: int = 256,
+        self, endpoint: Endpoint, access: Access, timeout_s: float, run: str, journal: UpdateJournal, max_batch_size: int = 256
     ) -> None:
         """`run` is the run's name; `timeout_s` is a request's deadline, retries and the critic's restart included.
 
@@ -66,14 +59,10 @@ class CriticClient(RemoteClient):
         return self._ask(CRITIC_INFER, tokens, lengths)["values"]
 
     def values_and_scores(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        prompt_lengths: Tensor,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
+        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[RemoteFuture[Tensor], RemoteFuture[Tensor]]:
         """Values as `values`, and scores float32 [B], of a critic that serves the reward too; one request for both."""
-        answers = self._ask(CRITIC_INFER_WITH_REWARD, tokens, lengths, (prompt_lengths, metadata))
+        answers = self._ask(CRITIC_INFER_WITH_REWARD, tokens, lengths, prompt_lengths, metadata)
         return answers["values"], answers["rewards"]
 
     def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> RemoteFuture[dict[str, float]]:
@@ -113,21 +102,23 @@ class CriticClient(RemoteClient):
         self._ordered.shutdown()
 
     def _ask(
-        self,
-        endpoint: EndpointSpec,
-        tokens: Tensor,
-        lengths: Tensor,
-        responses: tuple[Tensor, Sequence[Mapping[str, Any]] | None] | None = None,
+        self, endpoint: EndpointSpec, tokens: Tensor, lengths: Tensor, *responses: Any
     ) -> dict[str, RemoteFuture[Tensor]]:
         """The endpoint's outputs for these rows, after the updates asked for so far."""
-        futures: dict[str, RemoteFuture[Tensor]] = {spec.name: self._promise() for spec in endpoint.outputs}
-        after, updates = self._last_update, self._updates
+        futures: dict[str, RemoteFuture[Tensor]] = {spec.name: RemoteFuture(self._outstanding) for spec in endpoint.outputs}
+        requests = self._row_requests(tokens, lengths, self._updates - 1, *responses)
+        after = self._last_update
 
         def answer() -> None:
             try:
                 if after is not None:
                     wait([after])
-                outputs = self._infer_rows(endpoint, tokens, lengths, responses, updates)
+                outputs = {"values": torch.zeros(tokens.shape), "rewards": torch.zeros(len(tokens))}
+                for rows, arrays in requests:
+                    got, _ = self._answered(endpoint, arrays)
+                    outputs["values"][rows, : got["values"].shape[1]] = torch.from_numpy(got["values"].copy())
+                    if "rewards" in got:
+                        outputs["rewards"][rows] = torch.from_numpy(got["rewards"][:, 0].copy())
             except BaseException as error:
                 for future in futures.values():
                     future.set_exception(error)
@@ -138,22 +129,6 @@ class CriticClient(RemoteClient):
         self._parallel.submit(answer)
         self._before_update.append(futures["values"])
         return futures
-
-    def _infer_rows(
-        self, endpoint: EndpointSpec, tokens: Tensor, lengths: Tensor, responses: tuple[Tensor, Any] | None, updates: int
-    ) -> dict[str, Tensor]:
-        """Values [B, S] and, where `responses` are given, scores [B]."""
-        outputs = {"values": torch.zeros(tokens.shape), "rewards": torch.zeros(len(tokens))}
-        for rows in self._pieces(lengths):
-            arrays = sequence_arrays(tokens[rows], lengths[rows])
-            if responses is not None:
-                arrays |= response_arrays(*responses, rows)
-            arrays["sequence_number"] = np.full((len(lengths[rows]), 1), updates - 1)
-            answer, _ = self._answered(endpoint, arrays)
-            outputs["values"][rows, : answer["values"].shape[1]] = torch.from_numpy(answer["values"].copy())
-            if responses is not None:
-                outputs["rewards"][rows] = torch.from_numpy(answer["rewards"][:, 0].copy())
-        return outputs
 
     def _train(self, number: int, arrays: Mapping[str, NDArray], earlier: Sequence[Future[Any]]) -> dict[str, float]:
         wait(earlier)

@@ -29,14 +29,7 @@ from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler
 from aligner.servers.triton_host import Guard, Serve, TritonHost
 from aligner.servers.validation import Limits, control_request, validate
-from aligner.servers.wire_protocol import (
-    CONTROL,
-    PROTOCOL_VERSION,
-    EndpointSpec,
-    InstanceError,
-    array_text,
-    text_array,
-)
+from aligner.servers.wire_protocol import CONTROL, PROTOCOL_VERSION, EndpointSpec, InstanceError, array_text, text_array
 
 _log = logging.getLogger(__name__)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -66,7 +65,7 @@ class DeviceSharing:
         """The model, to be used in its place; it sleeps until it is used."""
         model.sleep()
         self._groups.setdefault(group, []).append(model)
-        return _SharingModel(model, lambda: self._wake(group))
+        return cast(ValueModel, _SharingModel(model, lambda: self._wake(group)))
 
     def _wake(self, group: str) -> None:
         if group == self._awake:
@@ -78,36 +77,13 @@ class DeviceSharing:
         self._awake = group
 
 
-@dataclass(frozen=True)
 class _SharingModel:
-    """A value model whose weights are on the device when they are needed."""
+    """A value model that has its device before it is used."""
 
-    model: OffloadableModel
-    wake: Callable[[], None]
+    def __init__(self, model: OffloadableModel, wake: Callable[[], None]) -> None:
+        self._model, self._wake = model, wake
 
-    @property
-    def version(self) -> int:
-        return self.model.version
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        self.wake()
-        return self.model.values(tokens, lengths)
-
-    def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
-        self.wake()
-        return self.model.train(tokens, returns, old_values, mask)
-
-    def begin_save(self, directory: Path) -> None:
-        self.wake()
-        self.model.begin_save(directory)
-
-    def finish_save(self) -> None:
-        self.model.finish_save()  # from the copy that `begin_save` took
-
-    def load(self, directory: Path) -> None:
-        self.wake()
-        self.model.load(directory)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("values", "train", "begin_save", "load"):  # `finish_save` writes from the copy that `begin_save` took
+            self._wake()
+        return getattr(self._model, name)
