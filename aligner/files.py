@@ -1,12 +1,15 @@
-"""Files that are complete whenever they are there, and errors that say which file could not be written."""
+"""Writing files and directories that are complete whenever they are there; errors that say what could not be written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from aligner.errors import ConfigError
 
@@ -19,23 +22,92 @@ def write_file(path: Path, content: str | bytes) -> None:
     One writer at a time: what a killed one leaves, `NAME.tmp`, is written over by the next. Raises OSError, which names the
     file.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    with _complete_file(path, unfinished(path)) as file, naming(path):
+        file.write(_encoded(content))
+
+
+def create_private_file(path: Path, content: str | bytes) -> None:
+    """`write_file`, of a file that only its owner may read, unless there is one: of several writers the first one's stays."""
+    with contextlib.suppress(FileExistsError), _complete_file(path, _own_name(path), os.link, mode=0o600) as file:
+        file.write(_encoded(content))
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write bit by bit, which takes the place of `path` when the block ends well; else nothing is left of it."""
+    with _complete_file(path, _own_name(path)) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A directory to fill, which gets its name when the block ends well; else nothing is left of it.
+
+    Of several processes that make the same one the first wins: the others get FileExistsError at the end.
+    """
+    temporary = _own_name(directory)
+    temporary.mkdir(parents=True)
     try:
-        with naming(path):
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-            _to_disk(temporary)
-        temporary.replace(path)
-    except OSError:
+        yield temporary
+        try:
+            temporary.rename(directory)
+        except OSError as error:
+            if not directory.is_dir():
+                raise
+            raise FileExistsError(error.errno, "it was made by someone else in the meantime", str(directory)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def start_directory(directory: Path) -> None:
+    """Make `unfinished(directory)`, for several processes to fill; what killed ones left there is removed."""
+    discard_directory(directory)
+    unfinished(directory).mkdir(parents=True)
+
+
+def finish_directory(directory: Path) -> None:
+    """Give what `start_directory` has made its name, in the place of what has it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    unfinished(directory).replace(directory)
+
+
+def discard_directory(directory: Path) -> None:
+    """Remove what `start_directory` has made."""
+    shutil.rmtree(unfinished(directory), ignore_errors=True)
+
+
+def unfinished(path: Path) -> Path:
+    """What a file or directory is called until it is complete, where one writer at a time makes it."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def _own_name(path: Path) -> Path:
+    """What it is called until it is complete, where several processes may make it at a time."""
+    return path.absolute().with_name(f".{path.name}.{secrets.token_hex(16)}")
+
+
+@contextlib.contextmanager
+def _complete_file(
+    path: Path, temporary: Path, put: Callable[[Path, Path], None] = os.replace, mode: int = 0o666
+) -> Iterator[BinaryIO]:
+    """The temporary file, which `put` gives its name once it is on disk."""
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            with naming(path):
+                file.flush()
+                os.fsync(file.fileno())
+        put(temporary, path)
+    finally:
         with contextlib.suppress(OSError):  # whatever keeps it from being removed is not what went wrong
             temporary.unlink(missing_ok=True)
-        raise
     _to_disk(path.parent)
 
 
 def append(path: Path, content: str | bytes) -> None:
     """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises OSError, which names it."""
     with naming(path), path.open("ab") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(_encoded(content))
 
 
 @contextlib.contextmanager
@@ -66,8 +138,12 @@ def full_disk(error: BaseException) -> str | None:
     return f"{what}: {error.strerror}; make room, and go on from the last complete checkpoint with run.resume=auto"
 
 
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _to_disk(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

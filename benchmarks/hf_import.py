@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from aligner.launch.free_ports import FreePorts
+from aligner.launch.server_ports import FreePorts
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import MegatronModelConfig, ParallelConfig
@@ -79,17 +79,16 @@ def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Par
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     from aligner.megatron import world as worlds
-    from aligner.megatron.model import build_model
-    from aligner.megatron.weights import NamedWeights
+    from aligner.megatron.gpt_model import build_model
+    from aligner.megatron.named_weights import NamedWeights
 
     torch.set_num_threads(1)
     world = worlds.initialize(layout, seed=1, timeout_s=120)
     before, peaks = own_memory(), []
     begin = time.perf_counter()
     with peak_memory(peaks):
-        weights = NamedWeights(
-            build_model(shape, world, "vocabulary", MegatronModelConfig(parallel=layout)), shape, world, "vocabulary"
-        )
+        chunks = build_model(shape, world, "vocabulary", MegatronModelConfig(parallel=layout))
+        weights = NamedWeights(chunks, shape, world, weight_table(shape))
         weights.load_directory(Path(directory))
     seconds = time.perf_counter() - begin
     sizes = [weights.read(name).numel() * 4 for name in weights]

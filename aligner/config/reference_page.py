@@ -20,7 +20,8 @@ def _default(key: Key) -> str:
 
 
 def _row(key: Key) -> str:
-    bounds = [f"{sign} {bound:.10g}" for sign, bound in (("≥", key.minimum), ("≤", key.maximum)) if bound is not None]
+    signs = (("≥", key.minimum), (">", key.above), ("≤", key.maximum), ("<", key.below))
+    bounds = [f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None]
     allowed = ", ".join(key.choices or bounds)
     kind = key.type_name.replace(" | None", " or null")
     return f"| `{key.name}` | {kind} | `{_default(key)}` | {allowed} | {key.help} |"

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.data.safetensors_writer import DTYPES
+from aligner.data.weight_files import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.families import ARCHITECTURES, read_config
 from aligner.models.shape import ModelShape
@@ -33,7 +33,7 @@ MANIFEST = CHECKPOINT_MANIFEST
 
 
 @dataclass(frozen=True)
-class Trained:
+class ModelDescription:
     """The model that a checkpoint is of."""
 
     config: dict[str, Any]
@@ -43,7 +43,7 @@ class Trained:
     """Directory of the model that training started from, with the tokenizer."""
 
 
-def trained_model(directory: Path, head: Head, num_layers: int) -> Trained:
+def describe_model(directory: Path, head: Head, num_layers: int) -> ModelDescription:
     """What is trained when a Hugging Face directory's model is built with a head and so many of its first layers."""
     config = json.loads((directory / "config.json").read_text())
     if head == "scalar":
@@ -53,7 +53,7 @@ def trained_model(directory: Path, head: Head, num_layers: int) -> Trained:
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
-    return Trained(config, head, directory)
+    return ModelDescription(config, head, directory)
 
 
 @dataclass(frozen=True)

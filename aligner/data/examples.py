@@ -1,11 +1,24 @@
-"""What the offline trainers learn from, as tokens."""
+"""What the offline trainers learn from: streams of demonstrations, preferences and labeled steps, as tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from aligner.data.conversations import exchange, prompt_text
+from aligner.data.prompts import tokenize_text
+from aligner.data.records import BadRecord, Record, first_record, read_examples
+from aligner.data.streams import ExampleStream
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.schema import Config, DataConfig
+
+Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
@@ -43,3 +56,131 @@ class LabeledSteps:
     def __post_init__(self) -> None:
         if self.positions.shape != self.labels.shape or self.labels.dtype != torch.float32:
             raise ValueError(f"labels {tuple(self.labels.shape)} must be float32 {tuple(self.positions.shape)}")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Examples of the kind that the trainer learns from."""
+
+    examples: ExampleStream[Any]
+    held_out: list[Any]
+    """Those that are evaluated on and never trained on."""
+    samples: list[Demonstration] | None
+    """The initial policy's, where a file of them is given."""
+    notices: tuple[str, ...]
+    """What a person should know about them, a line each."""
+
+
+def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
+    """Read, check and tokenize all of it.
+
+    Raises ConfigError as `open_demonstrations` does, and where a source has no more rows than are to be held out.
+    """
+    data, trainer = config.data, config.algorithm.trainer
+    examples: ExampleStream[Any]
+    if trainer == "sft":
+        examples = open_demonstrations(data, tokenizer, config.seed)
+    elif trainer == "reward_model" and has_steps(data):
+        examples = open_labeled_steps(data, tokenizer, config.seed)
+    else:
+        examples = open_preferences(data, tokenizer, config.seed)
+    if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
+        raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
+    notices = examples.notices
+    examples, held_out = examples.hold_out(data.held_out)
+    if trainer != "reward_model" or data.normalization is None:
+        return RunData(examples, held_out, None, notices)
+    given = replace(data, path=data.normalization, sources={}, fields={}, shuffle=False)
+    samples = open_demonstrations(given, tokenizer, config.seed)
+    taken = samples.take(0, min(len(samples), data.normalization_samples))
+    return RunData(examples, held_out, taken, (*notices, *samples.notices))
+
+
+def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
+    """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
+
+    All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
+    to be skipped, a record that is not as it must be or too long, with its place.
+    """
+    return _open(data, tokenizer, seed, lambda record: _demonstration(record, "response", tokenizer, data))
+
+
+def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
+    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`.
+
+    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
+    """
+    return _open(data, tokenizer, seed, lambda record: _preference(record, tokenizer, data))
+
+
+def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
+    """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and their `labels`, 0 or 1.
+
+    Raises as `open_demonstrations` does.
+    """
+    return _open(data, tokenizer, seed, lambda record: _labeled_steps(record, tokenizer, data))
+
+
+def has_steps(data: DataConfig) -> bool:
+    """Whether the records are labeled steps rather than preferences: whether the first one has `steps`."""
+    return "steps" in first_record(data).values
+
+
+def _open(data: DataConfig, tokenizer: Tokenizer, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
+    sources, weights, notices = read_examples(data, parse)
+    return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+
+
+def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
+    prompt, response = exchange(record, answer, tokenizer)
+    prompt_tokens = _prompt_tokens(record, prompt, tokenizer, data)
+    limit = data.max_response_tokens
+    allowed, ended = f"data.max_response_tokens={limit}", data.end_of_sequence
+    tokens = tokenize_text(response, answer, record.origin, tokenizer, limit, allowed, ended=ended)
+    return Demonstration(torch.cat([prompt_tokens, tokens]), prompt_tokens.numel())
+
+
+def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
+    limit = data.max_prompt_tokens
+    return tokenize_text(text, "prompt", record.origin, tokenizer, limit, f"data.max_prompt_tokens={limit}")
+
+
+def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
+    chosen = _demonstration(record, "chosen", tokenizer, data)
+    rejected = _demonstration(record, "rejected", tokenizer, data)
+    length = chosen.prompt_length
+    if not torch.equal(chosen.tokens[:length], rejected.tokens[: rejected.prompt_length]):
+        raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
+    if torch.equal(chosen.tokens, rejected.tokens):
+        raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")
+    return Preference(chosen, rejected, _margin(record))
+
+
+def _margin(record: Record) -> float | None:
+    margin = record.values.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
+        raise BadRecord(f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0")
+    return float(margin)
+
+
+def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
+    steps, labels = record.items("steps"), record.items("labels")
+    if len(steps) != len(labels):
+        raise BadRecord(f"{record.origin}: {len(steps)} steps, but {len(labels)} labels")
+    for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        if not isinstance(step, str) or not step.strip():
+            raise BadRecord(f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one")
+        if label not in (0, 1):
+            raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
+    tokens = [_prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)]
+    limit = data.max_response_tokens
+    allowed = f"data.max_response_tokens={limit}, which all steps share"
+    for index, step in enumerate(steps):
+        tokens.append(tokenize_text(step, f"steps[{index}]", record.origin, tokenizer, limit, allowed))
+        limit -= tokens[-1].numel()
+    lengths = torch.tensor([part.numel() for part in tokens])
+    return LabeledSteps(
+        torch.cat(tokens), int(lengths[0]), lengths.cumsum(0)[1:] - 1, torch.tensor(labels, dtype=torch.float32)
+    )

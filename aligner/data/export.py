@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
-from aligner.data.safetensors_writer import DTYPES, TensorEntry, write_safetensors
-from aligner.data.weight_files import assemble, file_name, tensor_files, weight_problems
+from aligner.data.weight_files import (
+    DTYPES,
+    TensorEntry,
+    assemble,
+    file_name,
+    tensor_files,
+    weight_problems,
+    write_safetensors,
+)
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for
+from aligner.files import asked_for, new_directory
 from aligner.models.adapters import adapter_map
 from aligner.models.families import read_config
 from aligner.models.model_source import directory_config
@@ -199,19 +205,8 @@ def export(
         raise ConfigError(f"{output}: exists already; give a directory that does not")
     wanted = None if dtype is None else EXPORT_DTYPES[dtype]
     entries = [_converted(entry, wanted) for entry in source.entries]
-    temporary = output.absolute().parent / f".{output.name}.{uuid.uuid4().hex}"
-    with asked_for(output):
-        temporary.mkdir(parents=True)
-    try:
-        with asked_for(output):
-            notices = _write_all(source, entries, temporary, max_shard_bytes, progress)
-        try:
-            temporary.rename(output)
-        except OSError as error:
-            raise ConfigError(f"{output}: {error.strerror}; it was made by someone else in the meantime") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return notices
+    with asked_for(output), new_directory(output) as directory:
+        return _write_all(source, entries, directory, max_shard_bytes, progress)
 
 
 def _write_all(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
 import logging
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from torch import Tensor
 
 from aligner.config.dry_run.tiny_settings import text_limit
-from aligner.data.character_tokenizer import character_tokenizer, lenient_tokenizer
-from aligner.data.safetensors_writer import TensorEntry, write_safetensors
-from aligner.data.weight_files import assemble, weight_problems
+from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
+from aligner.data.weight_files import TensorEntry, assemble, weight_problems, write_safetensors
 from aligner.errors import ConfigError
+from aligner.files import new_directory
 from aligner.models.model_source import directory_shape, gguf_file, model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
@@ -35,48 +32,25 @@ _PLAIN_CHAT = "{% for message in messages %}{{ message.role }}: {{ message.conte
 def prepare_model(config: Config) -> Path:
     """The model's directory, complete: made first where the source is not a directory and it does not exist yet.
 
-    So are a dry run's reward models.
-
-    A directory appears under its final name only when it is complete, so a killed preparation leaves nothing there and
-    processes may race. Raises ConfigError where the directory lacks anything that the roles will read.
+    So are a dry run's reward models. Several processes may do so at once. Raises ConfigError where the directory lacks
+    anything that the roles will read.
     """
     directory = model_directory(config)
-    if config.model.source != "directory" and not directory.exists():
-        write: Callable[[Path], None]
-        if config.model.source == "random":
-            write = lambda path: _write_random(config, config.model.config, path)  # noqa: E731
-        else:
-            file = gguf_file(str(config.model.package))
-            _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
-            write = lambda path: _write_converted(file, path)  # noqa: E731
-        _create(directory, write)
+    if config.model.source == "random":
+        _create(directory, _write_random, config, config.model.config)
+    elif config.model.source == "gguf" and not directory.exists():
+        file = gguf_file(str(config.model.package))
+        _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
+        _create(directory, _write_converted, file)
     check_model_directory(directory)
     for name, entries in config.dry_run.models.items():
-        reward_model = run_paths(config).random_model(name)
-        if not reward_model.exists():
-            _create(reward_model, functools.partial(_write_random, config, entries, head="scalar"))
+        _create(run_paths(config).random_model(name), _write_random, config, entries, "scalar")
     return directory
 
 
 def read_shape(directory: Path) -> ModelShape:
     """The model's dimensions, from the directory's `config.json`; ConfigError where it has none that is supported."""
     return directory_shape(directory, "model.path")
-
-
-def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """What the directory's `tokenizer.json` describes; ConfigError for a file that is no tokenizer's.
-
-    It neither cuts nor pads: the file may carry settings for batches of its own.
-    """
-    file = directory / "tokenizer.json"
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    # tokenizers raises nothing more specific than Exception.
-    except Exception as error:
-        raise ConfigError(f"{file}: not a tokenizer: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def check_model_directory(directory: Path) -> ModelShape:
@@ -100,19 +74,11 @@ def check_model_directory(directory: Path) -> ModelShape:
     return shape
 
 
-def _create(directory: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary directory beside `directory`, then rename it; the first of racing processes wins."""
-    temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
-    try:
-        write(temporary)
-        try:
-            temporary.rename(directory)
-        except OSError:
-            if not directory.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _create(directory: Path, write: Callable[..., None], *arguments: Any) -> None:
+    """Fill a directory, unless it is there; of several processes the first one's stays."""
+    if not directory.exists():
+        with contextlib.suppress(FileExistsError), new_directory(directory) as new:
+            write(new, *arguments)
 
 
 def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
@@ -121,7 +87,7 @@ def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
     return read_shape(directory)
 
 
-def _write_random(config: Config, entries: dict[str, Any], directory: Path, head: Head = "vocabulary") -> None:
+def _write_random(directory: Path, config: Config, entries: dict[str, Any], head: Head = "vocabulary") -> None:
     """A model as the entries of its config.json describe it, with weights from the seed and a tokenizer of characters."""
     defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
     shape = _write_config(defaults | dict(entries), directory)
@@ -149,7 +115,7 @@ def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
     return torch.randn(spec.shape, generator=generator) * std
 
 
-def _write_converted(file: Path, directory: Path) -> None:
+def _write_converted(directory: Path, file: Path) -> None:
     """A GGUF file's weights as float32 safetensors, with its tokenizer and configuration."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer

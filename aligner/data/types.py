@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Stats = dict[str, Tensor]
+"""Statistics by name, one number each."""
+
 FinishReason = Literal["stop", "length", "unfinished"]
 """Why a response ended; an unfinished one is under way, and can go on from the tokens that it has."""
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -114,24 +118,7 @@ class Rows:
         return {name: tensor for name, tensor in members.items() if tensor is not None}
 
 
-@dataclass(frozen=True)
-class Experience(Rows):
-    """A step's samples with what an online algorithm makes of them; the mask is that of the responses."""
-
-    engine_logprobs: Tensor
-    """float32 [B, S-1]"""
-    old_logprobs: Tensor
-    """float32 [B, S-1]"""
-    reference_logprobs: Tensor
-    """float32 [B, S-1]"""
-    values: Tensor | None
-    """float32 [B, S-1]; None without a critic"""
-    rewards: Tensor
-    """float32 [B, S-1]: what the advantage estimator saw, a KL penalty in the reward included"""
-    advantages: Tensor
-    """float32 [B, S-1]"""
-    returns: Tensor | None
-    """float32 [B, S-1]: what the values should have been; None without a critic"""
+_RowsT = TypeVar("_RowsT", bound=Rows, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -144,6 +131,55 @@ class SampleBatch(Rows):
     """float32 [B, S-1], 0 outside the mask"""
     weight_versions: Tensor
     """int64 [B, S-1], 0 outside the mask"""
+    finish_reasons: Tensor
+    """int64 [B]: places in FINISH_REASONS"""
+    groups: Tensor
+    """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Rows of each prompt. Raises ValueError where prompts have different numbers of them."""
+        counts = self.groups.unique_consecutive(return_counts=True)[1].unique().tolist()
+        if len(counts) > 1:
+            raise ValueError(f"prompts have {' or '.join(map(str, counts))} samples each, must have the same number")
+        return counts[0] if counts else 1
+
+
+@dataclass(frozen=True)
+class ScoredSamples(SampleBatch):
+    """A step's samples with what is known of them before anything is learned: what an advantage estimator sees."""
+
+    scores: Tensor
+    """float32 [B], after penalties"""
+    rewards: Tensor
+    """float32 [B, S-1]: the score on the last response token, less a KL penalty in the reward; 0 outside the mask"""
+    values: Tensor | None
+    """float32 [B, S-1]; None without a critic"""
+    old_logprobs: Tensor
+    """float32 [B, S-1]: the trainer's, before the step's first update"""
+    reference_logprobs: Tensor
+    """float32 [B, S-1]: the initial model's"""
+
+
+@dataclass(frozen=True)
+class Experience(ScoredSamples):
+    """A step's samples with what an online algorithm makes of them: what a loss sees."""
+
+    advantages: Tensor
+    """float32 [B, S-1]"""
+    returns: Tensor | None
+    """float32 [B, S-1]: what the values should have been; None without a critic"""
+
+
+class PolicyLoss(Protocol[_RowsT]):
+    """A loss of the policy on right-padded rows."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _RowsT, denominator: float) -> tuple[Tensor, Stats]:
+        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
+
+        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
+        """
+        ...
 
 
 def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
@@ -165,4 +201,6 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         logprobs[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.engine_logprobs
         versions[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.weight_versions
     mask = response_mask(lengths, prompt_lengths, width)
-    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions)
+    reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
+    groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
+    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)

@@ -1,10 +1,15 @@
-"""Reading weights from a Hugging Face directory's safetensors: only the slices that are asked for."""
+"""Safetensors files: a Hugging Face directory's slices that are asked for, read; tensors, written one at a time.
+
+The format: eight bytes of header length, a JSON header that says where each tensor lies, and the tensors' bytes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.files import naming, new_file
 from aligner.models.families import COMPUTED_BUFFERS
 from aligner.models.weight_slices import Slice, TensorSpec, stored_tensors
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+"""torch's dtypes by their names in the format."""
 
 # What files may hold and a model not use: another head, and buffers that are computed.
 _UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)
@@ -125,3 +146,44 @@ def assemble(table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]) 
         parts = [read(spec) for spec in specs]
         axis = specs[0].stored.axis
         yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]) -> int:
+    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns the file's size in bytes.
+
+    The widest types come first, each in the order of `entries`, so that all lie aligned. Raises ValueError where `read`
+    gives another shape or type than the entry's.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in ordered:
+        start, end = end, end + entry.size
+        header[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(file) as stream, naming(file):
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            tensor = read(entry.name).detach()
+            if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+                raise ValueError(
+                    f"{file}: {entry.name} was announced as {entry.dtype} {entry.shape}, but is {tensor.dtype}"
+                    f" {tuple(tensor.shape)}"
+                )
+            stream.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return 8 + len(text) + end

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 
 from aligner.data.export import Source
-from aligner.data.prompts import PromptText, tokenize
+from aligner.data.prompts import to_prompt
+from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for
+from aligner.files import asked_for, new_file
 from aligner.models.families import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -69,7 +69,7 @@ class Job:
 
 def plan_job(
     source: Source,
-    prompts: Sequence[PromptText],
+    prompts: Sequence[Record],
     *,
     samples: int,
     seed: int,
@@ -102,8 +102,7 @@ def plan_job(
     tokenizer = Tokenizer(source.companions)
     allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
     tokenized = [
-        Prompt(place, prompt.text, tokenize(prompt, tokenizer, longest, allowed), prompt.metadata)
-        for place, prompt in enumerate(prompts)
+        to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place) for place, record in enumerate(prompts)
     ]
     return Job(source, shape, tokenizer, tokenized, samples, options, seed)
 
@@ -126,8 +125,13 @@ def generate(
 
     with written(output, overwrite) as file:
         for sample in draw(job, settings, told):
-            file.write(json.dumps(sample_record(job, sample), ensure_ascii=False) + "\n")
+            file.write(json_line(sample_record(job, sample)))
     return done
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of a JSONL file."""
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
 def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None]) -> Iterator[Sample]:
@@ -162,7 +166,7 @@ def load(engine: GenerationEngine, source: Source) -> None:
 
 
 @contextmanager
-def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
+def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """A file under a temporary name, which takes that of `output` when the block ends well.
 
     Raises ConfigError where `output` can not be written, or exists and is not to be overwritten.
@@ -170,15 +174,10 @@ def written(output: Path, overwrite: bool) -> Iterator[TextIO]:
     if output.is_dir() or (output.exists() and not overwrite):
         advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
         raise ConfigError(f"{output}: {advice}")
-    temporary = output.parent / f".{output.name}.{uuid.uuid4().hex}"
-    with asked_for(output):
-        file = temporary.open("x", encoding="utf-8")
-    try:
-        with file:
-            yield file
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        with asked_for(output):
+            file = stack.enter_context(new_file(output))
+        yield file
 
 
 def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> Iterator[Sample]:

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from aligner import schema
 from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
-from aligner.megatron.weights import NamedWeights
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.frozen import frozen_names
 

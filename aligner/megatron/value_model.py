@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.checkpoint_files import trained_model
+from aligner.data.checkpoint_files import describe_model
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Rows
-from aligner.megatron.checkpoint import CheckpointWriter, load_checkpoint
+from aligner.data.types import Rows, Stats
+from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
-from aligner.megatron.runner import ModelRunner, Stats
+from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
 from aligner.models.families import SCALAR_HEAD
 from aligner.models.model_source import critic_shape, model_directory
@@ -53,7 +53,7 @@ class _CriticRows(Rows):
     returns: Tensor
 
 
-class ValueModel:
+class ValueModel(CheckpointedModel):
     """A transformer with a scalar head, SPMD over its role's ranks.
 
     Every rank calls every method with the same whole batch, and every rank gets the whole result.
@@ -71,9 +71,11 @@ class ValueModel:
         head: Tensor | None = None,
     ) -> None:
         """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None."""
-        self.world, self.shape = world, shape
+        super().__init__(
+            ModelRunner(shape, world, "scalar", settings, total_updates),
+            describe_model(directory, "scalar", shape.num_layers),
+        )
         self._loss = loss
-        self.runner = ModelRunner(shape, world, "scalar", settings, total_updates)
         weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
         if head is not None and SCALAR_HEAD.name in weights:
             weights.write(SCALAR_HEAD.name, head)
@@ -82,13 +84,11 @@ class ValueModel:
         weights.load_directory(directory, optional=(SCALAR_HEAD.name,) if is_trained else (), partial=is_trained)
         if is_trained:
             self.runner.start_training()
-        self._trained = trained_model(directory, "scalar", shape.num_layers)
-        self._checkpoints = CheckpointWriter(self.runner, self._trained)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return self.shape.vocab_size
+        return self.runner.shape.vocab_size
 
     @property
     def version(self) -> int:
@@ -141,24 +141,6 @@ class ValueModel:
     def wake(self) -> None:
         """Bring the weights back to the device, as they were."""
         self.runner.wake()
-
-    def begin_save(self, directory: Path) -> None:
-        """Copy weights, optimizer and schedule to host memory, and write them in the background."""
-        self._checkpoints.begin(directory)
-
-    def finish_save(self) -> None:
-        """Wait until what `begin_save` began is complete."""
-        self._checkpoints.finish()
-
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer and schedule."""
-        self.begin_save(directory)
-        self.finish_save()
-
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote, at whatever layout."""
-        self.finish_save()
-        load_checkpoint(self.runner, directory, self._trained)
 
 
 def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.files import write_file
+from aligner.files import create_private_file, write_file
 from aligner.paths import run_paths
 from aligner.schema import Config
 
@@ -37,12 +35,7 @@ def create_access_key(config: Config) -> None:
     if config.server.guard == "none" or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
-    with contextlib.suppress(FileExistsError):  # servers that are started together agree on the first one's
-        os.link(temporary, path)
-    temporary.unlink()
+    create_private_file(path, secrets.token_urlsafe(32) + "\n")  # servers that are started together agree on the first one's
 
 
 def run_access(config: Config) -> Access:

@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec, cut_shape
 from aligner.resharding.link import Link
-from aligner.resharding.plan import Transfer, TransferPlan, extent
+from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""

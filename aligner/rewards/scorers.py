@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from aligner.data.user_code import imported
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.scoring_functions import RULES, function_place, function_problem
+from aligner.user_code import imported
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
 
 Every key a user may write is a field here; a field's metadata holds its help text and, where it has them, the allowed
-`choices` or the smallest allowed value (`minimum`). `checks/` enforces both, and `docs/configuration.md` lists them.
+`choices` or its bounds (`minimum`, `above`, `maximum`, `below`). `checks/` enforces them, `docs/configuration.md` lists them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from aligner.schema import Config
+from aligner.schema.options import CALLABLE, callable_place
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,30 @@ class Key:
     help: str
     choices: tuple[str, ...]
     minimum: float | None
+    above: float | None
     maximum: float | None
+    below: float | None
     is_mapping: bool
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
+
+    def bound_problem(self, value: Any) -> str | None:
+        """What is wrong with a value that is not one of the choices, not finite or out of bounds."""
+        if value is None:
+            return None
+        is_own = CALLABLE in self.choices and callable_place(value) is not None
+        if self.choices and value not in self.choices and not is_own:
+            return f"allowed: {', '.join(self.choices)}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if self.minimum is not None and value < self.minimum:
+            return f"must be at least {self.minimum:g}"
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above:g}"
+        if self.maximum is not None and value > self.maximum:
+            return f"must be at most {self.maximum:.10g}"
+        if self.below is not None and value >= self.below:
+            return f"must be below {self.below:g}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -56,7 +79,9 @@ def _sections(kind: type, name: str) -> Iterator[Section]:
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],
                 minimum=field.metadata["minimum"],
+                above=field.metadata["above"],
                 maximum=field.metadata["maximum"],
+                below=field.metadata["below"],
                 is_mapping=typing.get_origin(hint) is dict,
             )
         )

@@ -39,7 +39,7 @@ class RolloutConfig:
     top_p: float = option(
         1.0,
         "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased",
-        minimum=0,
+        above=0,
         maximum=1,
     )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from aligner.schema.options import option, section
 
+LAST_PORT = 65535
+
 
 @dataclass
 class PortsConfig:
     """Listening ports of a server role; 0 takes a free one."""
 
-    http: int = option(0, "HTTP port", minimum=0)
-    grpc: int = option(0, "gRPC port", minimum=0)
-    metrics: int = option(0, "Prometheus metrics port", minimum=0)
+    http: int = option(0, "HTTP port", minimum=0, maximum=LAST_PORT)
+    grpc: int = option(0, "gRPC port", minimum=0, maximum=LAST_PORT)
+    metrics: int = option(0, "Prometheus metrics port", minimum=0, maximum=LAST_PORT)
 
 
 @dataclass

@@ -45,8 +45,8 @@ class OptimizerConfig:
     min_learning_rate: float = option(0.0, "where the decay ends", minimum=0)
     schedule: str = option("linear", "learning-rate decay over the run, or none", choices=("linear", "cosine", "constant"))
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", minimum=0)
-    beta1: float = option(0.9, "Adam's first-moment decay", minimum=0)
-    beta2: float = option(0.95, "Adam's second-moment decay", minimum=0)
+    beta1: float = option(0.9, "Adam's first-moment decay", minimum=0, below=1)
+    beta2: float = option(0.95, "Adam's second-moment decay", minimum=0, below=1)
     epsilon: float = option(1e-8, "Adam's epsilon", minimum=0)
     epsilon_placement: str = option(
         "pytorch",

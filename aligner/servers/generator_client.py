@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.data.types import Sample
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.placement.endpoints import Access, Endpoint
 from aligner.servers.connection import TransportError
@@ -39,12 +39,11 @@ class GeneratorClient(RemoteClient):
         enough: Enough | None = None,
         weight_version: int | None = None,
     ) -> RemoteFuture[list[Sample]]:
-        """The same samples, each prompt's in a row, taken further until they are `enough`, or all complete.
+        """The same samples, each prompt's in a row, taken further by the weights `weight_version` or newer ones.
 
-        They are begun by the weights `weight_version` or newer ones; where older ones or none serve the result is a
-        RemoteError whose kind is WeightsError. Where `enough` is given those that are unfinished go on from the tokens that
-        they have; otherwise none may have any. Under the same weights the same request gives the same samples, so that it
-        may be sent again.
+        All are complete in the end, or `enough`; those that are unfinished go on from the tokens that they have.
+        Where older weights or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the
+        same request gives the same samples, so that it may be sent again.
         """
         arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
         return self._future(self._parallel, self._drawn, samples, arrays)
@@ -95,23 +94,25 @@ def request_arrays(
     enough: Enough | None = None,
     weight_version: int | None = None,
 ) -> dict[str, NDArray]:
-    """A request for samples to be taken further, as the endpoint takes it."""
-    prompts = samples[::samples_per_prompt]
-    lengths = [prompt.prompt_length for prompt in prompts]
-    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : lengths[row]] = prompt.tokens[: lengths[row]]
+    """A request for samples, as the endpoint takes it."""
+    firsts = samples[::samples_per_prompt]
+    lengths = [sample.prompt_length for sample in firsts]
+    tokens = torch.zeros(len(firsts), max(lengths), dtype=torch.int64)
+    for row, sample in enumerate(firsts):
+        tokens[row, : lengths[row]] = sample.tokens[: lengths[row]]
     arrays = {
         "tokens": tokens.numpy(),
         "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
-        "prompt_ids": np.array([[prompt.prompt_id] for prompt in prompts], dtype=np.int64),
+        "prompt_ids": np.array([[sample.prompt_id] for sample in firsts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
-    if enough is not None:
+    if enough is not None or any(len(sample.response) for sample in samples):
         arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
+    if enough is not None:
         arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
-        arrays["due"] = np.array([[place in enough.due] for place in range(len(prompts))], dtype=np.int64)
+        arrays["due"] = np.zeros((len(firsts), 1), dtype=np.int64)
+        arrays["due"][list(enough.due)] = 1
     return arrays

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,11 +16,12 @@ from torch import Tensor
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
-from aligner.engines.receiver import WeightReceiver
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
+from aligner.models.shape import ModelShape
+from aligner.resharding.remote_publisher import WeightReceiver, plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
@@ -55,11 +57,25 @@ def serve_generator(config: Config) -> None:
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    generator = Generator(config, engine, WeightReceiver(config, shape, engine, rank, device), rank)
+    generator = Generator(config, engine, weight_receiver(config, shape, engine, rank, device), rank)
     limits = model_limits(config, directory, shape.vocab_size)
     serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
     engine.shutdown()
     dist.destroy_process_group()
+
+
+def weight_receiver(
+    config: Config, shape: ModelShape, engine: GenerationEngine, rank: int, device: torch.device
+) -> WeightReceiver:
+    """This rank's end of the way of the trainer's weights to its engine."""
+    return WeightReceiver(
+        plan_between_worlds(shape, config.actor.parallel, engine.weight_format),
+        config.actor.parallel.ranks + rank,
+        device,
+        engine.weight_format,
+        config.engine,
+        engine.begin_update,
+    )
 
 
 class Generator:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from aligner.data.model_directory import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory
 from aligner.models.normalization import read_normalization

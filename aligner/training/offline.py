@@ -10,13 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from aligner.algorithms.losses import Stats
-from aligner.data.examples import LabeledSteps
+from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
-from aligner.data.run_data import RunData, open_run_data
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Rows
+from aligner.data.types import Rows, Stats
 from aligner.files import write_file
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
@@ -25,8 +23,7 @@ from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
-from aligner.observability.timeline import Timeline, open_timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 from aligner.training.offline_tasks import (

@@ -12,12 +12,11 @@ from aligner.algorithms.online_algorithm import OnlineAlgorithm
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience
 from aligner.megatron.policy import Policy
-from aligner.observability.metrics import MetricsWriter, SampleWriter
-from aligner.observability.timeline import Timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import RunPaths
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollout
+from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
 from aligner.schema import Config
 from aligner.servers.critic_updates import INITIAL, CriticState
@@ -32,7 +31,7 @@ class Outcome:
     """What a step leaves: its metrics, and the samples they speak of with their scores [B]."""
 
     stats: dict[str, float]
-    rollout: Rollout
+    rollout: RolloutBatch
     scores: Tensor
 
 
@@ -46,7 +45,7 @@ class Recorder:
     """What rank 0 writes down; the other ranks have none."""
 
     metrics: MetricsWriter
-    samples: SampleWriter
+    samples: RecordWriter
     tokenizer: Tokenizer
 
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
@@ -56,10 +55,11 @@ class Recorder:
 
     def write_samples(self, step: int, outcome: Outcome, count: int) -> None:
         """Write some samples, evenly spread over the step's."""
-        samples = outcome.rollout.samples
+        samples, records = outcome.rollout.samples, []
         for index in range(0, len(samples), -(-len(samples) // count)):
-            response = self.tokenizer.decode(samples[index].response)
-            self.samples.write(step, outcome.rollout.prompts[index].text, response, float(outcome.scores[index]))
+            prompt, response = outcome.rollout.prompts[index].text, self.tokenizer.decode(samples[index].response)
+            records.append({"prompt": prompt, "response": response, "reward": float(outcome.scores[index])})
+        self.samples.write(step, records)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class OnlineTrainer:
     config: Config
     paths: RunPaths
     policy: Policy
-    rollouts: Pipeline
+    pipeline: RolloutPipeline
     services: Services
     algorithm: OnlineAlgorithm
     kl_controller: KLController
@@ -89,8 +89,8 @@ class OnlineTrainer:
         if self.ending.is_early_after(first):
             return
         self.timeline.begin_step(first + 1 if first else 0)
-        with self.timeline.span("snapshot" if self.rollouts.is_ahead else "publish"):
-            self.rollouts.publish(version=first)
+        with self.timeline.span("snapshot" if self.pipeline.is_ahead else "publish"):
+            self.pipeline.publish_weights(version=first)
         timer = PhaseTimer(listener=self.timeline.add)
         if first == 0:
             evaluated = self._evaluate(0, timer)
@@ -106,12 +106,12 @@ class OnlineTrainer:
             self.timeline.begin_step(done)
             outcome = self.step(step, timer)
             ends = self.ending.is_after(done)
-            with timer.phase("snapshot" if self.rollouts.is_ahead else "reshard"):
-                self.rollouts.publish(version=done, last=ends)
+            with timer.phase("snapshot" if self.pipeline.is_ahead else "reshard"):
+                self.pipeline.publish_weights(version=done, last=ends)
             if not self.ending.is_early:  # what is left of a grace period is for the checkpoint
                 outcome = replace(outcome, stats=outcome.stats | self._evaluate(done, timer))
             self.checkpoints.check_metric(outcome.stats)
-            self.services.assert_settled(is_ahead=self.rollouts.is_ahead)
+            self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
             self._record(done, outcome, timer.take())
             self._finish_save(timer)  # one that was begun a step ago
             if ends or (self.config.checkpoint.every and done % self.config.checkpoint.every == 0):
@@ -134,23 +134,23 @@ class OnlineTrainer:
         if self.evaluator is None or not self._is_evaluated(step):
             return {}
         with timer.phase("evaluate"):
-            self.rollouts.await_published()
+            self.pipeline.await_published()
             return self.evaluator.evaluate(step)
 
     def step(self, step: int, timer: PhaseTimer) -> Outcome:
         """One training step."""
         with timer.phase("generate"):
-            rollout = self.rollouts.take()  # scores and values are asked for as each part is generated
+            rollout = self.pipeline.take()  # scores and values are asked for as each part is generated
         chosen = rollout
         if self.algorithm.select is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
-                chosen = rollout.select(self.algorithm.select(self._scores(rollout), self.algorithm.samples_per_prompt))
+                chosen = rollout.select(self.algorithm.select(rollout.batch, self._scores(rollout)))
         stats = self._learn(step, chosen, timer) if chosen.samples else {}
         scored = rollout.scored()
         return Outcome(stats | rollout_metrics(scored, self.config.rollout), scored, scored.scores.result())
 
-    def _learn(self, step: int, rollout: Rollout, timer: PhaseTimer) -> dict[str, float]:
+    def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
         """Make experience of the samples, and learn from it."""
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
@@ -169,7 +169,7 @@ class OnlineTrainer:
         self.kl_controller.update(sequence_kl(experience), len(rollout.samples))
         return stats
 
-    def _scores(self, rollout: Rollout) -> Tensor:
+    def _scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B], and shape them."""
         return self.algorithm.shaping(rollout.scores.result(), rollout.samples)
 
@@ -213,7 +213,7 @@ class OnlineTrainer:
             first = start.step
             self.policy.load(self.paths.checkpoint(first, "policy"))
             self.kl_controller.coefficient = start.kl_coefficient
-            self.rollouts.resume(self.paths.checkpoint(first, "rollouts"), first, start.position)
+            self.pipeline.resume(self.paths.checkpoint(first, "rollouts"), first, start.position)
         if self.recorder is not None:
             self.recorder.truncate_after(first, amends=self._owes_evaluation)
         self.timeline.begin_run(first)
@@ -223,7 +223,7 @@ class OnlineTrainer:
         metric = self.checkpoints.metric(stats)
         with timer.phase("checkpoint"):
             self.policy.begin_save(self.paths.checkpoint(step, "policy"))
-            self.rollouts.begin_save(step)
+            self.pipeline.begin_save(step)
             critic = self.services.begin_critic_checkpoint(step)
         updates = 0 if critic is None else critic.updates
         owes = self.ending.is_early and self._is_evaluated(step)
@@ -240,7 +240,7 @@ class OnlineTrainer:
             self.policy.finish_save()
             self.services.finish_critic_checkpoint()
             state, metric = saving
-            state = replace(state, position=self.rollouts.finish_save(self.paths.checkpoint(state.step, "rollouts")))
+            state = replace(state, position=self.pipeline.finish_save(self.paths.checkpoint(state.step, "rollouts")))
             if self.recorder is not None:
                 self.checkpoints.commit(state, metric)
                 self.services.keep_critic(critic_states(self.checkpoints.newest()))

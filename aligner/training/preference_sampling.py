@@ -8,17 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.algorithms.online_algorithm import best_and_worst
 from aligner.algorithms.score_shaping import ScoreShaping
+from aligner.algorithms.selections import best_and_worst
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
-from aligner.observability.timeline import Timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import RunPaths, run_paths
-from aligner.rollout.rollouts import Rollout, Rollouts
+from aligner.resharding.weight_update import WeightPublisher
+from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import Services
-from aligner.rollout.weights import Publishes
 from aligner.schema import Config
 from aligner.training.online import Outcome, Recorder
 from aligner.training.step_metrics import rollout_metrics
@@ -27,7 +26,9 @@ from aligner.training.stopping import StopCondition
 Record = dict[str, Any]
 
 
-def preferences(rollout: Rollout, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer) -> tuple[list[Record], int]:
+def preferences(
+    rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer
+) -> tuple[list[Record], int]:
     """Records with `prompt`, `chosen`, `rejected`, both `scores` and their difference, the `margin`; and how many prompts
     gave none, for want of two texts of which one is better.
 
@@ -63,7 +64,7 @@ class PairWriter:
                 path.rename(_unfinished(path))
             RecordWriter(_unfinished(path)).truncate_after(step)
 
-    def write(self, step: int, records: list[Record], rollout: Rollout, scores: Tensor) -> None:
+    def write(self, step: int, records: list[Record], rollout: RolloutBatch, scores: Tensor) -> None:
         """Record a step's."""
         texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
         responses = [
@@ -94,8 +95,8 @@ class PreferenceSampler:
     """One rank of the trainer. Every rank runs the same program on the same whole step; rank 0 writes."""
 
     config: Config
-    publisher: Publishes
-    rollouts: Rollouts
+    publisher: WeightPublisher
+    builder: RolloutBuilder
     services: Services
     shaping: ScoreShaping
     recorder: Recorder | None
@@ -116,7 +117,7 @@ class PreferenceSampler:
         for step in range(first, self.ending.last):
             self.timeline.begin_step(step + 1)
             with timer.phase("generate"):
-                rollout = self.rollouts.take()
+                rollout = self.builder.take()
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
                 outcome = Outcome(rollout_metrics(rollout, self.config.rollout), rollout, rollout.scores.result())
@@ -134,7 +135,7 @@ class PreferenceSampler:
         """The first step to do: behind the last whose metrics are written, which is done last."""
         done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
-        self.rollouts.position = first * self.config.rollout.prompts_per_step
+        self.builder.position = first * self.config.rollout.prompts_per_step
         if self.recorder is not None and self.writer is not None:
             self.recorder.truncate_after(first)
             self.writer.resume(first)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from datetime import timedelta
 
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationEngine, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
 from aligner.engines.replicas import replica_group
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
@@ -18,17 +20,21 @@ from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices
-from aligner.observability.metrics import MetricsWriter, SampleWriter, recording
+from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
 from aligner.placement.endpoints import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollouts
+from aligner.resharding.link import Link
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.remote_publisher import GeneratorCalls, RemotePublisher, plan_between_worlds
+from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
-from aligner.rollout.services import Services
-from aligner.rollout.weights import Publishes
+from aligner.rollout.services import Services, together
 from aligner.schema import AlgorithmConfig, Config, RolloutConfig
 from aligner.schema.derived import policy_updates
 from aligner.servers.critic_client import CriticClient
@@ -39,8 +45,6 @@ from aligner.training.evaluator import build_evaluator
 from aligner.training.offline import train_offline
 from aligner.training.online import OnlineTrainer, Recorder
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
-from aligner.training.publishing import build_colocated_publisher
-from aligner.training.remote_publishing import RemotePublisher
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.training.stopping import StopCondition
 
@@ -63,7 +67,8 @@ def train(config: Config) -> bool:
             trainer = build_trainer(config, shape, tokenizer, prompts, world, services, checkpoints)
         with recording(trainer.recorder.metrics if trainer.recorder is not None else None, config.logging):
             trainer.run()
-            trainer.rollouts.close()
+            source = trainer.pipeline if isinstance(trainer, OnlineTrainer) else trainer.builder
+            source.close()
     finally:
         services.close()
     worlds.shutdown()
@@ -92,13 +97,13 @@ def build_trainer(
     timeline = open_timeline(config, "trainer", world.rank)
     sampler, publisher = build_engine_ends(config, shape, world, policy, services.generator, timeline.add)
     options = build_options(config.rollout, shape)
-    rollouts = build_rollouts(config, shape, tokenizer, prompts, sampler, services, options)
+    builder = build_rollout_builder(config, shape, tokenizer, prompts, sampler, services, options)
     ahead = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
         alone = RemoteSampler(services.generator, publisher, is_alone=True)
-        ahead = build_rollouts(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
-    pipeline = Pipeline(
-        rollouts,
+        ahead = build_rollout_builder(config, shape, tokenizer, prompts, alone, services, options, is_alone=True)
+    pipeline = RolloutPipeline(
+        builder,
         ahead,
         publisher,
         services,
@@ -111,14 +116,14 @@ def build_trainer(
         config=config,
         paths=paths,
         policy=policy,
-        rollouts=pipeline,
+        pipeline=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
         kl_controller=build_kl_controller(algorithm),
         checkpoints=checkpoints,
         saved=checkpoints.newest() if config.run.resumes else [],
         recorder=build_recorder(config, tokenizer, world),
-        evaluator=build_evaluator(config, tokenizer, policy, rollouts, services, options),
+        evaluator=build_evaluator(config, tokenizer, policy, builder, services, options),
         timeline=timeline,
         ending=StopCondition(config.run, world),
     )
@@ -135,7 +140,9 @@ def build_sampler(
     return PreferenceSampler(
         config=config,
         publisher=publisher,
-        rollouts=build_rollouts(config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)),
+        builder=build_rollout_builder(
+            config, shape, tokenizer, prompts, sampler, services, build_options(config.rollout, shape)
+        ),
         services=services,
         shaping=build_shaping(config),
         recorder=build_recorder(config, tokenizer, world),
@@ -145,7 +152,7 @@ def build_sampler(
     )
 
 
-def build_rollouts(
+def build_rollout_builder(
     config: Config,
     shape: ModelShape,
     tokenizer: Tokenizer,
@@ -155,9 +162,9 @@ def build_rollouts(
     options: SamplingOptions,
     *,
     is_alone: bool = False,
-) -> Rollouts:
+) -> RolloutBuilder:
     """This rank's way from prompts to samples; rank 0's own where `is_alone`."""
-    return Rollouts(
+    return RolloutBuilder(
         prompts,
         sampler,
         services,
@@ -176,7 +183,7 @@ def build_recorder(config: Config, tokenizer: Tokenizer, world: World) -> Record
     if world.rank != 0:
         return None
     paths = run_paths(config)
-    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), SampleWriter(paths), tokenizer)
+    return Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
 
 
 def connect(config: Config, world: World) -> Services:
@@ -206,17 +213,68 @@ def build_engine_ends(
     policy: Policy,
     client: GeneratorClient | None,
     listener: SpanListener | None = None,
-) -> tuple[Sampler, Publishes]:
+) -> tuple[Sampler, WeightPublisher]:
     """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
     `listener` is told what a colocated engine tells of, and when weights move to the generator.
     """
     if has_generator(config):
-        is_beside = config.rollout.max_staleness > 0  # else the trainer's own phase is the span
-        publisher = RemotePublisher(config, shape, world, policy, client, listener if is_beside else None)
+        publisher = build_remote_publisher(config, shape, world, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
     engine = build_colocated_engine(config, shape, world, policy, listener)
     sampler = ColocatedSampler(engine, config.engine.parallel, world.rank, config.engine.sleep)
     return sampler, build_colocated_publisher(config, shape, world, policy, engine)
+
+
+def build_remote_publisher(
+    config: Config,
+    shape: ModelShape,
+    world: World,
+    policy: Policy,
+    client: GeneratorClient | None,
+    listener: SpanListener | None,
+) -> RemotePublisher:
+    """What takes the policy's weights to the generator. Collective; `client` is rank 0's."""
+    calls = None
+    if client is not None:
+        is_another = functools.partial(client.is_another, start_timeout_s=config.server.start_timeout_s)
+        calls = GeneratorCalls(client.instance, is_another, client.connect, client.receive)
+    to = weight_format(config.engine, world.device)
+    return RemotePublisher(
+        plan_between_worlds(shape, config.actor.parallel, to),
+        world.rank,
+        world.device,
+        to,
+        config.engine,
+        host=os.environ["MASTER_ADDR"],
+        read=policy.runner.weights.read,
+        together=together,
+        calls=calls,
+        listener=listener if config.rollout.max_staleness > 0 else None,  # else the trainer's own phase is the span
+    )
+
+
+def build_colocated_publisher(
+    config: Config, shape: ModelShape, world: World, policy: Policy, engine: GenerationEngine
+) -> Publisher:
+    """What takes the policy's weights to the engine on the trainer's own ranks. Collective."""
+    weights, to = policy.runner.weights, engine.weight_format
+
+    def begin_update(version: int) -> WeightUpdate:
+        engine.wake()
+        return engine.begin_update(version)
+
+    plan = plan_resharding(shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    return Publisher(
+        plan,
+        Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),
+        read=weights.read,
+        begin_update=begin_update,
+        dtype=to.dtype,
+        bucket_bytes=config.engine.bucket_mib << 20,
+        verify_every=config.engine.verify_every,
+        group_bytes=to.group_bytes,
+        copied=weights.copied,
+    )
 
 
 def build_colocated_engine(
@@ -258,5 +316,5 @@ def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions
 def build_kl_controller(settings: AlgorithmConfig) -> KLController:
     """A fixed coefficient, or one that follows a target."""
     if settings.kl_target is None:
-        return FixedKLController(settings.kl_coefficient)
-    return AdaptiveKLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)
+        return KLController(settings.kl_coefficient)
+    return KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)

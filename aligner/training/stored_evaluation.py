@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -93,7 +92,7 @@ def evaluate(
                 record = generate.sample_record(job.answers, sample) | {"score": score}
                 if references is not None:
                     record["reference_score"] = float(references[sample.prompt_id])
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(generate.json_line(record))
     return metrics
 
 
@@ -114,7 +113,7 @@ def _reference_scores(job: EvaluationJob, settings: EngineConfig) -> Tensor:
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:
-    from aligner.megatron.stored_model import stored_logprobs
+    from aligner.megatron.policy import stored_logprobs
 
     batch = collate(samples, 0)
     model = MegatronModelConfig(precision=settings.precision)

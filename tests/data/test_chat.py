@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.data.chat import ChatTemplate
 from aligner.data.model_directory import prepare_model
+from aligner.data.tokenizer import ChatTemplate
 from aligner.errors import AlignerError, ConfigError
 
 CONVERSATION = [

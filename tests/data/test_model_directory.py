@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.config.compose import compose_config
-from aligner.data.character_tokenizer import CHARACTERS
 from aligner.data.model_directory import prepare_model, read_shape
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import CHARACTERS, Tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.weight_slices import weight_table
 from aligner.schema import Config
@@ -242,7 +241,7 @@ def test_a_file_that_is_no_tokenizer_is_named(copy, content):
             read()
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))

@@ -13,9 +13,8 @@ from torch import Tensor
 from aligner.algorithms.losses import value_loss
 from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
 from aligner.data.model_directory import read_shape
-from aligner.megatron import checkpoint as checkpoints
+from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
-from aligner.megatron.checkpoint import load_checkpoint
 from aligner.megatron.optimizer_state import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
@@ -122,7 +121,7 @@ def refusal(directory: str, settings: Settings, checkpoint: str) -> str:
     policy = actor(directory, settings)
     before = weights_of(policy)
     try:
-        load_checkpoint(policy.runner, Path(checkpoint), policy._trained)
+        policy.load(Path(checkpoint))
     except Exception as error:
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items())
         return f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.megatron import checkpoint
+from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
@@ -131,7 +131,7 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
 def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     """What this rank copies for a checkpoint."""
     adam = checkpoint._adam(runner)
-    units, _ = checkpoint._share_out(runner, adam)
+    units, _ = checkpoint._assign_writers(runner, adam)
     yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
 
 

@@ -14,16 +14,16 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
-from aligner.engines.receiver import WeightReceiver
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient, request_arrays
-from aligner.servers.generator_server import Generator
+from aligner.servers.generator_server import Generator, weight_receiver
 from aligner.servers.validation import Limits, control_request, validate
 from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
+from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
     one_replica_refuses,
@@ -51,7 +51,7 @@ def engine(tmp_path_factory):
 
 
 def serving(engine):
-    receiver = WeightReceiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
+    receiver = weight_receiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
     generator = Generator(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
@@ -70,12 +70,12 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
 
 
 def test_samples_over_the_wire_are_those_of_the_engine(engine):
-    engine.load_directory(engine.directory, version=3)
+    load_directory(engine, engine.directory, version=3)
     call, serve = serving(engine)
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
     got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
-    expected = engine.generate([GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
+    expected = generate(engine, [GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
     assert call("version")["version"] == 3
     for one, other in zip(got, expected, strict=True):
         assert (one.prompt_id, one.sample_index, one.finish_reason) == (
@@ -150,7 +150,7 @@ def drawn_by(overrides):
         update.commit()
 
     def drawn(version, tokens, options):
-        sample = engines[version].generate([GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
+        sample = generate(engines[version], [GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
         return sample.response.tolist(), sample.engine_logprobs
 
     return drawn
@@ -199,8 +199,8 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
     first, again, last, changed = pool.run(run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough)[0]
     config = compose_config(overrides)
     engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
-    engine.load_directory(model_directory(config), version=1)
-    whole = engine.generate([GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
+    load_directory(engine, model_directory(config), version=1)
+    whole = generate(engine, [GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
     longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
     steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)
     assert steps < max(longest)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from aligner.data.model_directory import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.sources import ModelSource
 from aligner.servers.connection import RemoteError
 from aligner.servers.remote_client import RewardClient
@@ -17,8 +17,6 @@ from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, Reques
 from tests.servers.bad_requests import REFUSED, spoiled
 from tests.servers.role_main import character_tokenizer, scoring
 from tests.servers.tiny_model import TinyValueModel
-
-pytestmark = pytest.mark.system
 
 
 @pytest.fixture

@@ -14,8 +14,10 @@ from aligner.schema.reward_sources import has_reward_model
 
 Sizes = Mapping[str, int]
 """Sizes that a role's ranks are the product of, by key."""
+
 _KINDS: tuple[tuple[str, ...], ...] = (("replicas", "data"), ("pipeline",), ("context",), ("tensor",))
 """In the order in which they are made smaller."""
+
 _LAST_RESORT = (("reward", "critic"), ("engine",), ("actor",))
 """Whose sizes become 1, in this order, where all of them at 2 are still too many."""
 

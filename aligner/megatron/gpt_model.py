@@ -1,0 +1,256 @@
+"""GPT models in megatron-core from a model's shape and a parallel layout."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from aligner.megatron.layers import decoder_submodules, install_head
+from aligner.megatron.world import World
+from aligner.models.rope import inverse_frequencies
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
+from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
+    # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
+    finalize_model_grads(model, None)
+
+
+def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a TransformerConfig that the model's shape decides."""
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
+        "layernorm_epsilon": shape.norm_epsilon,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[shape.activation],
+        "add_bias_linear": shape.linear_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        # Ours counts the token itself, megatron-core's the tokens before it and after it.
+        "window_size": None if window is None else (window - 1, 0),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **(_expert_settings(shape) if shape.num_experts else {}),
+    }
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen sum to one.
+        "moe_router_pre_softmax": not shape.normalize_expert_weights,
+        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers compute in.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Grouped products need transformer-engine and put all experts in one parameter: one module an expert instead.
+        "moe_grouped_gemm": False,
+    }
+
+
+def _gpt_arguments(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a GPTModel that the model's shape decides, apart from its layers and head."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "max_sequence_length": shape.max_positions,
+        "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"}[shape.position],
+        "rotary_percent": shape.rotary_fraction,
+    }
+
+
+def _set_rotary_frequencies(model: GPTModel, shape: ModelShape) -> None:
+    """Give the model the frequencies that the engines use too, every scaling included; call before its first forward pass.
+
+    They stay float32 whatever the model's type: positions of long contexts need the digits.
+    """
+    if shape.position == "rotary":
+        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
+
+
+def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers if layout.pipeline > 1 and not interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor_size,
+        # Batched, the two messages that two interleaved stages exchange at once are told apart by nothing.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def transformer_config(
+    shape: ModelShape, layout: ParallelConfig, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """megatron-core's description of the model at a layout."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            **_architecture_settings(shape),
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            # Weights are read from files, so none are drawn.
+            perform_initialization=False,
+            use_cpu_initialization=True,
+            # Packed micro-batches differ in length; megatron-core ties that to this dispatcher, for dense models too.
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",
+            # With it neither the schedule nor DDP divides by micro-batches or ranks (see _finalize_gradients).
+            calculate_per_token_loss=True,
+            finalize_model_grads_func=_finalize_gradients,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            # On a GPU transformer-engine has its own; cpu_backend has these.
+            bias_activation_fusion=_is_plain_swiglu(shape) and not torch.cuda.is_available(),
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            **_layout_arguments(layout),
+            **_RECOMPUTE[recompute],
+        )
+
+
+def _is_plain_swiglu(shape: ModelShape) -> bool:
+    return shape.gated and shape.activation == "silu" and not shape.linear_bias
+
+
+def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
+    """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16 product."""
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[auto if settings.precision == "auto" else settings.precision]
+
+
+def build_model(shape: ModelShape, world: World, head: Head, settings: MegatronModelConfig) -> list[GPTModel]:
+    """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves."""
+    dtype = computing_dtype(settings, world.device)
+    recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
+    config = transformer_config(shape, world.layout, dtype, recompute)
+    return [_build_chunk(shape, world, head, config, chunk) for chunk in range(world.layout.virtual_pipeline)]
+
+
+def _build_chunk(shape: ModelShape, world: World, head: Head, config: TransformerConfig, chunk: int) -> GPTModel:
+    chunks = world.layout.virtual_pipeline
+    holds_head = world.is_last_stage and chunk == chunks - 1
+    stage = chunk if chunks > 1 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=decoder_submodules(shape, config, stage),
+            **_gpt_arguments(shape),
+            pre_process=world.is_first_stage and chunk == 0,
+            post_process=holds_head,
+            share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
+            parallel_output=True,
+            vp_stage=stage,
+        )
+    _set_rotary_frequencies(model, shape)
+    _mark_tensor_parallel(model)
+    _mark_experts(model)
+    if holds_head:
+        install_head(model, head)
+    # Layers are made in the config's type, but norms and heads of our own are not.
+    return model.to(device=world.device, dtype=config.params_dtype)
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in the gradient norm
+    # instead of once a slice.
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+            dimension = 0
+        elif isinstance(module, RowParallelLinear):
+            dimension = 1
+        else:
+            continue
+        if module.weight is not None:  # a tied head of the same stage has none of its own
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)
+
+
+def _mark_experts(model: GPTModel) -> None:
+    # megatron-core adds experts' gradients up over the experts' own data ranks only where it is marked, and marks it only
+    # where expert parallelism is above 1; experts may be cut otherwise than the dense layers without it.
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        average_in_collective=False,
+    )
+    for chunk in chunks:
+        _let_gradients_through(chunk)
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+
+
+def _let_gradients_through(chunk: GPTModel) -> None:
+    # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
+    # let the hidden states ask for one.
+    if chunk.pre_process and chunk.config.recompute_granularity == "full":
+        chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
+
+
+def _asking_for_gradients(hidden: Tensor) -> Tensor:
+    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
+
+
+def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
+    """Let go of the last micro-batch's autograd graph.
+
+    Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient hooks these refer to the
+    model itself, in a cycle that Python cannot see and would never collect.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)

@@ -1,0 +1,282 @@
+"""A model's checkpoint: saved at one layout, read at any other; the format is `aligner/data/checkpoint_files.py`'s.
+
+Each slice of each weight is written once, by one of the ranks that hold it. A directory appears under its final name only
+when every rank's file is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import aligner
+from aligner.data.checkpoint_files import (
+    MANIFEST,
+    MOMENTS,
+    WEIGHT,
+    CheckpointReader,
+    Entry,
+    Manifest,
+    ModelDescription,
+    Piece,
+    model_differences,
+    portable_source,
+    rank_file,
+    tensor_key,
+)
+from aligner.data.collectives import broadcast_json, gather_json
+from aligner.data.weight_files import TensorEntry, write_safetensors
+from aligner.errors import AlignerError
+from aligner.files import discard_directory, finish_directory, start_directory, unfinished, write_file
+from aligner.megatron.named_weights import NamedWeights
+from aligner.megatron.optimizer_state import AdamState
+from aligner.megatron.runner import ModelRunner
+from aligner.megatron.world import World
+from aligner.models.weight_slices import Head, cut_shape
+from aligner.schema import ActorConfig, TrainedModelConfig
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A megatron-core parameter, the named weights in it, and the rank that writes them."""
+
+    parameter: nn.Parameter
+    weights: NamedWeights
+    names: tuple[str, ...]
+    writer: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written."""
+
+    directory: Path
+    manifest: Manifest
+    written: Future[int | str]
+    """What `_write_rank_file` returns."""
+
+
+class CheckpointedModel:
+    """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every method."""
+
+    def __init__(self, runner: ModelRunner, description: ModelDescription) -> None:
+        self.runner, self.world = runner, runner.world
+        self._description = description
+        self._pending: _Pending | None = None
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and schedule."""
+        self.begin_save(directory)
+        self.finish_save()
+
+    def begin_save(self, directory: Path) -> None:
+        """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
+        self.finish_save()
+        runner, world, description = self.runner, self.world, self._description
+        _on_first_rank(world, directory, lambda: start_directory(directory))
+        adam = _adam(runner)
+        adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
+        units, index = _assign_writers(runner, adam if adam_steps else None)
+        manifest = Manifest(
+            aligner=aligner.__version__,
+            model=description.config,
+            head=description.head,
+            source=portable_source(description.source, directory),
+            holds={
+                "weights": "fp32 main weights where there are such, else as the model has them",
+                "optimizer": "Adam's moments and step count",
+                "schedule": "steps of the learning-rate schedule",
+                "rng": "nothing: every random stream follows from the seed and the step",
+            },
+            layout=asdict(world.layout),
+            optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModelConfig) else {},
+            lora=_lora(runner),
+            updates=runner.updates,
+            adam_steps=adam_steps,
+            schedule_steps=runner.scheduler.num_steps,
+            files={},
+            index=index,
+        )
+        file, tensors = unfinished(directory) / rank_file(world.rank), _snapshot(adam, units, world.rank)
+        # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its file first.
+        executor = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._pending = _Pending(directory, manifest, executor.submit(_write_rank_file, file, tensors))
+        executor.shutdown(wait=False)
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint that was begun, if any, is complete under its final name. Collective.
+
+        Raises AlignerError on every rank when one could not write its file.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        directory, results = pending.directory, gather_json(pending.written.result())
+        if errors := [result for result in results if isinstance(result, str)]:
+            _on_first_rank(self.world, directory, lambda: discard_directory(directory))
+            raise AlignerError(f"the checkpoint {directory} could not be written: {'; '.join(errors)}")
+        files = {rank_file(rank): size for rank, size in enumerate(results) if size}
+
+        def complete() -> None:
+            write_file(unfinished(directory) / MANIFEST, replace(pending.manifest, files=files).to_json())
+            finish_directory(directory)
+
+        _on_first_rank(self.world, directory, complete)
+
+    def load(self, directory: Path) -> None:
+        """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
+
+        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, of another format, or of another
+        model.
+        """
+        self.finish_save()
+        runner, reader = self.runner, CheckpointReader(directory)
+        manifest, adam = reader.manifest, _adam(runner)
+        problems = gather_json(_problems(runner, manifest, self._description.head, adam))
+        if everyone := sorted({problem for found in problems for problem in found}):
+            raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
+        for unit in _units(runner):
+            moments = MOMENTS if unit.parameter in adam and manifest.adam_steps else ()
+            tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *moments)}
+            unit.parameter.data.copy_(tensors[WEIGHT])
+            if unit.parameter in adam:
+                adam.load(unit.parameter, tensors, manifest.adam_steps)
+        adam.set_steps(manifest.adam_steps)
+        runner.updates = manifest.updates
+        runner.scheduler.num_steps = 0
+        runner.scheduler.step(increment=manifest.schedule_steps)
+
+
+def _on_first_rank(world: World, directory: Path, action: Callable[[], None]) -> None:
+    """Rank 0 acts and the others wait; what it could not do is raised on all of them."""
+    error = None
+    if world.rank == 0:
+        try:
+            action()
+        except OSError as problem:
+            error = str(problem)
+    if error := broadcast_json(error):
+        raise AlignerError(f"the checkpoint {directory} could not be written: {error}")
+
+
+def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> int | str:
+    """The file's size, 0 where there is nothing to write, or what went wrong."""
+    entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+    try:
+        return write_safetensors(file, entries, tensors.__getitem__) if entries else 0
+    except OSError as error:
+        return f"{file}: {error.strerror or error}"
+
+
+def _adam(runner: ModelRunner) -> AdamState:
+    return AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
+
+
+def _problems(runner: ModelRunner, manifest: Manifest, head: Head, adam: AdamState) -> list[str]:
+    if manifest.head != head:
+        return [f"its head is {manifest.head}, the model's {head}"]
+    if differences := model_differences(manifest.shape, runner.shape):
+        return differences
+    if manifest.lora != _lora(runner):
+        return [f"its adapters are {manifest.lora}, the model's {_lora(runner)}"]
+    specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
+    index = manifest.index
+    missing = [f"{name} {spec.shape} is missing" for name, spec in specs.items() if name not in index]
+    unknown = [f"{name} {entry.shape} is unknown" for name, entry in index.items() if name not in specs]
+    misshapen = [
+        f"{name} is {entry.shape}, must be {specs[name].shape}"
+        for name, entry in index.items()
+        if name in specs and entry.shape != specs[name].shape
+    ]
+    untrained = [
+        f"{name} was frozen and has no optimizer state"
+        for unit in _units(runner)
+        for name in unit.names
+        if manifest.adam_steps and unit.parameter in adam and name in index and not index[name].trained
+    ]
+    return missing + unknown + misshapen + untrained
+
+
+def _lora(runner: ModelRunner) -> dict[str, Any] | None:
+    settings = runner.settings
+    return asdict(settings.lora) if isinstance(settings, ActorConfig) and settings.lora.rank else None
+
+
+def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
+    """A parameter's weight or moment out of its named parts, on the host."""
+    whole = torch.zeros(unit.parameter.shape, dtype=torch.float32)
+    for name in unit.names:
+        unit.weights.scatter(name, whole, reader.read(kind, unit.weights.slices[name]))
+    return whole
+
+
+def _named_weights(runner: ModelRunner) -> list[NamedWeights]:
+    """The model's own weights, and its adapters."""
+    return [runner.weights] if runner.trained is runner.weights else [runner.weights, runner.trained]
+
+
+def _units(runner: ModelRunner) -> list[_Unit]:
+    """This rank's parameters with the named weights in them, in the table's order, writers not yet chosen."""
+    found: dict[nn.Parameter, _Unit] = {}
+    for weights in _named_weights(runner):
+        for name in weights:
+            parameter = weights.parameter(name)
+            unit = found.get(parameter, _Unit(parameter, weights, ()))
+            found[parameter] = replace(unit, names=(*unit.names, name))
+    return list(found.values())
+
+
+def _assign_writers(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit], dict[str, Entry]]:
+    """Who writes what: this rank's units with their writers, and every rank's as the manifest's index. Collective.
+
+    Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `adam`
+    is None where there are no moments yet.
+    """
+    units = _units(runner)
+    told = [
+        [adam is not None and unit.parameter in adam, [_described(unit.weights, name) for name in unit.names]]
+        for unit in units
+    ]
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(gather_json(told)):
+        for description in held:
+            holders.setdefault(json.dumps(description), []).append(rank)
+    written, writers = [0] * runner.world.size, {}
+    index: dict[str, Entry] = {}
+    for key, ranks in holders.items():
+        writer = writers[key] = min(ranks, key=written.__getitem__)
+        trained, slices = json.loads(key)
+        for name, shape, axis, start, stop in slices:
+            piece, before = Piece(writer, axis, start, stop), index.get(name)
+            index[name] = Entry(tuple(shape), trained, (*(before.pieces if before else ()), piece))
+            written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + len(MOMENTS) * trained)
+    chosen = [replace(unit, writer=writers[json.dumps(held)]) for unit, held in zip(units, told, strict=True)]
+    return chosen, index
+
+
+def _described(weights: NamedWeights, name: str) -> list[Any]:
+    cut = weights.slices[name]
+    return [name, list(weights.specs[name].shape), cut.axis, cut.start, cut.stop]
+
+
+def _snapshot(adam: AdamState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
+    """What this rank writes, copied to host memory, by key. Collective: one parameter at a time comes together."""
+    tensors = {}
+    for unit in units:
+        if unit.parameter in adam:
+            whole = adam.gather(unit.parameter, unit.writer)
+        else:
+            whole = {WEIGHT: unit.parameter.detach()} if unit.writer == rank else None
+        for kind, tensor in (whole or {}).items():
+            for name in unit.names:
+                piece = unit.weights.gather(name, tensor)
+                tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
+    return tensors

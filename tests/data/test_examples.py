@@ -1,0 +1,302 @@
+"""What the offline trainers are given, from records of every form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.config.compose import compose_config
+from aligner.data.examples import (
+    Demonstration,
+    LabeledSteps,
+    Preference,
+    RunData,
+    has_steps,
+    open_demonstrations,
+    open_labeled_steps,
+    open_preferences,
+    open_run_data,
+)
+from aligner.data.model_directory import prepare_model
+from aligner.data.prompts import open_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, RunConfig
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+USER = {"role": "user", "content": "1+1?"}
+SHORT, LONG = ({"role": "assistant", "content": text} for text in ("2", "it is 2"))
+CHAT_PROMPT = "user: 1+1? assistant: "
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Tokenizer:
+    run = tmp_path_factory.mktemp("run")
+    return Tokenizer(prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={run}"])))
+
+
+@pytest.fixture(scope="module")
+def chat(plain, tmp_path_factory) -> Tokenizer:
+    directory = shutil.copytree(plain.directory, tmp_path_factory.mktemp("chat") / "model")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(directory)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Records into a file, and that into settings."""
+
+    def written(*records, **settings) -> DataConfig:
+        path = tmp_path / "records.jsonl"
+        path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+        return DataConfig(path=str(path), shuffle=False, **settings)
+
+    return written
+
+
+def parts(tokenizer: Tokenizer, demonstration) -> tuple[str, str]:
+    """Prompt and response, which must end with the end of sequence and have no other."""
+    tokens, length = demonstration.tokens, demonstration.prompt_length
+    assert tokens.dtype == torch.int64
+    assert (tokens[length:] == tokenizer.eos_token_ids[0]).nonzero().tolist() == [[tokens.numel() - length - 1]]
+    return tokenizer.decode(tokens[:length]), tokenizer.decode(tokens[length:])
+
+
+def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, data):
+    stream = open_demonstrations(data({"prompt": "1+1=", "response": " 2"}, {"prompt": "a", "response": "b<eos>"}), plain, 1)
+    assert [parts(plain, each) for each in stream.take(0, 3)] == [("1+1=", " 2"), ("a", "b"), ("1+1=", " 2")]
+    assert len(stream) == 2
+
+
+def test_responses_may_go_without_an_end_of_sequence(plain, data):
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (open_pair,) = open_preferences(data(pair, end_of_sequence=False, max_response_tokens=2), plain, 1).take(0, 1)
+    (ended_pair,) = open_preferences(data(pair, max_response_tokens=2), plain, 1).take(0, 1)
+    for bare, ended in zip((open_pair.chosen, open_pair.rejected), (ended_pair.chosen, ended_pair.rejected), strict=True):
+        assert torch.equal(torch.cat([bare.tokens, torch.tensor(plain.eos_token_ids[:1])]), ended.tokens)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, SHORT]},
+        {"prompt": [USER], "response": "2"},
+        {"prompt": [USER], "response": [SHORT]},
+        {"prompt": "ignored", "response": [USER, SHORT]},
+    ],
+)
+def test_chat_messages_are_worded_by_the_template_up_to_its_end_of_sequence(chat, data, record):
+    (demonstration,) = open_demonstrations(data(record), chat, 1).take(0, 1)
+    assert parts(chat, demonstration) == (CHAT_PROMPT, "2")
+
+
+def test_of_several_turns_the_last_answer_is_the_response(chat, data):
+    (demonstration,) = open_demonstrations(data({"messages": [USER, SHORT, USER, LONG]}), chat, 1).take(0, 1)
+    assert parts(chat, demonstration) == ("user: 1+1? assistant: 2 " + CHAT_PROMPT, "it is 2")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "chosen": "2", "rejected": "it is 2"},
+        {"prompt": [USER], "chosen": [SHORT], "rejected": [LONG]},
+        {"chosen": [USER, SHORT], "rejected": [USER, LONG]},
+    ],
+)
+def test_preferences_of_every_form_are_two_answers_to_one_prompt(chat, data, record):
+    (preference,) = open_preferences(data(record), chat, 1).take(0, 1)
+    assert parts(chat, preference.chosen) == (CHAT_PROMPT, "2")
+    assert parts(chat, preference.rejected) == (CHAT_PROMPT, "it is 2")
+    assert preference.margin is None
+
+
+def test_a_plain_preference_has_its_margin(plain, data):
+    (preference,) = open_preferences(data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}), plain, 1).take(0, 1)
+    assert (parts(plain, preference.chosen), parts(plain, preference.rejected)) == (("a", "b"), ("a", "c"))
+    assert preference.margin == 2.0
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [USER]])
+def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt):
+    record = {"prompt": prompt, "steps": ["1+1 ", "is 3.", "so 2"], "labels": [1, 0, True]}
+    assert has_steps(data(record))
+    (example,) = open_labeled_steps(data(record), chat, 1).take(0, 1)
+    length = example.prompt_length
+    assert chat.decode(example.tokens[:length]) == ("1+1=" if prompt == "1+1=" else CHAT_PROMPT)
+    assert chat.decode(example.tokens[length:]) == "1+1 is 3.so 2"
+    assert [chat.decode(example.tokens[length : place + 1]) for place in example.positions] == [
+        "1+1 ",
+        "1+1 is 3.",
+        "1+1 is 3.so 2",
+    ]
+    assert example.labels.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_records_without_steps_are_preferences(data):
+    assert not has_steps(data({"prompt": "a", "chosen": "b", "rejected": "c"}))
+
+
+def test_prompts_may_be_messages_whose_last_answer_is_left_out(chat, data):
+    records = ({"prompt": [USER], "answer": "2"}, {"messages": [USER, SHORT], "answer": "2"})
+    for prompt in open_prompts(data(*records), chat, 1).take(0, 2):
+        assert (prompt.text, prompt.metadata) == ("user: 1+1?<eos> assistant: ", {"answer": "2"})
+
+
+BAD_DEMONSTRATIONS = [
+    ({"prompt": "a"}, "needs a `response` key with a text; it has prompt"),
+    ({"response": "a"}, "needs a `prompt` key with a text; it has response"),
+    ({"prompt": "a", "response": 3}, "needs a `response` key with a text, not int"),
+    ({"prompt": "a", "response": " "}, "the response is empty"),
+    ({"prompt": "a", "response": "abcd"}, r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'"),
+    ({"prompt": "a" * 65, "response": "b"}, r"the prompt has 65 tokens, allowed: 1 to data\.max_prompt_tokens=64"),
+    ({"prompt": "a", "response": "É"}, "lacks"),
+    ({"prompt": "a", "response": "b \ud83d"}, r"'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has"),
+    ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "it is not text that UTF-8 has"),
+    ({"messages": []}, "`messages` is an empty list"),
+    ({"messages": [USER]}, "messages: the last message is of the user, must be of the assistant"),
+    ({"messages": [SHORT]}, "messages: the assistant's last message answers none"),
+    ({"messages": [USER, SHORT, SHORT]}, "messages: the assistant's last message answers none"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the response is empty"),
+    ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]: a message needs a `role` and a `content`, both texts"),
+    ("{", "not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), BAD_DEMONSTRATIONS)
+def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:2: .*{message}"):
+        open_demonstrations(data({"prompt": "a", "response": "b"}, record, max_response_tokens=4), chat, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "needs a `rejected` key with a text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, "margin is -1, must be a finite number of at least 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is 'x'"),
+        (
+            {"chosen": [USER, SHORT], "rejected": [{"role": "user", "content": "hi"}, LONG]},
+            "chosen and rejected answer different prompts",
+        ),
+    ],
+)
+def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
+        open_preferences(data(record), chat, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels", "message"),
+    [
+        (["a", "b"], [1], "2 steps, but 1 labels"),
+        (["a", " "], [1, 0], r"steps\[1\] is ' ', must be a text, not an empty one"),
+        (["a", "b"], [1, 2], r"labels\[1\] is 2, must be 0 or 1"),
+        (["a"], [None], r"labels\[0\] is None"),
+        ([], [], "`steps` is an empty list"),
+        (["abc", "de"], [1, 1], r"steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, which all steps share"),
+    ],
+)
+def test_bad_steps_are_named_with_line_and_field(plain, data, steps, labels, message):
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
+        open_labeled_steps(data({"prompt": "x", "steps": steps, "labels": labels}, max_response_tokens=4), plain, 1)
+
+
+def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_records_are_skipped(plain, data):
+    records = ({"prompt": "a", "response": "b"}, {"messages": [USER, SHORT]})
+    with pytest.raises(ConfigError, match="the model has no chat template"):
+        open_demonstrations(data(*records, skip_bad_records=True), plain, 1)
+
+
+def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, data, tmp_path):
+    directory = shutil.copytree(plain.directory, tmp_path / "model")
+    (directory / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")
+    with pytest.raises(ConfigError, match="words the prompt differently once it is answered"):
+        open_demonstrations(data({"messages": [USER, SHORT]}), Tokenizer(directory), 1)
+
+
+def test_bad_records_are_skipped_and_counted_only_if_asked(chat, data):
+    good = {"prompt": "a", "response": "b"}
+    records = [record for record, _ in BAD_DEMONSTRATIONS]
+    settings = data(good, *records, good, skip_bad_records=True, max_response_tokens=4)
+    stream = open_demonstrations(settings, chat, 1)
+    assert [parts(chat, each) for each in stream.take(0, 3)] == [("a", "b")] * 3
+    assert len(stream) == 2
+    (notice,) = stream.notices
+    assert f"skipped {len(records)} of {len(records) + 2} records; the first: {settings.path}:2: needs a `response`" in notice
+    with pytest.raises(ConfigError, match="skipped 1 of 1 records"):
+        open_demonstrations(data(records[0], skip_bad_records=True), chat, 1)
+
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+PAIRS = [{"prompt": "ab", "chosen": letter, "rejected": letter * 2} for letter in "cdefg"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    run = RunConfig(dir=str(tmp_path_factory.mktemp("run")))
+    return Tokenizer(prepare_model(Config(run=run, model=ModelConfig(source="random", config=SHAPE))))
+
+
+def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunData:
+    return open_run_data(Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)), tokenizer)
+
+
+def test_the_last_rows_are_held_out_and_never_taken(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = opened("dpo", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS), held_out=2)
+    answers = [tokenizer.decode(pair.chosen.tokens[2:]) for pair in data.held_out]
+    assert answers == ["f", "g"]
+    assert {tokenizer.decode(pair.chosen.tokens[2:]) for pair in data.examples.take(0, 9)} == set("cde")
+
+
+def test_a_file_with_too_few_rows_to_hold_out_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = written(tmp_path / "pairs.jsonl", PAIRS)
+    with pytest.raises(ConfigError, match=r"data\.held_out=5: there are 5 rows; hold out fewer"):
+        opened("dpo", tokenizer, path, held_out=5)
+
+
+def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pairs = opened("reward_model", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS))
+    assert isinstance(pairs.examples.take(0, 1)[0], Preference) and pairs.samples is None
+    path = written(tmp_path / "steps.jsonl", [{"prompt": "ab", "steps": ["c", "de"], "labels": [1, 0]}])
+    steps = opened("reward_model", tokenizer, path)
+    assert isinstance(steps.examples.take(0, 1)[0], LabeledSteps)
+    samples = written(tmp_path / "samples.jsonl", [{"prompt": "ab", "response": "c"}])
+    with pytest.raises(ConfigError, match="a step's reward is a logit, which is not normalized"):
+        opened("reward_model", tokenizer, path, normalization=samples)
+
+
+def test_the_first_samples_of_a_file_are_normalized_by(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    samples = written(
+        tmp_path / "samples.jsonl", [{"prompt": "ab", "response": letter, "prompt_index": 0} for letter in "cde"]
+    )
+    path = written(tmp_path / "pairs.jsonl", PAIRS)
+    data = opened("reward_model", tokenizer, path, normalization=samples, normalization_samples=2)
+    assert data.samples is not None and all(isinstance(sample, Demonstration) for sample in data.samples)
+    assert [tokenizer.decode(sample.tokens[2:]) for sample in data.samples] == ["c", "d"]

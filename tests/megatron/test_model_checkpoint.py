@@ -1,0 +1,165 @@
+"""Checkpoints: saved at one layout, read at another; and those that are refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from aligner.data.checkpoint_files import CheckpointReader
+from aligner.schema import ParallelConfig
+from tests.megatron import checkpoint_jobs as jobs
+from tests.megatron import families
+
+
+def at(distributed=False, **layout):
+    settings = {key: layout.pop(key) for key in ("frozen", "lora", "precision") if key in layout}
+    return {"parallel": layout, "optimizer": {"distributed": distributed}, **settings}
+
+
+def ranks(settings):
+    return ParallelConfig(**settings["parallel"]).ranks
+
+
+def identity(value):
+    if not isinstance(value, dict):
+        return str(value)
+    return "-".join(f"{key}{size}" for key, size in (value["parallel"] | value["optimizer"]).items() if size is not False)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A family's directory, made once."""
+    return functools.cache(lambda family: str(families.save(family, tmp_path_factory.mktemp(family))))
+
+
+TP2PP2, DP2 = at(tensor=2, pipeline=2), at(data=2)
+ZERO = at(True, data=2)
+FROZEN = {"frozen": ["model.embed_tokens.weight", "model.layers.[01].*"]}
+LORA = {"lora": {"rank": 4, "alpha": 6.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "read"),
+    [
+        ("llama2", TP2PP2, DP2),
+        ("llama2", DP2, TP2PP2),
+        ("llama3", ZERO, at(pipeline=2)),
+        ("llama3", at(tensor=2, sequence=True), ZERO),
+        ("llama3", at(True, pipeline=2, virtual_pipeline=2, data=2), at(True, context=2)),
+        ("gpt2", ZERO, at(tensor=2)),
+        ("mixtral", at(True, data=4, expert=2), at(pipeline=2)),
+        ("mixtral", at(pipeline=2), at(True, data=2, expert=2)),
+        ("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
+        ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
+    ],
+    ids=identity,
+)
+def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_one(pool, model, tmp_path, family, saved, read):
+    expected = pool.run(jobs.save_and_go_on, ranks(saved), model(family), saved, str(tmp_path / "policy"))[0]["losses"]
+    assert len({round(loss, 4) for loss in expected}) == 5, "the losses move"
+    for result in pool.run(jobs.load_and_go_on, ranks(read), model(family), read, str(tmp_path / "policy")):
+        assert result["different"] == []
+        assert result["losses"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [at(), TP2PP2, at(True, pipeline=2, data=2), {**ZERO, "precision": "bf16"}, at(tensor=2, precision="bf16")],
+    ids=identity,
+)
+def test_a_run_goes_on_at_its_own_layout_bit_for_bit(pool, model, tmp_path, settings):
+    expected = pool.run(jobs.save_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy"))
+    results = pool.run(jobs.load_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy"))
+    for result, wanted in zip(results, expected, strict=True):
+        assert result["different"] == []
+        assert result["losses"] == wanted["losses"]
+        for name, tensor in wanted["end"].items():
+            assert torch.equal(tensor, result["end"][name]), name
+
+
+def test_every_element_is_written_once_and_the_ranks_share_the_work(pool, model, tmp_path):
+    settings = at(True, tensor=2, data=2)
+    pool.run(jobs.save, 4, model("llama2"), settings, str(tmp_path / "policy"), 1)
+    manifest = CheckpointReader(tmp_path / "policy").manifest
+    for name, entry in manifest.index.items():
+        covered = sorted((piece.start, piece.stop) for piece in entry.pieces)
+        if entry.pieces[0].axis is None:
+            assert len(covered) == 1, name
+        else:
+            assert covered[0][0] == 0 and covered[-1][1] == entry.shape[entry.pieces[0].axis], name
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(covered)), name
+    elements = sum(math.prod(entry.shape) for entry in manifest.index.values())
+    payload = sum(manifest.files.values())
+    assert 3 * 4 * elements < payload < 1.05 * 3 * 4 * elements
+    assert max(manifest.files.values()) < 1.1 * payload / 4
+
+
+@pytest.fixture(scope="session")
+def complete(pool, model, tmp_path_factory):
+    """A complete checkpoint of two ranks."""
+    directory = tmp_path_factory.mktemp("complete") / "policy"
+    pool.run(jobs.save, 2, model("llama2"), at(tensor=2), str(directory), 1)
+    return directory
+
+
+def truncate(directory):
+    file = directory / "rank_1.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def edit(directory, **entries):
+    file = directory / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    ("family", "harm", "told"),
+    [
+        ("llama2", shutil.rmtree, "no complete checkpoint here: the directory does not exist"),
+        ("llama2", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing, which is written last"),
+        ("llama2", lambda path: (path / "rank_1.safetensors").unlink(), "incomplete: rank_1.safetensors is missing"),
+        ("llama2", truncate, "the checkpoint is incomplete: rank_1.safetensors has "),
+        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 3"),
+        ("llama2", lambda path: edit(path, extra=1), "not a model's checkpoint; missing or unknown entries: extra"),
+        ("llama2", lambda path: edit(path, head="scalar"), "of another model: its head is scalar, the model's vocabulary"),
+        ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),
+        ("qwen2", lambda path: None, "qkv_bias is False, the model's True"),
+    ],
+)
+def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(pool, model, complete, tmp_path, family, harm, told):
+    shutil.copytree(complete, tmp_path / "policy")
+    harm(tmp_path / "policy")
+    message = pool.run(jobs.refusal, 1, model(family), at(), str(tmp_path / "policy"))[0]
+    assert message.startswith("AlignerError: ")
+    assert told in message
+    assert str(tmp_path / "policy") in message
+
+
+def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, complete, tmp_path):
+    shutil.copytree(complete, tmp_path / "policy")
+    index = json.loads((complete / "manifest.json").read_text())["index"]
+    extra = index.pop("model.norm.weight")
+    index["model.layers.0.mlp.up_proj.weight"][1] = False
+    edit(tmp_path / "policy", index={**index, "model.other.weight": extra})
+    for message in pool.run(jobs.refusal, 2, model("llama2"), at(pipeline=2), str(tmp_path / "policy")):
+        assert "model.norm.weight (64,) is missing" in message
+        assert "model.other.weight (64,) is unknown" in message
+        assert "model.layers.0.mlp.up_proj.weight was frozen and has no optimizer state" in message
+
+
+def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp_path):
+    for message in pool.run(jobs.refusal, 2, model("llama2"), at(tensor=2, **LORA), str(complete)):
+        assert "its adapters are None, the model's {'rank': 4, 'alpha': 6.0," in message
+
+
+def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(pool, model, tmp_path):
+    for message in pool.run(jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1):
+        assert "could not be written" in message
+        assert "rank_1.safetensors: No space left on device" in message
+    assert not list(tmp_path.iterdir())

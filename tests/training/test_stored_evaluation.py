@@ -1,0 +1,148 @@
+"""`aligner evaluate`, as typed: its measures against its own samples and transformers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner import cli
+from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from tests.engines.test_generate import save_critic
+from tests.megatron import families
+
+PROMPTS: list[dict[str, Any]] = [{"prompt": "hello"}, {"prompt": "a b", "reference": "12x"}, {"prompt": "2+2="}]
+OPTIONS = ("--function", "digit_fraction", "--max-new-tokens", 6, "--no-stop-at-eos")
+Evaluate = Callable[..., tuple[int, str, str]]
+
+
+def save(family: str, directory: Path) -> Path:
+    families.save(family, directory)
+    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same tokenizer."""
+    return save("pythia", tmp_path_factory.mktemp("initial"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return file
+
+
+@pytest.fixture
+def aligner_evaluate(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluate]:
+    """Runs the command in this process; its exit code, and what it wrote to standard output and error."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["evaluate", *map(str, arguments)])
+        out, error = capsys.readouterr()
+        return int(str(ended.value.code)), out, error
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def digits(text: str) -> float:
+    return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+
+@torch.no_grad()
+def token_logprobs(directory: Path, prompt: str, response: list[int]) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    asked = Tokenizer(directory).encode(prompt)
+    scores = network(torch.cat([asked, torch.tensor(response)])[None]).logits[0].log_softmax(-1)
+    return scores[len(asked) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
+    model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
+    output = tmp_path / "samples.jsonl"
+    arguments = (model, "--prompts", prompts, *OPTIONS, "--reference", initial, "--samples", 2, "--json", "--output", output)
+    code, out, error = aligner_evaluate(*arguments, "--pass-threshold", 0.1)
+    assert (code, error) == (0, "")
+    metrics, records = json.loads(out), [json.loads(line) for line in output.read_text().splitlines()]
+    assert (metrics["prompts"], metrics["samples"], len(records)) == (3, 2, 6)
+    scores = [digits(record["response"]) for record in records]
+    assert [record["score"] for record in records] == pytest.approx(scores)
+    assert metrics["eval/score"] == pytest.approx(sum(scores) / 6)
+    assert metrics["eval/pass@1"] == pytest.approx(sum(score >= 0.1 for score in scores) / 6)
+    references = [record["reference_score"] for record in records]
+    assert references[2:4] == pytest.approx([2 / 3] * 2)  # "12x"
+    wins = [(score > other) + (score == other) / 2 for score, other in zip(scores, references, strict=True)]
+    assert metrics["eval/win_rate"] == pytest.approx(sum(wins) / 6)
+    logprobs = [logprob for record in records for logprob in token_logprobs(initial, record["prompt"], record["tokens"])]
+    expected = torch.tensor(logprobs).mean().neg().exp().item()
+    assert metrics["eval/reference_perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_response_a_prompt_is_greedy_and_a_model_ties_with_itself(
+    model: Path, tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n2+2=\n")
+    code, out, _ = aligner_evaluate(model, "--prompts", prompts, *OPTIONS, "--reference", model)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].strip() == "2 prompts, 2 responses"
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if line.startswith("│")}
+    assert rows["win_rate"].startswith("0.500 [") and rows["length"] == "6.000"
+    assert rows.keys() == {"score", "pass@1", "win_rate", "length", "reference_perplexity"}
+
+
+def test_without_references_there_is_no_win_rate(model: Path, tmp_path: Path, aligner_evaluate: Evaluate) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    code, out, _ = aligner_evaluate(model, "--prompts", prompts, *OPTIONS, "--json")
+    assert code == 0
+    assert {name for name in json.loads(out) if not name.endswith(("_low", "_high"))} == {
+        *("prompts", "samples", "eval/score", "eval/pass@1", "eval/length")
+    }
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_generated(
+    model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
+    def refused(*arguments: Any) -> str:
+        code, out, error = aligner_evaluate(model, "--prompts", prompts, *arguments)
+        assert (code, out) == (2, "")
+        return error
+
+    assert "2 of 3 prompts have no `reference`, the first 'hello'" in refused(*OPTIONS)
+    assert "--function=digit: must be one of" in refused("--function", "digit")
+    assert "2 samples a prompt, all greedy, would be the same" in refused(*OPTIONS, "--samples", 2, "--greedy")
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in initial.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]}))
+    assert "is not that of SOURCE" in refused(*OPTIONS, "--reference", other)
+    critic = tmp_path / "critic"
+    save_critic(model, str(critic))
+    assert "error: --reference is a value or reward model, which" in refused(*OPTIONS, "--reference", critic)
+    (critic / "config.json").write_text("[]")
+    assert f"error: --reference={critic}: a config.json is an object" in refused(*OPTIONS, "--reference", critic)
+    prompts.write_text('{"prompt": "a", "reference": 1}\n')
+    assert "the `reference` of the prompt 'a' must be a text" in refused(*OPTIONS)
