@@ -19,7 +19,7 @@ from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
 from aligner.schema import Config
-from aligner.servers.critic_client import INITIAL, CriticState
+from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from aligner.training.step_metrics import experience_metrics, rollout_metrics, sequence_kl, staleness_metrics, update_metrics

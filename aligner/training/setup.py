@@ -37,10 +37,10 @@ from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import AlgorithmConfig, Config, RolloutConfig
 from aligner.schema.derived import policy_updates
-from aligner.servers.client import RewardClient
 from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.journal import UpdateJournal
+from aligner.servers.remote_client import RewardClient
 from aligner.training.evaluator import build_evaluator
 from aligner.training.offline import train_offline
 from aligner.training.online import OnlineTrainer, Recorder
