@@ -86,3 +86,8 @@ class Config:
     evaluation: EvaluationConfig = section(EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0")
     logging: LoggingConfig = section(LoggingConfig)
     dry_run: DryRunConfig = section(DryRunConfig, read=".scale=tiny")
+
+    @property
+    def critic_scores(self) -> bool:
+        """Whether the critic's processes serve the reward too."""
+        return self.algorithm.has_critic and self.critic.with_reward
