@@ -186,7 +186,7 @@ class OnlineTrainer:
             ]
         )
         with timer.phase("train"):
-            policy_updates = self._train_policy(parts) if step >= settings.critic_warmup_steps else []
+            policy_updates = self._train_policy(parts) if step >= settings.policy_starts_after else []
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}

@@ -198,7 +198,7 @@ def connect(config: Config, world: World) -> Services:
         critic = CriticClient(
             endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
         )
-    if not config.critic.with_reward:
+    if not config.critic_scores:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
     generator = None
     if has_generator(config):
