@@ -27,7 +27,7 @@ _R = TypeVar("_R", bound=Rows, contravariant=True)
 class RowsLoss(Protocol[_R]):
     """A loss of a model with one number a token, on right-padded rows."""
 
-    def __call__(self, values: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
+    def __call__(self, values: Tensor, rows: _R, denominator: float, /) -> tuple[Tensor, Stats]:
         """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
 
         `values` [N, L] are the head's numbers at the rows' tokens, zeros past a sequence's end; differentiable.
