@@ -101,7 +101,7 @@ class RunPaths:
 
     @property
     def status(self) -> Path:
-        """The launcher's word on its processes: `aligner.launch.state`."""
+        """The launcher's word on its processes: `aligner.launch.launcher_state`."""
         return self.root / "status.json"
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from aligner.models.model_source import ExpectedInputs
+from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config, PreferenceConfig
 from aligner.schema.derived import rows_together, samples_learned_from
 from aligner.schema.options import callable_place
@@ -16,20 +18,16 @@ _CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")
 """What losses can be weighed by (`algorithm.truncated_importance`); the others are not."""
 
 
-def algorithm_problems(config: Config) -> Iterator[str]:
-    """One line for each thing about `algorithm` that does not fit together."""
-    yield from _end_problems(config)
-    if config.algorithm.trainer == "preferences":
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What of the algorithm does not fit together, or the run around it."""
+    if config.algorithm.trainer == "dpo":
+        yield from _preference_loss_problems(config.algorithm.preference)
+    elif config.algorithm.trainer == "preferences":
         yield from _preference_problems(config)
-        return
-    yield from _loss_problems(config.algorithm)
-    yield from _sample_problems(config)
-    yield from _penalty_problems(config)
-    if config.critic.with_reward and not config.algorithm.has_critic:
-        yield (
-            f"critic.with_reward=true: algorithm.advantage={config.algorithm.advantage} has no critic whose processes could"
-            " serve the reward; leave it out"
-        )
+    elif config.algorithm.trainer == "online":
+        yield from _loss_problems(config.algorithm)
+        yield from _sample_problems(config)
+        yield from _penalty_problems(config)
 
 
 def _preference_problems(config: Config) -> Iterator[str]:
@@ -41,8 +39,6 @@ def _preference_problems(config: Config) -> Iterator[str]:
             f"algorithm.dynamic_sampling_rounds={rounds}: algorithm.trainer=preferences leaves prompts whose samples all score"
             " the same out; give 0"
         )
-    if config.critic.with_reward:
-        yield "critic.with_reward=true: algorithm.trainer=preferences has no critic; leave it out"
 
 
 def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
@@ -64,7 +60,7 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         comparing = f"advantage={settings.advantage}" if settings.advantage in _GROUPED else "loss=copg"
         yield f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's samples"
     if loss == "dpo":
-        yield from preference_loss_problems(settings.preference)
+        yield from _preference_loss_problems(settings.preference)
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if is_own_loss:
@@ -79,7 +75,7 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.truncated_importance={importance}: got loss={loss}; allowed with {allowed}"
 
 
-def preference_loss_problems(settings: PreferenceConfig) -> Iterator[str]:
+def _preference_loss_problems(settings: PreferenceConfig) -> Iterator[str]:
     """What of algorithm.preference does not fit together."""
     if settings.label_smoothing and settings.kind != "sigmoid":
         yield (
@@ -115,21 +111,6 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         yield f"algorithm.critic_warmup_steps={warmup}: algorithm.advantage={settings.advantage} has no critic"
     if warmup >= config.run.steps:
         yield f"algorithm.critic_warmup_steps={warmup}: the run has {config.run.steps} steps, and its policy would never learn"
-
-
-def _end_problems(config: Config) -> Iterator[str]:
-    """What concerns where a response ends."""
-    rollout, missing = config.rollout, config.reward.missing_end_score
-    if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
-        yield (
-            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has an end; give"
-            " rollout.truncate_token"
-        )
-    if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
-        yield (
-            f"rollout.truncate_after={rollout.truncate_after}: responses have at most"
-            f" rollout.max_response_tokens={rollout.max_response_tokens} tokens"
-        )
 
 
 def _sample_problems(config: Config) -> Iterator[str]:

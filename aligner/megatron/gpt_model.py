@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -17,15 +19,20 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from aligner.megatron.architecture import architecture_settings, gpt_arguments, set_rotary_frequencies
-from aligner.megatron.heads import install_head
-from aligner.megatron.layers import decoder_submodules
+from aligner.megatron.layers import decoder_submodules, install_head
 from aligner.megatron.world import World
+from aligner.models.rope import inverse_frequencies
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -33,9 +40,50 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def _finalize_gradients(model: list[MegatronModule], num_tokens: torch.Tensor | None = None, **_: object) -> None:
+def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
     # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
     finalize_model_grads(model, None)
+
+
+def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a TransformerConfig that the model's shape decides."""
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
+        "layernorm_epsilon": shape.norm_epsilon,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[shape.activation],
+        "add_bias_linear": shape.linear_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        # Ours counts the token itself, megatron-core's the tokens before it and after it.
+        "window_size": None if window is None else (window - 1, 0),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **(_expert_settings(shape) if shape.num_experts else {}),
+    }
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen sum to one.
+        "moe_router_pre_softmax": not shape.normalize_expert_weights,
+        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers compute in.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Grouped products need transformer-engine and put all experts in one parameter: one module an expert instead.
+        "moe_grouped_gemm": False,
+    }
 
 
 def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
@@ -59,10 +107,11 @@ def transformer_config(
     shape: ModelShape, layout: ParallelConfig, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
     """megatron-core's description of the model at a layout."""
+    plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
-            **architecture_settings(shape),
+            **_architecture_settings(shape),
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
@@ -77,17 +126,13 @@ def transformer_config(
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
-            # On a GPU transformer-engine has its own; cpu_kernels has these.
-            bias_activation_fusion=_is_plain_swiglu(shape) and not torch.cuda.is_available(),
+            # On a GPU transformer-engine has its own; cpu_backend has these.
+            bias_activation_fusion=plain_swiglu and not torch.cuda.is_available(),
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
             **_layout_arguments(layout),
             **_RECOMPUTE[recompute],
         )
-
-
-def _is_plain_swiglu(shape: ModelShape) -> bool:
-    return shape.gated and shape.activation == "silu" and not shape.linear_bias
 
 
 def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
@@ -113,14 +158,19 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
         model = GPTModel(
             config=config,
             transformer_layer_spec=decoder_submodules(shape, config, stage),
-            **gpt_arguments(shape),
-            pre_process=world.is_first_stage and chunk == 0,
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type={"rotary": "rope", "learned": "learned_absolute"}[shape.position],
+            rotary_percent=shape.rotary_fraction,
+            pre_process=world.place.pipeline == 0 and chunk == 0,
             post_process=holds_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
             parallel_output=True,
             vp_stage=stage,
         )
-    set_rotary_frequencies(model, shape)
+    if shape.position == "rotary":
+        # Those that the engines use too, every scaling included; in float32, since positions of long contexts need the digits.
+        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if holds_head:
@@ -133,13 +183,9 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
     # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in the gradient norm
     # instead of once a slice.
     for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
-            dimension = 0
-        elif isinstance(module, RowParallelLinear):
-            dimension = 1
-        else:
-            continue
-        if module.weight is not None:  # a tied head of the same stage has none of its own
+        cut = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear))
+        if cut and module.weight is not None:  # a tied head of the same stage has none of its own
+            dimension = int(isinstance(module, RowParallelLinear))
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)
 
 
@@ -160,18 +206,14 @@ def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool
         average_in_collective=False,
     )
     for chunk in chunks:
-        _let_gradients_through(chunk)
+        # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
+        # let the hidden states ask for one.
+        if chunk.pre_process and chunk.config.recompute_granularity == "full":
+            chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
     return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
 
 
-def _let_gradients_through(chunk: GPTModel) -> None:
-    # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
-    # let the hidden states ask for one.
-    if chunk.pre_process and chunk.config.recompute_granularity == "full":
-        chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
-
-
-def _asking_for_gradients(hidden: torch.Tensor) -> torch.Tensor:
+def _asking_for_gradients(hidden: Tensor) -> Tensor:
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
 
 
@@ -181,9 +223,8 @@ def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
     Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient hooks these refer to the
     model itself, in a cycle that Python cannot see and would never collect.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    setattr(dispatcher, name, None)
+    dispatchers = [getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()]
+    for dispatcher in filter(None, dispatchers):
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, None)

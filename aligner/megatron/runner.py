@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,66 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.offload import OffloadedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Head
+from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
-# Model output [1, T, …] of a micro-batch to what is wanted of it.
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
-# Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators.
+"""Model output [1, T, …] of a micro-batch to what is wanted of it."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
+"""Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
+
+
+class OffloadedWeights:
+    """Parameters whose memory on the device is given up until `restore`, gradient buffers' too; optimizer state stays.
+
+    The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
+    parameter buffers, the distributed optimizer's shards, tied weights.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        self._weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
+        self._gradients = [
+            (storage, storage.nbytes())
+            for storage in _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
+        ]
+        for storage in (*(storage for storage, _ in self._weights), *(storage for storage, _ in self._gradients)):
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Bring the weights back, bit for bit; gradient buffers hold anything."""
+        for storage, host in self._weights:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host)
+        for storage, size in self._gradients:
+            storage.resize_(size)
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
+    """Each storage once, however many of the tensors lie in it."""
+    seen = set()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    on_gpu = storage.device.type == "cuda"
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+    return host.copy_(_bytes(storage))
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The storage as uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class ModelRunner:
@@ -50,7 +98,7 @@ class ModelRunner:
     ) -> None:
         self.world, self.shape, self.settings = world, shape, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
-        self.weights = self.trained = NamedWeights(self.chunks, shape, world, head)
+        self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))
@@ -85,9 +133,8 @@ class ModelRunner:
                 yield f"{index}.{name}", parameter
 
     def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
-        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B].
+        """`pack_share` of a whole batch, tokens int64 [B, S] and lengths int64 [B], for this rank's data rank.
 
-        Of every `group` rows in a row all are in one micro-batch, in their order.
         Raises AlignerError for a sequence that is longer than the model's positions.
         """
         place, layout = self.world.place, self.world.layout
@@ -115,8 +162,7 @@ class ModelRunner:
 
         `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
         """
-        collected = torch.zeros(tokens.shape[0], width)
-        batches = self.share(tokens, lengths)
+        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths)
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
@@ -129,22 +175,20 @@ class ModelRunner:
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                result = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
-                return output.new_zeros(()), _no_tokens(output), result
+            def result(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                wanted = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
+                return output.new_zeros(()), _no_tokens(output), wanted
 
-            return _apply(model, batch), loss
+            return _apply(model, batch), result
 
         with torch.no_grad():
             return self._run_schedule(self.chunks, step, batches, forward_only=True)
 
     def update(self, batches: Sequence[PackedBatch], loss: OutputLoss) -> dict[str, float]:
-        """One optimizer step on the micro-batches' summed losses.
+        """One optimizer step on the micro-batches' summed losses; AlignerError when too many in a row are skipped.
 
-        Returns on every rank the statistics over all data ranks (a name that ends in _max by maximum, others by sum),
-        `grad_norm` (before clipping), `lr` (that of this step), `skipped` (1 when the gradients were not finite and nothing
-        was changed, else 0) and `skipped_total`. What is not finite in a skipped update is absent. Raises AlignerError when
-        too many in a row are skipped.
+        Returns on every rank what `GuardedStep` does, `skipped_total`, and the statistics over all data ranks (a name that
+        ends in _max by maximum, others by sum); what is not finite in a skipped update is absent.
         """
 
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -175,10 +219,9 @@ class ModelRunner:
         if self._offloaded is not None:
             raise RuntimeError("the model is asleep: its weights are in host memory")
         iterators = [iter(batches) for _ in chunks]
-        interleaved = len(chunks) > 1
         results = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iterators if interleaved else iterators[0],
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(batches),
             seq_length=1,  # the true length travels with each micro-batch

@@ -17,6 +17,7 @@ class CriticConfig(TrainedModelConfig):
         None,
         "build the critic, or the reward model that is trained, from the model's first layers; all of them when null",
         minimum=1,
+        read="algorithm.with_critic=true or algorithm.advantage=gae or algorithm.trainer=reward_model",
     )
     with_reward: bool = option(
         False,

@@ -19,6 +19,24 @@ def policy_updates(config: Config) -> int:
     return (config.run.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
 
 
+def critic_updates(config: Config) -> int:
+    """Optimizer steps of the critic over the whole run."""
+    return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt and response together."""
+    responses = config.rollout if config.algorithm.generates else config.data
+    return config.data.max_prompt_tokens + responses.max_response_tokens
+
+
+def longest_sequence_keys(config: Config) -> str:
+    """The keys and values that it is the sum of."""
+    section = "rollout" if config.algorithm.generates else "data"
+    response = longest_sequence(config) - config.data.max_prompt_tokens
+    return f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {section}.max_response_tokens={response}"
+
+
 def rows_together(config: Config) -> int:
     """How many rows of a minibatch must be in one micro-batch: a pair, or all of a prompt's samples."""
     if config.algorithm.trainer in ("dpo", "reward_model"):

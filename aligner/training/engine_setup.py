@@ -69,8 +69,7 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         engine.wake()
         return engine.begin_update(version)
 
-    layers = policy.runner.shape.num_layers
-    plan = plan_resharding(weights.table, layers, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
     return Publisher(
         plan,
         Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),

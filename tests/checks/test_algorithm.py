@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.checks.algorithm import algorithm_problems
+from aligner.checks import algorithm
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
@@ -79,7 +79,7 @@ def test_only_an_algorithm_with_values_has_a_critic():
 
 
 def test_a_critic_that_is_not_there_is_not_checked():
-    assert not list(algorithm_problems(composed("algorithm=rloo")))
+    assert not list(algorithm.problems(composed("algorithm=rloo"), None, {}))
     check(composed("algorithm=grpo", "critic.num_layers=99", "critic.micro_batch_tokens=1"))
 
 

@@ -122,10 +122,10 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
         check(compose_config(overrides))
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0].split("=")[0] for line in lines] == [
-        "actor.parallel.pipeline",
-        "engine.parallel",
         "run.stop_after",
         "data",
+        "actor.parallel.pipeline",
+        "engine.parallel",
     ]
 
 

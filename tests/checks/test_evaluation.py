@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from aligner.checks.evaluation import evaluation_problems
+from aligner.checks import checkpoint, evaluation
 from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EvaluationConfig
 from aligner.schema.derived import draws_greedily
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
-    return list(evaluation_problems(Config(algorithm=AlgorithmConfig(trainer=trainer), **sections)))
+    config = Config(algorithm=AlgorithmConfig(trainer=trainer), **sections)
+    return [*evaluation.problems(config, None, {}), *checkpoint.problems(config, None, {})]
 
 
 @pytest.mark.parametrize(

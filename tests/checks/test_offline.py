@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 
-from aligner.checks.data import offline_problems
+from aligner.checks import actor, algorithm, data, evaluation
+from aligner.models.shape import ModelShape
 from aligner.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, EvaluationConfig, LoraConfig, PreferenceConfig
+from aligner.schema.data_sources import FUNCTION
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
-    algorithm = AlgorithmConfig(trainer=trainer, preference=sections.pop("preference", PreferenceConfig()))
-    return list(offline_problems(Config(algorithm=algorithm, **sections), None))
+    settings = AlgorithmConfig(trainer=trainer, preference=sections.pop("preference", PreferenceConfig()))
+    records = dataclasses.replace(sections.pop("data", DataConfig()), path=f"{FUNCTION}records:make")
+    return found(Config(algorithm=settings, data=records, **sections))
+
+
+def found(config: Config, model: ModelShape | None = None) -> list[str]:
+    return [line for section in (data, actor, algorithm, evaluation) for line in section.problems(config, model, {})]
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
@@ -22,14 +29,14 @@ def test_the_defaults_fit(trainer: str) -> None:
 
 @pytest.mark.parametrize(("trainer", "fits", "short"), [("sft", 30, 29), ("dpo", 60, 59), ("reward_model", 60, 59)])
 def test_a_micro_batch_holds_what_the_loss_sees_together(trainer: str, fits: int, short: int) -> None:
-    data = DataConfig(max_prompt_tokens=20, max_response_tokens=10)
-    assert problems(trainer, data=data, actor=ActorConfig(micro_batch_tokens=fits)) == []
-    (problem,) = problems(trainer, data=data, actor=ActorConfig(micro_batch_tokens=short))
+    records = DataConfig(max_prompt_tokens=20, max_response_tokens=10)
+    assert problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=fits)) == []
+    (problem,) = problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=short))
     assert problem.startswith(f"actor.micro_batch_tokens={short}: must hold") and f"{fits} tokens" in problem
 
 
 @pytest.mark.parametrize(
-    ("trainer", "sections", "found"),
+    ("trainer", "sections", "told"),
     [
         ("sft", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on"),
         ("sft", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: read with"),
@@ -42,9 +49,9 @@ def test_a_micro_batch_holds_what_the_loss_sees_together(trainer: str, fits: int
         ),
     ],
 )
-def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], found: str) -> None:
+def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told: str) -> None:
     (problem,) = problems(trainer, **sections)
-    assert found in problem
+    assert told in problem
 
 
 def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
         },
         "test",
     )
-    config = Config(algorithm=AlgorithmConfig(trainer="sft"))
-    (problem,) = offline_problems(config, shape)
+    config = Config(algorithm=AlgorithmConfig(trainer="sft"), data=DataConfig(path=f"{FUNCTION}records:make"))
+    (problem,) = found(config, shape)
     assert "128 tokens, but the model has 64 positions" in problem
-    assert list(offline_problems(config, dataclasses.replace(shape, max_positions=128))) == []
+    assert found(config, dataclasses.replace(shape, max_positions=128)) == []

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from aligner.checks.check import check
 from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models.families import read_config
-from aligner.models.model_source import ExpectedInputs, read_shape
+from aligner.models.model_source import read_shape
 from aligner.placement import devices
 from aligner.placement.devices import Device
-from aligner.placement.memory import RoleMemory, memory_needs
-from aligner.placement.memory.activations import Load, Stage
-from aligner.placement.memory.layer import Layer
+from aligner.placement.memory.activations import Layer, Load, Stage
 from aligner.placement.memory.model_states import engine_weights, shared_weights, trained_states, weight_census
-from aligner.schema import ActorConfig, Config, OptimizerConfig, ParallelConfig
-from aligner.schema.keys import with_values
+from aligner.placement.memory.role_memory import RoleMemory, memory_needs
+from aligner.schema import ActorConfig, OptimizerConfig, ParallelConfig
 
 BF16 = Device(gpus=True, itemsize=2)
 GIB = 2**30
@@ -46,8 +40,8 @@ MASKS = 2
 def described(*overrides: str):
     """A configuration, its model's shape, and the shapes of the models that are not there."""
     config = compose_config(list(overrides))
-    coming = absent_inputs(config)
-    return config, read_shape(config, coming), coming
+    expected = absent_inputs(config)
+    return config, read_shape(config, expected), expected
 
 
 def needs(*overrides: str) -> dict[str, RoleMemory]:
@@ -257,18 +251,14 @@ def test_offline_trainers_have_what_they_need() -> None:
     assert sampling.phases[0].optimizer == 0, "nothing is trained"
 
 
-TOLD = re.compile(r"cluster\.device_memory_gib=\S+: (\w+) needs ([\d.]+) GiB a device.*; it fits with (.+), ([\d.]+) GiB")
+TOLD = re.compile(r"cluster\.device_memory_gib=\S+: (\w+) needs ([\d.]+) GiB a device.*; what usually helps: (.+)")
 
 
 def refused(*overrides: str) -> list[str]:
     """The lines that say what does not fit; none where everything does."""
-    config, _, coming = described(*overrides)
-    return problems_of(config, coming)
-
-
-def problems_of(config: Config, coming: ExpectedInputs) -> list[str]:
+    config, _, expected = described(*overrides)
     try:
-        check(config, coming)
+        check(config, expected)
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -276,125 +266,29 @@ def problems_of(config: Config, coming: ExpectedInputs) -> list[str]:
 
 TOO_LARGE = {
     "optimizer": (["critic.optimizer.distributed=false", "cluster.device_memory_gib=60"], "critic.optimizer.distributed=true"),
-    "recompute": (["actor.recompute=none", "actor.micro_batch_tokens=65536"], "actor.micro_batch_tokens=2048"),
-    "layout": (["actor.parallel.tensor=2", "actor.parallel.data=16"], "actor.parallel.tensor="),
-    "reward": (["reward.parallel.tensor=1"], "reward.parallel.tensor=2"),
-    "generator": (["engine.parallel.tensor=1"], "engine.parallel.tensor=2"),
+    "recompute": (["actor.recompute=none", "actor.micro_batch_tokens=65536"], "actor.micro_batch_tokens"),
+    "layout": (["actor.parallel.tensor=2", "actor.parallel.data=16"], "actor.parallel.tensor"),
+    "reward": (["reward.parallel.tensor=1"], "reward.parallel.tensor"),
+    "generator": (["engine.parallel.tensor=1"], "engine.parallel.tensor"),
 }
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_what_does_not_fit_is_refused_with_a_change_that_does(name: str) -> None:
-    overrides, change = TOO_LARGE[name]
+def test_what_does_not_fit_is_refused_with_the_keys_that_help(name: str) -> None:
+    overrides, key = TOO_LARGE[name]
     overrides = ["experiment=llama3_70b_ppo", *overrides]
     (problem,) = refused(*overrides)
     told = TOLD.fullmatch(problem)
     assert told is not None, problem
     assert f"{needs(*overrides)[told[1]].peak.total / GIB:.1f}" == told[2]
-    assert told[3].startswith(change)
-    changed = [*overrides, *told[3].split()]
-    assert refused(*changed) == []
-    assert f"{needs(*changed)[told[1]].peak.total / GIB:.1f}" == told[4]
+    assert key in told[3]
 
 
-def drawn(base: Config, draw: random.Random) -> Config:
-    """A configuration like another one with layouts, an engine and devices that are drawn; perhaps not a valid one."""
-
-    def layout(tensors: Sequence[int], section: str) -> dict[str, Any]:
-        tensor = draw.choice(tensors)
-        sizes = {"tensor": tensor, "sequence": tensor > 1 and draw.random() < 0.8}
-        sizes |= {"pipeline": draw.choice((1, 1, 2)), "data": draw.choice((1, 2, 4)), "last_stage_layers": None}
-        return {f"{section}.parallel.{name}": size for name, size in sizes.items()}
-
-    def training(section: str) -> dict[str, Any]:
-        return layout((1, 2, 4, 8), section) | {
-            f"{section}.recompute": draw.choice(("none", "selective", "full")),
-            f"{section}.micro_batch_tokens": draw.choice((2048, 8192, 16384)),
-            f"{section}.optimizer.distributed": draw.random() < 0.5,
-        }
-
-    values = training("actor") | training("critic") | layout((1, 2, 8), "reward")
-    if draw.random() < 0.3:
-        values["critic.with_reward"], values["rollout.max_staleness"] = True, 0
-        values |= {key.replace("critic", "reward"): size for key, size in values.items() if key.startswith("critic.parallel")}
-    kind, placement = draw.choice(("embedded", "tensorrt_llm")), draw.choice(("colocated", "server"))
-    values |= {"engine.kind": kind, "engine.placement": placement, "engine.parallel.tensor": draw.choice((1, 2, 8))}
-    values["engine.update"] = "in_place" if kind == "tensorrt_llm" else draw.choice(("atomic", "in_place"))
-    values["engine.sleep"] = placement == "colocated" and draw.random() < 0.5
-    values["engine.batch_size"], values["rollout.micro_batches"] = draw.choice((64, 256, 1024)), draw.choice((1, 2, 4))
-    values["engine.kv_cache_mib"] = draw.choice((None, None, 30000, 60000))
-    if placement == "colocated":
-        values["rollout.max_staleness"] = 0
-    values["cluster.device_memory_gib"] = draw.choice((24, 40, 48, 80, 140, 180))
-    values["cluster.devices_per_node"] = draw.choice((4, 8, 16))
-    config = with_values(base, values)
-    ranks = config.actor.parallel.ranks if placement == "colocated" else draw.choice((8, 16))
-    return with_values(config, {"engine.parallel.data": max(1, ranks // config.engine.parallel.tensor)})
-
-
-@pytest.mark.parametrize("recipe", ["llama3_8b_grpo", "llama3_8b_ppo", "llama3_70b_ppo", "llama3_405b_ppo"])
-def test_the_advice_taken_as_it_is_printed_makes_a_valid_run_that_fits(recipe: str) -> None:
-    base, _, coming = described(f"experiment={recipe}")
-    draw, helped = random.Random(recipe), 0
-    while helped < 12:
-        config = drawn(base, draw)
-        problems = problems_of(config, coming)
-        if not problems or not all(problem.startswith("cluster.device_memory_gib=") for problem in problems):
-            continue
-        told = [TOLD.fullmatch(problem) for problem in problems]
-        changes = [change.partition("=") for line in told if line is not None for change in line[3].split()]
-        assert len({key for key, _, _ in changes}) == len(changes), "no key is told twice"
-        changed = with_values(config, {key: yaml.safe_load(value) for key, _, value in changes})
-        beyond_help = [problem.split(":")[1].split()[0] for problem, line in zip(problems, told, strict=True) if line is None]
-        left = [problem.split(":")[1].split()[0] for problem in problems_of(changed, coming)]
-        assert left == beyond_help, (problems, problems_of(changed, coming))
-        helped += len(told) - len(beyond_help)
-
-
-def test_a_stage_of_fewer_layers_is_proposed_where_no_other_layout_divides_the_samples() -> None:
-    """126 layers go evenly on 14 stages, but 14 replicas of the engine do not share 512 samples."""
-    trainer = ["actor.parallel={tensor: 8, sequence: true, pipeline: 2, data: 1}"]
-    samples = ["rollout.prompts_per_step=512", "rollout.samples_per_prompt=2"]
-    engine = ["engine.placement=colocated", "engine.sleep=true", "engine.parallel.data=0", "rollout.max_staleness=0"]
-    devices = ["algorithm=grpo", "algorithm.kl_coefficient=0.01", "cluster.device_memory_gib=180"]
-    devices += ["algorithm.critic_warmup_steps=0"]
-    (problem,) = refused("experiment=llama3_405b_ppo", *trainer, *samples, *engine, *devices)
-    layout = "actor.parallel.pipeline=16 actor.parallel.last_stage_layers=6 engine.parallel.data=16"
-    assert f"it fits with {layout}, " in problem
-
-
-def test_tensor_ranks_are_proposed_as_far_as_a_node_has_devices() -> None:
-    too_small = ["experiment=llama3_70b_ppo", "reward.parallel={tensor: 1, data: 1}", "cluster.device_memory_gib=40"]
-    assert "reward needs" in (problem := refused(*too_small)[-1]) and "it fits with reward.parallel.tensor=4, " in problem
-    problem = refused(*too_small, "cluster.devices_per_node=2", "engine.kind=embedded")[-1]
-    assert "it fits with reward.parallel.tensor=2 reward.parallel.pipeline=2, " in problem
-
-
-@pytest.mark.parametrize(
-    ("overrides", "change"),
-    [
-        (["engine=embedded", "engine.sleep=true", "cluster.device_memory_gib=64"], "engine.batch_size=128"),
-        (["engine.sleep=false", "engine.kv_cache_mib=60000"], "engine.kv_cache_mib=15000"),
-    ],
-    ids=["embedded", "tensorrt-llm"],
-)
-def test_a_colocated_engine_with_too_large_a_cache_is_told_to_have_a_smaller_one(overrides: list[str], change: str) -> None:
-    smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "cluster.device_memory_gib=72"]
-    rows = ["engine.batch_size=512", "rollout.micro_batches=1"]
-    (problem,) = refused("experiment=llama3_8b_grpo", *smallest, *rows, *overrides)
-    assert "trainer needs" in problem and f"it fits with {change}" in problem, problem
-
-
-def test_a_colocated_engine_is_put_to_sleep_where_that_is_enough() -> None:
+def test_a_colocated_engine_can_sleep_where_the_trainer_needs_too_much() -> None:
     smallest = ["actor.recompute=full", "actor.micro_batch_tokens=1536", "engine=embedded", "cluster.device_memory_gib=60"]
     (problem,) = refused("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)
-    assert "trainer needs" in problem and "it fits with engine.sleep=true" in problem
-
-
-def test_what_no_layout_of_a_node_holds_is_said() -> None:
-    (problem,) = refused("experiment=llama3_405b_ppo", "cluster.device_memory_gib=80")
-    assert problem.startswith("cluster.device_memory_gib=80: generator needs")
-    assert problem.endswith("no layout within a node would fit; give devices with more memory, or a smaller model")
+    assert "trainer needs" in problem and "engine.sleep=true" in problem
+    assert refused("experiment=llama3_8b_grpo", "engine.batch_size=256", "engine.sleep=true", *smallest) == []
 
 
 def test_nothing_is_refused_where_no_device_memory_is_given(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.checks.cluster import slurm_problems
+from aligner.checks import cluster
 from aligner.config.compose import built_in_directory, compose_config
 from aligner.errors import ConfigError
 from aligner.placement.roles import role_ranks
@@ -28,7 +28,7 @@ def layout(*overrides: str):
 
 
 def problems(*overrides: str) -> str:
-    return "\n".join(slurm_problems(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides])))
+    return "\n".join(cluster.problems(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]), None, {}))
 
 
 def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first() -> None:

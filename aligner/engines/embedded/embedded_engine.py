@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Sample
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
@@ -16,12 +15,10 @@ from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import (
     GenerationRequest,
-    InFlight,
     SamplingOptions,
     SpanListener,
     request_problems,
     response_limit,
-    run,
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
@@ -82,7 +79,6 @@ class EmbeddedEngine:
         self._asleep = False
         self._spare: EngineWeights | None = None
         """The other set of weights: an atomic update is written into it, and the two change places."""
-        self._host_copy: Tensor | None = None
         self._weights = self._allocate()
 
     @property
@@ -120,11 +116,7 @@ class EmbeddedEngine:
         self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
         return self._generation
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order."""
-        return run(self.start(requests, options), len(requests))
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> EmbeddedUpdate:
+    def begin_update(self, version: int) -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""
         self._check_awake("take new weights")
         if self._update is not None:
@@ -138,15 +130,15 @@ class EmbeddedEngine:
                 self._spare = EngineWeights(self._layout, self._device, self._dtype)
             target = self._spare
         elif self.version is not None:
-            self._settle(in_flight)
-        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, in_flight, ok))
+            self._settle()
+        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, ok))
         if target is self._weights:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
         return self._update
 
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Free the memory of keys and values, and that of the weights where it is not host memory anyway."""
+    def sleep(self) -> None:
+        """Free the memory of keys and values and of the weights."""
         if self._update is not None:
             raise AlignerError(f"the engine can not sleep: the update to version {self._update.version} is open")
         if self._generation is not None and not self._generation.done:
@@ -155,28 +147,18 @@ class EmbeddedEngine:
         self._forget_graphs()
         self._machine.cache.free()
         self._spare = None
-        if not keep_weights:
-            self._machine.version, self._host_copy = None, None
-            self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
-        elif self._device.type != "cpu" and self.version is not None and self._host_copy is None:
-            self._host_copy = torch.empty_like(self._weights.storage, device="cpu", pin_memory=True)
-            self._host_copy.copy_(self._weights.storage)
-        if self._device.type != "cpu" or not keep_weights:
-            self._weights = EngineWeights((), self._device, self._dtype)
-            self._machine.decoder.use({})
+        self._machine.version = None
+        self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+        self._weights = EngineWeights((), self._device, self._dtype)
+        self._machine.decoder.use({})
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory back, with the weights that were kept."""
-        if not self._asleep:
-            return
-        if not self._weights.views:
+        """Take the memory back, for weights to be published into."""
+        if self._asleep:
             self._weights = self._allocate()
-        if self._host_copy is not None:
-            self._weights.storage.copy_(self._host_copy)
-            self._host_copy = None
-        self._asleep = False  # last: who runs out of memory above may try again
+            self._asleep = False  # last: who runs out of memory above may try again
 
     def shutdown(self) -> None:
         """Nothing to end: the engine has no processes of its own."""
@@ -205,7 +187,7 @@ class EmbeddedEngine:
         budget = self._settings.kv_cache_mib
         return budget is None or rows * columns * self._token_bytes <= budget << 20
 
-    def _end_update(self, target: EngineWeights, version: int, in_flight: InFlight, ok: bool) -> None:
+    def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights
         self._update = None
         if not ok:
@@ -213,7 +195,7 @@ class EmbeddedEngine:
                 self._why_no_weights = f"the update to version {version} failed and had begun to overwrite them; publish again"
             return
         if not in_place:
-            self._settle(in_flight)
+            self._settle()
             self._exchange(target)
         self._machine.version = version
 
@@ -225,11 +207,11 @@ class EmbeddedEngine:
         self._weights, self._spare = target, self._weights
         self._machine.decoder.use(target.tensors)
 
-    def _settle(self, in_flight: InFlight) -> None:
+    def _settle(self) -> None:
         """Before the weights change: no response may go on with keys and values of the old ones."""
         if self._generation is None:
             return
-        if in_flight == "finish":
+        if self._settings.in_flight == "finish":
             self._generation.finish_rows()
         else:
             self._generation.restart_rows()
