@@ -13,6 +13,7 @@ PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
 LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
+
 CHECKPOINT_MANIFEST = "manifest.json"
 """Written last: a checkpoint without it does not count."""
 
@@ -100,7 +101,7 @@ class RunPaths:
 
     @property
     def status(self) -> Path:
-        """The launcher's word on its processes: `aligner.launch.state`."""
+        """The launcher's word on its processes: `aligner.launch.launcher_state`."""
         return self.root / "status.json"
 
     @property

@@ -59,13 +59,15 @@ class Replica:
     def __init__(self, directory: str, model: str, way: Way, batch: int) -> None:
         import torch
 
-        from aligner.engines.embedded.engine import EmbeddedEngine
+        from aligner.data.export import find_source
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+        from aligner.engines.generate import load
         from aligner.schema import EngineConfig
 
         self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
         self._rows = -(-batch // self._replicas)
         self._engine = EmbeddedEngine(self._shape, EngineConfig(batch_size=self._rows), rank=0, seed=1)
-        self._engine.load_directory(Path(directory))
+        load(self._engine, find_source(Path(directory)))
         self._inputs = {
             width: torch.randn(self._rows, width) for width in (self._shape.hidden_size, self._shape.ffn_hidden_size)
         }
@@ -86,7 +88,11 @@ class Replica:
         import torch
         import torch.nn.functional as F
 
-        repeats, matrices = 8, [tensor for tensor in self._engine.matrices if tensor.dim() == 2]
+        tables = {"embedding.position_embeddings.weight"}
+        if not self._shape.tied_embeddings:
+            tables.add("embedding.word_embeddings.weight")
+        tensors = self._engine._weights.tensors.items()
+        repeats, matrices = 8, [tensor for name, tensor in tensors if tensor.dim() == 2 and name not in tables]
         with torch.inference_mode():
             begin = time.perf_counter()
             for _ in range(repeats):
@@ -98,7 +104,7 @@ class Replica:
         import torch
 
         from aligner.data.types import Prompt
-        from aligner.engines.protocol import GenerationRequest, SamplingOptions
+        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         requests = [
             GenerationRequest(Prompt(index // work.samples, "", torch.tensor(prompt)), index % work.samples, length)

@@ -1,44 +1,34 @@
-"""The policy's layout, frozen weights and adapters against the model."""
+"""The policy's layout, batches, frozen weights and adapters against the model and the algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aligner.errors import ConfigError
+from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems
 from aligner.models.adapters import TARGETS
-from aligner.models.frozen import frozen_names
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import critic_shape
+from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import TensorSpec, weight_table
-from aligner.schema import ActorConfig, Config, TrainedModelConfig
+from aligner.models.weight_slices import weight_table
+from aligner.schema import ActorConfig, Config
+from aligner.schema.derived import policy_updates, rows_together
 
 
-def layout_problems_of_roles(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Layouts and frozen weights of the roles that train."""
-    layers, trainer = config.critic.num_layers, config.algorithm.trainer
-    too_many = layers is not None and layers > shape.num_layers and (config.algorithm.has_critic or trainer == "reward_model")
-    if too_many:
-        yield f"critic.num_layers={layers}: the model has {shape.num_layers} layers"
-    critic = shape if too_many else critic_shape(config, shape)
-    trained = critic if trainer == "reward_model" else shape
-    yield from layout_problems("actor.parallel", config.actor.parallel, trained)
-    yield from _trained_weights(config, trained)
-    if config.algorithm.has_critic and not too_many:
-        yield from layout_problems("critic.parallel", config.critic.parallel, critic)
-        yield from _frozen(config.critic, weight_table(critic, "scalar"), "critic")
-
-
-def _trained_weights(config: Config, shape: ModelShape) -> Iterator[str]:
-    yield from _frozen(config.actor, weight_table(shape), "actor")
-    yield from lora_problems("actor", config.actor, shape)
-
-
-def _frozen(settings: TrainedModelConfig, table: tuple[TensorSpec, ...], role: str) -> Iterator[str]:
-    try:
-        frozen_names(table, settings.frozen, f"{role}.frozen")
-    except ConfigError as error:
-        yield str(error)
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What the policy, or what else is trained from files, cannot run with."""
+    actor, trains_reward_model = config.actor, config.algorithm.trainer == "reward_model"
+    if model is not None:
+        trained = cut_shape(config, model) if trains_reward_model else model
+        yield from layout_problems("actor.parallel", actor.parallel, trained)
+        yield from frozen_problems("actor", actor, weight_table(trained))
+        yield from lora_problems("actor", actor, trained)
+    if trains_reward_model and actor.lora.rank:
+        yield (
+            f"actor.lora.rank={actor.lora.rank}: with adapters the new head of a reward model would not be trained; leave it"
+            " 0 with algorithm.trainer=reward_model"
+        )
+    yield from micro_batch_problems(config, "actor", actor, rows_together(config))
+    yield from optimizer_problems("actor", actor, policy_updates(config))
 
 
 def lora_problems(key: str, settings: ActorConfig, shape: ModelShape) -> Iterator[str]:

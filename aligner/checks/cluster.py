@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
+from aligner.models.model_source import ExpectedInputs
+from aligner.models.shape import ModelShape
 from aligner.placement.roles import has_generator
 from aligner.placement.slurm_layout import Layout, container_mounts, slurm_layout, slurm_role
 from aligner.schema import Config
@@ -17,9 +19,11 @@ _TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINIT
 _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
-def slurm_problems(config: Config) -> Iterator[str]:
-    """One line for each thing about cluster.slurm that is wrong, as far as the machine that submits can tell."""
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What is wrong with a Slurm job, as far as the machine that submits it can tell."""
     slurm = config.cluster.slurm
+    if config.cluster.kind != "slurm":
+        return
     try:
         yield from _replica_problems(config, slurm_layout(config))
     except ConfigError as error:

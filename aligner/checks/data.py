@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checks.algorithm import preference_loss_problems
 from aligner.errors import ConfigError
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, is_expected
+from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources, is_dataset
+from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 _RECORDS = {
     "online": "prompt",
@@ -23,8 +23,16 @@ _RECORDS = {
 }
 
 
-def data_problems(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> Iterator[str]:
-    """One line for each thing that is wrong with what is learned from, but for the records' content."""
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What is wrong with what is learned from, but for the records' content."""
+    yield from _source_problems(config, expected)
+    yield from _normalization_problems(config, expected)
+    longest = longest_sequence(config)
+    if model is not None and not config.algorithm.generates and longest > model.max_positions:
+        yield f"{longest_sequence_keys(config)}: {longest} tokens, but the model has {model.max_positions} positions"
+
+
+def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     data, trainer = config.data, config.algorithm.trainer
     try:
         sources = data_sources(data)
@@ -36,7 +44,7 @@ def data_problems(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> 
     if not sources and any(not prompt.strip() for prompt in data.prompts):
         yield "data.prompts: a prompt is empty"
     for source in sources:
-        if not is_expected(source.path, coming) and (problem := path_problem(source.path, trainer)):
+        if not is_expected(source.path, expected) and (problem := path_problem(source.path, trainer)):
             yield f"{source.given_as}: {problem}"
 
 
@@ -68,39 +76,11 @@ def _directory_problem(path: Path) -> str | None:
     return None
 
 
-def offline_problems(config: Config, shape: ModelShape | None, coming: ExpectedInputs = NOTHING_EXPECTED) -> Iterator[str]:
-    """One line for each thing about a run of algorithm.trainer=sft, dpo or reward_model that does not fit together."""
-    yield from _length_problems(config, shape)
-    if config.algorithm.trainer == "dpo":
-        yield from preference_loss_problems(config.algorithm.preference)
-    yield from _normalization_problems(config, coming)
-    trainer, data = config.algorithm.trainer, config.data
-    if trainer == "reward_model" and config.actor.lora.rank:
-        yield (
-            f"actor.lora.rank={config.actor.lora.rank}: with adapters the new head of a reward model would not be trained;"
-            " leave it 0 with algorithm.trainer=reward_model"
-        )
-    if config.evaluation.every and not data.held_out:
-        yield f"evaluation.every={config.evaluation.every}: there is nothing to evaluate on; give data.held_out=ROWS"
-
-
-def _length_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    trainer, data, budget = config.algorithm.trainer, config.data, config.actor.micro_batch_tokens
-    longest = data.max_prompt_tokens + data.max_response_tokens
-    described = f"data.max_prompt_tokens={data.max_prompt_tokens} + data.max_response_tokens={data.max_response_tokens}"
-    if shape is not None and longest > shape.max_positions:
-        yield f"{described}: {longest} tokens, but the model has {shape.max_positions} positions"
-    together = 1 if trainer == "sft" else 2
-    if budget < together * longest:
-        what = "the longest row" if together == 1 else "a pair of the longest rows"
-        yield f"actor.micro_batch_tokens={budget}: must hold {what}, {together * longest} tokens ({described})"
-
-
-def _normalization_problems(config: Config, coming: ExpectedInputs) -> Iterator[str]:
+def _normalization_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     given = config.data.normalization
-    if given is None:
+    if given is None or config.algorithm.generates:
         return
     if config.algorithm.trainer != "reward_model":
         yield f"data.normalization={given}: read with algorithm.trainer=reward_model only"
-    elif not is_expected(given, coming) and not Path(given).exists():
+    elif not is_expected(given, expected) and not Path(given).exists():
         yield f"data.normalization={given}: no such file"

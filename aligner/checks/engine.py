@@ -5,14 +5,33 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from aligner.checks.rollout import staleness_problems
-from aligner.models.layouts import tensor_sizes
+from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
+from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.devices import device_of, has_gpu
 from aligner.schema import Config, EngineConfig
+from aligner.schema.derived import longest_sequence, longest_sequence_keys
+
+TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
+_ELSE = "use engine=embedded"
 
 
-def engine_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What keeps the engine from drawing samples, or weights from reaching it."""
+    if not config.algorithm.generates:
+        return
+    if model is not None:
+        yield from engine_problems(config.engine.parallel, model)
+        yield from engine_kind_problems(config.engine, model)
+        yield from _rank_problems(config, model)
+        yield from _cache_problems(config, model)
+    if config.cluster.kind == "local":
+        yield from engine_machine_problems(config.engine)
+    yield from _update_problems(config)
+    yield from _start_problems(config)
+
+
+def _rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """A colocated engine that does not span the trainer's ranks."""
     engine, ranks = config.engine.parallel, config.actor.parallel.ranks
     if config.engine.placement == "colocated" and engine.ranks != ranks:
@@ -23,17 +42,27 @@ def engine_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def engine_update_problems(config: Config) -> Iterator[str]:
+def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
+    """Keys and values of one sequence that do not fit the engine's memory for them."""
+    budget, longest = config.engine.kv_cache_mib, longest_sequence(config)
+    itemsize = device_of(config, config.engine.precision).itemsize
+    needed = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (longest - 1)
+    if budget is not None and needed > budget << 20:
+        yield (
+            f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens"
+            f" ({longest_sequence_keys(config)}), need {needed / 2**20:.1f} MiB"
+        )
+
+
+def _update_problems(config: Config) -> Iterator[str]:
     """How weights reach the engine, against where it runs."""
-    if config.rollout.max_staleness:
-        yield from staleness_problems(config)
-    elif config.engine.in_flight == "interrupt":
+    if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
             "engine.in_flight=interrupt: nothing is under way when weights come with rollout.max_staleness=0; give"
             " engine.in_flight=finish, or rollout.max_staleness of at least 1"
         )
     if config.engine.placement == "server":
-        yield from _generator(config)
+        yield from _generator_problems(config)
     if config.engine.update != "shared":
         return
     if config.actor.lora.rank:
@@ -49,7 +78,7 @@ def engine_update_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _generator(config: Config) -> Iterator[str]:
+def _generator_problems(config: Config) -> Iterator[str]:
     """What an engine in a world of its own cannot do."""
     engine, key = config.engine, "engine.placement=server"
     if engine.update == "shared":
@@ -71,7 +100,7 @@ def _generator(config: Config) -> Iterator[str]:
             )
 
 
-def engine_start_problems(config: Config) -> Iterator[str]:
+def _start_problems(config: Config) -> Iterator[str]:
     """Who waits for a TensorRT-LLM engine to start: its replica's other ranks, in a collective."""
     engine, waits = config.engine, config.cluster.collective_timeout_s
     if engine.kind == "tensorrt_llm" and engine.parallel.tensor > 1 and waits <= engine.tensorrt_llm.timeout_s:
@@ -79,10 +108,6 @@ def engine_start_problems(config: Config) -> Iterator[str]:
             f"cluster.collective_timeout_s={waits:g}: a replica's other ranks wait so long for its engine to start, which may"
             f" take engine.tensorrt_llm.timeout_s={engine.tensorrt_llm.timeout_s:g} s; give more than that"
         )
-
-
-TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
-_ELSE = "use engine=embedded"
 
 
 def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:

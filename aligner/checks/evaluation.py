@@ -6,34 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.checks.data import path_problem
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, is_expected
+from aligner.models.model_source import ExpectedInputs, is_expected
+from aligner.models.shape import ModelShape
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.data_sources import fields_problems
 from aligner.schema.scoring_functions import function_problem
 
-_EVERY_RUNS = ("eval", "policy", "throughput")
-_ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness")
 
-
-def evaluation_problems(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> Iterator[str]:
-    """One line for each thing that is wrong with what a run is evaluated on, and how, but for the prompts' content."""
-    settings, metric = config.evaluation, config.checkpoint.best_metric
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What is wrong with what a run is evaluated on, and how, but for the prompts' content."""
     if config.algorithm.trainer == "online":
-        evaluated = settings.every > 0
-        advice = "give evaluation.every=STEPS"
-        yield from _online_problems(settings, coming)
+        yield from _online_problems(config.evaluation, expected)
     else:
-        evaluated = config.data.held_out > 0
-        advice = "give data.held_out=ROWS"
         yield from _offline_problems(config)
-    kinds = [*_EVERY_RUNS, *(_ONLINE if config.algorithm.trainer == "online" else (config.algorithm.trainer,))]
-    if metric is not None and metric.partition("/")[0] not in kinds:
-        yield f"checkpoint.best_metric={metric}: the metrics of this run begin with {', '.join(f'{kind}/' for kind in kinds)}"
-    if metric is not None and metric.startswith("eval/") and not evaluated:
-        yield f"checkpoint.best_metric={metric}: the run is never evaluated; {advice}"
 
 
-def _online_problems(settings: EvaluationConfig, coming: ExpectedInputs) -> Iterator[str]:
+def _online_problems(settings: EvaluationConfig, expected: ExpectedInputs) -> Iterator[str]:
     if settings.every and settings.path is None and not settings.prompts:
         yield (
             f"evaluation.every={settings.every}: there is nothing to evaluate on; give evaluation.path=FILE or"
@@ -42,7 +30,7 @@ def _online_problems(settings: EvaluationConfig, coming: ExpectedInputs) -> Iter
     if settings.path is not None and settings.prompts:
         yield "evaluation.prompts: evaluation.path is given as well; give one of them"
     path = settings.path
-    if path is not None and not is_expected(path, coming) and (problem := path_problem(Path(path), "online")):
+    if path is not None and not is_expected(path, expected) and (problem := path_problem(Path(path), "online")):
         yield f"evaluation.path={path}: {problem}"
     if any(not prompt.strip() for prompt in settings.prompts):
         yield "evaluation.prompts: a prompt is empty"
@@ -60,6 +48,8 @@ def _offline_problems(config: Config) -> Iterator[str]:
     settings, trainer = config.evaluation, config.algorithm.trainer
     if trainer == "preferences" and settings.every:
         yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
+    elif trainer != "preferences" and settings.every and not config.data.held_out:
+        yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
     for name in ("path", "prompts", "function"):
         if value := getattr(settings, name):
             yield (

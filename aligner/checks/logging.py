@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from aligner.models.model_source import ExpectedInputs
+from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -16,7 +18,7 @@ _SERVER = "https://api.wandb.ai"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
-def tracker_problems(config: Config) -> Iterator[str]:
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """A tracker that is asked for but not installed, or has no key to its server."""
     wandb, mlflow = config.logging.wandb, config.logging.mlflow
     for name, tracker in (("wandb", wandb), ("mlflow", mlflow)):

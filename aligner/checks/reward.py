@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from aligner.checks.trained_model import micro_batch_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, directory_shape
+from aligner.models.model_source import ExpectedInputs, directory_shape
 from aligner.models.normalization import read_normalization
+from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
+from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.reward_sources import ModelSource, RemoteSource, Source, model_sources, reward_sources
 
 
-def reward_problems(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> Iterator[str]:
-    """One line for each thing that is wrong with the reward's sources and where they run."""
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What is wrong with the reward's sources, and with where they run."""
+    if not config.algorithm.generates:
+        return
+    missing, rollout = config.reward.missing_end_score, config.rollout
+    if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
+        yield (
+            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has an end; give"
+            " rollout.truncate_token"
+        )
     try:
         sources = reward_sources(config.reward)
     except ConfigError as error:
         yield str(error)
         return
-    yield from _place_problems(config, model_sources(sources))
+    models = model_sources(sources)
+    yield from _place_problems(config, models)
     layout_key, layout = _layout(config)
     if layout.ranks > 1:
         yield from _patience_problems(config, sources)
-    for source in model_sources(sources):
+    if models:
+        yield from micro_batch_problems(config, "reward", config.reward)
+    for source in models:
         try:
-            shape = directory_shape(Path(source.path), f"{source.key}.path", coming)
+            shape = directory_shape(Path(source.path), f"{source.key}.path", expected)
             yield from layout_problems(layout_key, layout, shape)
             read_normalization(Path(source.path))
         except ConfigError as error:
             yield str(error)
+        else:
+            yield from _size_problems(config, model, source, shape)
 
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
     """The layout at which reward models run, and its key."""
-    if config.critic.with_reward:
+    if config.critic_scores:
         return "critic.parallel", config.critic.parallel
     return "reward.parallel", config.reward.parallel
 
 
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     reward, own = config.reward, config.reward.parallel
-    if config.critic.with_reward:
+    if config.critic_scores:
         if own not in (ParallelConfig(), config.critic.parallel):
             yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
         if reward.replicas != 1:
@@ -59,3 +76,34 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
                 f"{source.key}.timeout_s={source.timeout_s:g}: must be below cluster.collective_timeout_s={limit:g}, for the"
                 " other ranks wait no longer"
             )
+
+
+def _size_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:
+    """A reward model that does not know the policy's tokens, or as many of them."""
+    named, longest = f"{source.key}.path={source.path}", longest_sequence(config)
+    if model.max_positions < longest:
+        yield (
+            f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens"
+            f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
+        )
+    # The tokenizer, which is large, is read only where embeddings alone do not settle it.
+    if policy is None or model.vocab_size >= policy.vocab_size:
+        return
+    if model.vocab_size < (vocabulary := _used_vocabulary(config, policy)):
+        yield (
+            f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a reward model of the"
+            " policy's vocabulary (model.path)"
+        )
+
+
+def _used_vocabulary(config: Config, shape: ModelShape) -> int:
+    """How many tokens the policy writes: those of its tokenizer, where its embeddings have rows to spare."""
+    if config.model.source != "directory" or config.model.path is None:
+        return shape.vocab_size
+    try:
+        tokenizer = json.loads((Path(config.model.path) / "tokenizer.json").read_bytes())
+        words, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return shape.vocab_size  # there is none yet, or it is not as it must be, which is told when it is opened
+    ids = set(words.values()) if isinstance(words, dict) else set(range(len(words)))
+    return min(shape.vocab_size, len(ids | added))

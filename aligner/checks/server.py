@@ -1,24 +1,80 @@
-"""Ports, interface and TLS files of the servers, against each other and this machine."""
+"""Ports, interface, TLS files and limits of the servers, against each other, the batches and this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.placement.ports import _LAST_PORT, client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.models.model_source import ExpectedInputs
+from aligner.models.shape import ModelShape
+from aligner.placement.ports import client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.placement.roles import has_generator
 from aligner.schema import Config, TLSConfig
+from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema.server import LAST_PORT
 
 
-def port_problems(config: Config) -> Iterator[str]:
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What servers cannot listen on, would not be reached at, or would refuse of the run's own requests."""
+    yield from _port_problems(config)
+    yield from tls_problems(config)
+    if not config.algorithm.generates:
+        return
+    longest, taken = longest_sequence(config), config.server.max_sequence_length
+    if taken is not None and taken < longest:
+        yield (
+            f"server.max_sequence_length={taken}: the servers would refuse the longest sequence, {longest} tokens"
+            f" ({longest_sequence_keys(config)}); give {longest} or more, or leave it out"
+        )
+    yield from _request_problems(config, longest)
+
+
+def _request_problems(config: Config, longest: int) -> Iterator[str]:
+    """Requests that the servers would refuse whole: padding counts, so every row may be as long as the longest."""
+    rollout, server, critic = config.rollout, config.server, config.algorithm.has_critic
+    prompts = rollout.prompts_per_micro_batch
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    # Of a batch that was drawn ahead the values are asked for when it is taken, as a whole.
+    asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
+    requests = [("scores or values of", min(asked, server.max_batch_size), longest, "a smaller server.max_batch_size")]
+    if critic:
+        rows = samples // config.algorithm.minibatches
+        requests.append(("an update of the critic with", rows, longest, "more algorithm.minibatches"))
+    if has_generator(config):
+        rows = prompts + rollout.spare_prompts
+        requests.append(("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches"))
+    if config.evaluation.every:
+        requests += _evaluation_requests(config, longest)
+    for what, rows, tokens, instead in requests:
+        if rows * tokens > server.max_request_tokens:
+            yield (
+                f"server.max_request_tokens={server.max_request_tokens}: a request for {what} {rows} rows of up to {tokens}"
+                f" tokens would be refused; give {rows * tokens} or more, or {instead}"
+            )
+
+
+def _evaluation_requests(config: Config, longest: int) -> Iterator[tuple[str, int, int, str]]:
+    """Those of held-out prompts, all of which are asked for at once. How many a file has is not known before it is read."""
+    settings, instead = config.evaluation, "a smaller evaluation.count"
+    prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
+    if settings.function is None:
+        rows = min(prompts * settings.samples, config.server.max_batch_size)
+        yield "the evaluation's scores of", rows, longest, "a smaller server.max_batch_size"
+    if has_generator(config) and prompts < sys.maxsize:
+        yield "the evaluation's samples for", prompts, config.data.max_prompt_tokens, instead
+
+
+def _port_problems(config: Config) -> Iterator[str]:
     """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface.
 
     What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
-    if config.critic.with_reward:
+    if config.critic_scores:
         for name, port in dataclasses.asdict(config.reward.ports).items():
             if port:
                 yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
@@ -38,8 +94,8 @@ def port_problems(config: Config) -> Iterator[str]:
         return
     taken: dict[int, str] = {}
     for key, port in explicit_ports(config).items():
-        if port > _LAST_PORT:
-            yield f"{key}={port}: a port is at most {_LAST_PORT}"
+        if port > LAST_PORT:
+            yield f"{key}={port}: a port is at most {LAST_PORT}"
         elif port in taken:
             yield f"{key}={port}: {taken[port]} has the same port"
         elif is_here and not port_is_free(address := addresses[key.split(" ")[0].rpartition(".")[2]], port):

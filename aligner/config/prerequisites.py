@@ -18,6 +18,7 @@ from pathlib import Path
 import aligner
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
+from aligner.config.resume import resume_problems
 from aligner.errors import ConfigError
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, read_shape
 from aligner.models.shape import ModelShape
@@ -81,30 +82,31 @@ class RunPlan:
 
     def results(self) -> ExpectedInputs:
         """The directories of results that are still to be made, with the shapes of those that are models."""
-        coming: dict[str, ModelShape | None] = {}
+        expected: dict[str, ModelShape | None] = {}
         for first in self.missing:
-            coming[str(first.result)] = _result_shape(first.config, coming)
-        return coming
+            expected[str(first.result)] = _result_shape(first.config, expected)
+        return expected
 
-    def check(self, described: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-        """Check all that is to run as far as that can be done before it does; returns the shape of the run's policy.
+    def check(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+        """Check all that is to run as far as that can be done before it does, and that the run directory is free for it;
+        returns the shape of the run's policy.
 
-        `described` are model directories that need not be there. Raises ConfigError as `aligner.checks.check.check` does.
+        `absent` are model directories that need not be there. Raises ConfigError as `aligner.checks.check.check` does.
         """
-        return check(self.config, self.coming(described))
+        return check(self.config, self.expected_inputs(absent), resume_problems(self.config))
 
-    def coming(self, described: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
-        """The `described` directories and the results that are still to be made, after the checks of what makes them."""
-        coming = dict(described)
+    def expected_inputs(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
+        """The `absent` directories and the results that are still to be made, after the checks of what makes them."""
+        expected = dict(absent)
         for first in self.missing:
             try:
                 if first.config.run.stop_after is not None:
                     raise ConfigError(f"run.stop_after={first.config.run.stop_after}: what others need runs to its end")
-                check(first.config, coming, is_starting=False)
-                coming[str(first.result)] = _result_shape(first.config, coming)
+                check(first.config, expected)
+                expected[str(first.result)] = _result_shape(first.config, expected)
             except ConfigError as error:
                 raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
-        return coming
+        return expected
 
 
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
@@ -223,9 +225,9 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
     return ("preferences", "responses")
 
 
-def _result_shape(config: Config, coming: ExpectedInputs) -> ModelShape | None:
+def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
     """The shape of the model that an experiment leaves; None where it leaves none."""
     if config.algorithm.trainer == "preferences":
         return None
-    shape = read_shape(config, coming)
+    shape = read_shape(config, expected)
     return critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape

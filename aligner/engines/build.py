@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
-from aligner.engines.protocol import GenerationEngine, SpanListener
+from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -40,9 +40,9 @@ def build_engine(
     if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
         raise ConfigError("\n".join(problems))
     if settings.kind == "tensorrt_llm":
-        from aligner.engines.tensorrt_llm.engine import TensorRTLLMEngine
+        from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
-    from aligner.engines.embedded.engine import EmbeddedEngine
+    from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
-from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 
@@ -48,22 +48,6 @@ def replica_group(layout: EngineParallelConfig, rank: int, timeout: timedelta) -
     return groups[rank // layout.tensor]
 
 
-def generate_shared(
-    engine: GenerationEngine,
-    layout: EngineParallelConfig,
-    rank: int,
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
-    options: SamplingOptions,
-) -> list[Sample]:
-    """Each prompt's samples in a row, on every rank; each replica generates its share. Collective.
-
-    Raises AlignerError on every rank when one cannot go on.
-    """
-    samples = unbegun(prompts, samples_per_prompt)
-    return run_through(generate_in_parts(engine, layout, rank, samples, samples_per_prompt, options))
-
-
 def generate_in_parts(
     engine: GenerationEngine,
     layout: EngineParallelConfig,
@@ -78,7 +62,8 @@ def generate_in_parts(
     """The samples, each prompt's in a row, taken further: those that are unfinished go on, until all are complete or `enough`.
 
     After every `steps` of the engine, None for all that there are, it is seen whether they are `enough`, and there is a
-    pause at which weights may change: equally often on every rank. Collective, and fails as `generate_shared`.
+    pause at which weights may change: equally often on every rank. Each replica
+    generates its share. Collective; raises AlignerError on every rank when one cannot go on.
     """
     places = [place for place, sample in enumerate(samples) if sample.finish_reason == "unfinished"]
     lacking = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)

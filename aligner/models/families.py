@@ -54,6 +54,7 @@ _LAYER, _CORE = "model.layers.{layer}.", "decoder.layers.{layer}."
 _ATTENTION = _CORE + "self_attention."
 _QKV = _ATTENTION + "linear_qkv"
 _PROJECTIONS: tuple[tuple[str, str, Part], ...] = (("q", "query", "query"), ("k", "key", "key"), ("v", "key", "value"))
+
 _LLAMA_ATTENTION = (
     *_layer_norm(_LAYER + "input_layernorm", _CORE + "input_layernorm"),
     *(_linear(f"{_LAYER}self_attn.{at}_proj", _QKV, size, "hidden", 0, part=part) for at, size, part in _PROJECTIONS),
@@ -101,6 +102,7 @@ def _llama_like(*mlp: Weight) -> tuple[Weight, ...]:
 
 _GPT2_LAYER = "transformer.h.{layer}."
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
+
 _GPT2 = (
     Weight("transformer.wte.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
     Weight("transformer.wpe.weight", "embedding.position_embeddings.weight", ("positions", "hidden")),
@@ -123,7 +125,9 @@ _GPT2 = (
     *_layer_norm("transformer.ln_f", "decoder.final_layernorm", biased=True),
     Weight("lm_head.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
+
 _NEOX_LAYER = "gpt_neox.layers.{layer}."
+
 _NEOX = (
     Weight("gpt_neox.embed_in.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
     *_layer_norm(_NEOX_LAYER + "input_layernorm", _CORE + "input_layernorm", biased=True),
@@ -140,8 +144,10 @@ _NEOX = (
     *_layer_norm("gpt_neox.final_layer_norm", "decoder.final_layernorm", biased=True),
     Weight("embed_out.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
+
 SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
 """What a reward model or critic has instead of a language-model head, in every family."""
+
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "llama": _llama_like(*_LLAMA_MLP),
     "mixtral": _llama_like(*_experts("block_sparse_moe", "w1", "w3", "w2")),
@@ -150,9 +156,9 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gpt_neox": _NEOX,
 }
 
-
 # What a file may hold besides the table: buffers of older releases, which are computed and not learned.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -359,6 +365,7 @@ READERS: Mapping[str, Callable[[_Reader], ModelShape]] = {
     "GPTNeoX": _read_neox,
     "GPT2": _read_gpt2,
 }
+
 _CAUSAL = {f"{name}ForCausalLM": name for name in READERS if name != "GPT2"} | {"GPT2LMHeadModel": "GPT2"}
 _SCALAR = {f"{name}ForSequenceClassification": name for name in READERS}
 ARCHITECTURES: Mapping[str, str] = _CAUSAL | _SCALAR

@@ -19,6 +19,7 @@ _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+
 _HF_NAMES = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",

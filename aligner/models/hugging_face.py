@@ -9,6 +9,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+
 _MODEL_TYPES = {
     "Llama": "llama",
     "Mistral": "mistral",

@@ -21,17 +21,18 @@ from aligner.schema.reward_sources import ModelSource, model_sources, reward_sou
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
+
 NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
 
 
-def is_expected(path: Path | str, coming: ExpectedInputs) -> bool:
+def is_expected(path: Path | str, expected: ExpectedInputs) -> bool:
     """Whether a path will be there when the run starts, so that nothing can be said about it yet."""
-    return any(str(directory) in coming for directory in (Path(path), *Path(path).parents))
+    return any(str(directory) in expected for directory in (Path(path), *Path(path).parents))
 
 
-def directory_shape(directory: Path, key: str, coming: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+def directory_shape(directory: Path, key: str, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
     """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
-    if (shape := coming.get(str(directory))) is not None:
+    if (shape := expected.get(str(directory))) is not None:
         return shape
     return read_config(directory_config(directory, key), f"{key}={directory}")
 
@@ -59,7 +60,7 @@ def random_reward_models(config: Config) -> ExpectedInputs:
     }
 
 
-def read_shape(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
     """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to be had."""
     model = config.model
     if model.source == "random":
@@ -72,7 +73,7 @@ def read_shape(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> Mod
         return gguf_shape(gguf_file(model.package))
     if model.path is None:
         raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
-    return directory_shape(Path(model.path), "model.path", coming)
+    return directory_shape(Path(model.path), "model.path", expected)
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
@@ -112,7 +113,7 @@ def model_directory(config: Config) -> Path:
     return Path(model.path)
 
 
-def reward_shapes(config: Config, coming: ExpectedInputs = NOTHING_EXPECTED) -> dict[ModelSource, ModelShape]:
+def reward_shapes(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> dict[ModelSource, ModelShape]:
     """The models that score, with their shapes. Raises ConfigError for one that is not there."""
     sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
-    return {source: directory_shape(Path(source.path), f"{source.key}.path", coming) for source in sources}
+    return {source: directory_shape(Path(source.path), f"{source.key}.path", expected) for source in sources}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from plotly import graph_objects as go
+from plotly.colors import sample_colorscale
 
 from aligner.observability.timeline import PHASES
 from aligner.observability.trace import Span, busy_shares, innermost, roles_of, step_bounds, steps_window
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 Metrics = Sequence[Mapping[str, float]]
 
@@ -46,9 +46,14 @@ class Plot:
 
     key: str
     title: str
-    figure: Figure
+    figure: go.Figure
     note: str = ""
     wide: bool = False
+
+    def html(self) -> str:
+        """The figure for a page that has plotly's script."""
+        how = {"displayModeBar": False, "responsive": True}
+        return str(self.figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot-{self.key}", config=how))
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,10 @@ class Panel:
     logarithmic: bool = False
 
 
+def _trained_and_held_out(metric: str, *prefixes: str) -> dict[str, str]:
+    return {**{f"{prefix}/{metric}": "training" for prefix in prefixes}, f"eval/{metric}": "held out"}
+
+
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
@@ -69,20 +78,10 @@ PANELS = (
     Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
+    Panel("loss", "Loss", _trained_and_held_out("loss", "sft", "dpo", "reward_model")),
+    Panel("accuracy", "Accuracy on pairs", _trained_and_held_out("accuracy", "dpo", "reward_model", "policy")),
     Panel(
-        "loss",
-        "Loss",
-        {**{f"{trainer}/loss": "training" for trainer in ("sft", "dpo", "reward_model")}, "eval/loss": "held out"},
-    ),
-    Panel(
-        "accuracy",
-        "Accuracy on pairs",
-        {**{f"{part}/accuracy": "training" for part in ("dpo", "reward_model", "policy")}, "eval/accuracy": "held out"},
-    ),
-    Panel(
-        "margin",
-        "Margin of the chosen over the rejected",
-        {**{f"{part}/margin": "training" for part in ("dpo", "reward_model", "policy")}, "eval/margin": "held out"},
+        "margin", "Margin of the chosen over the rejected", _trained_and_held_out("margin", "dpo", "reward_model", "policy")
     ),
     Panel("score", "Evaluation: score", {"eval/score": "score"}),
     Panel(
@@ -96,11 +95,8 @@ PANELS = (
     Panel(
         "clipped",
         "Clipped share",
-        {
-            "policy/clip_fraction": "policy",
-            "value/clip_fraction": "value",
-            "policy/importance_truncated": "importance weights",
-        },
+        {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
+        | {"policy/importance_truncated": "importance weights"},
     ),
     Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
     Panel("explained", "Explained variance of returns", {"value/explained_variance": "values"}),
@@ -169,9 +165,7 @@ def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, 
     return [(each["step"], each[key]) for each in metrics if key in each and not (logarithmic and each[key] <= 0)]
 
 
-def _lines(metrics: Metrics, panel: Panel) -> Figure:
-    from plotly import graph_objects as go
-
+def _lines(metrics: Metrics, panel: Panel) -> go.Figure:
     drawn = [key for key in panel.metrics if _points(metrics, key, panel.logarithmic)]
     figure = _figure(showlegend=len(drawn) > 1)
     for color, key in zip(_LINES * 3, drawn, strict=False):
@@ -181,22 +175,14 @@ def _lines(metrics: Metrics, panel: Panel) -> Figure:
         line, marker = {"color": color, "width": 1.6}, {"color": color, "size": 4}
         figure.add_trace(go.Scatter(x=steps, y=values, name=panel.metrics[key], mode=mode, line=line, marker=marker))
     if panel.logarithmic:
-        figure.update_yaxes(type="log", exponentformat="e", dtick=_decades(metrics, drawn))
+        figure.update_yaxes(type="log", exponentformat="e")
     elif min(min(trace.y) for trace in figure.data) >= 0:
         figure.update_yaxes(rangemode="nonnegative")
     return figure
 
 
-def _decades(metrics: Metrics, keys: Sequence[str]) -> int:
-    """Powers of ten between the ticks of a logarithmic axis."""
-    values = [value for key in keys for _, value in _points(metrics, key, True)]
-    return max(1, round(math.log10(max(values) / min(values)) / 4))
-
-
-def _add_band(figure: Figure, metrics: Metrics, key: str, color: str) -> None:
+def _add_band(figure: go.Figure, metrics: Metrics, key: str, color: str) -> None:
     """The interval of a metric that has one, or a standard deviation to either side of the mean."""
-    from plotly import graph_objects as go
-
     low, high, spread = f"{key}_low", f"{key}_high", f"{key.removesuffix('/mean')}/std"
     bounds = [(each["step"], each[low], each[high]) for each in metrics if low in each and high in each]
     if key.endswith("/mean"):
@@ -221,7 +207,7 @@ def _add_band(figure: Figure, metrics: Metrics, key: str, color: str) -> None:
     )
 
 
-def _step_times(metrics: Metrics) -> Figure:
+def _step_times(metrics: Metrics) -> go.Figure:
     phases = [key for key in metrics[0] if key.startswith("time/") and key != "time/step"]
     seconds = {phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases}
     rest = [max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics]
@@ -229,9 +215,7 @@ def _step_times(metrics: Metrics) -> Figure:
     return _stacked(metrics, named, {name: _ACTIVITIES.get(name, _OTHER) for name in named})
 
 
-def _staleness_shares(metrics: Metrics) -> Figure:
-    from plotly.colors import sample_colorscale
-
+def _staleness_shares(metrics: Metrics) -> go.Figure:
     lags = sorted(int(key.removeprefix(_SHARE)) for key in metrics[0] if key.startswith(_SHARE))
     percent = {str(lag): [100 * record[f"{_SHARE}{lag}"] for record in metrics] for lag in lags}
     colors = sample_colorscale([_FRESH, _STALE], [place / max(1, len(lags) - 1) for place in range(len(lags))])
@@ -239,10 +223,8 @@ def _staleness_shares(metrics: Metrics) -> Figure:
     return figure.update_yaxes(range=[0, 100], ticksuffix=" %")
 
 
-def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> Figure:
+def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> go.Figure:
     """A bar a record, of what its parts add up to."""
-    from plotly import graph_objects as go
-
     figure = _figure(barmode="stack", bargap=0.15, showlegend=True)
     steps = [record["step"] for record in metrics]
     for name, values in parts.items():
@@ -250,22 +232,12 @@ def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Map
     return figure
 
 
-def _utilization(shares: Mapping[str, Mapping[str, float]]) -> Figure:
-    from plotly import graph_objects as go
-
+def _utilization(shares: Mapping[str, Mapping[str, float]]) -> go.Figure:
     roles = list(shares)[::-1]
     figure = _figure(barmode="stack", bargap=0.35, height=34 * len(roles) + 80, showlegend=True)
     for name in _activities(name for own in shares.values() for name in own):
-        figure.add_trace(
-            go.Bar(
-                x=[100 * shares[role].get(name, 0.0) for role in roles],
-                y=roles,
-                name=name,
-                orientation="h",
-                marker={"color": _ACTIVITIES.get(name, _OTHER), "line": {"width": 0}},
-                hovertemplate="%{y}: " + name + " %{x:.1f} %<extra></extra>",
-            )
-        )
+        percent = [100 * shares[role].get(name, 0.0) for role in roles]
+        figure.add_trace(_row_bar(name, " %{x:.1f} %", x=percent, y=roles))
     for role in roles:
         where = {"x": 1, "xref": "paper", "xanchor": "left", "y": role, "showarrow": False}
         figure.add_annotation(text=f"<b>{100 * sum(shares[role].values()):.0f} %</b>", **where)
@@ -276,8 +248,6 @@ def _utilization(shares: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
-    from plotly import graph_objects as go
-
     begin, end = window
     inside = [span for span in spans if span.end > begin and span.start < end]
     rows, left_out = _rows(inside)
@@ -286,18 +256,10 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
     cut = [span for row in rows for span in innermost(span for span in inside if _row(span) == row)]
     for name in _activities(span.name for span in cut):
         own = [span for span in cut if span.name == name]
-        figure.add_trace(
-            go.Bar(
-                base=[(span.start - begin) / 1e6 for span in own],
-                x=[(span.end - span.start) / 1e6 for span in own],
-                y=[_row(span) for span in own],
-                name=name,
-                orientation="h",
-                marker={"color": _ACTIVITIES.get(name, _OTHER), "line": {"width": 0}},
-                customdata=[[span.step, (span.about or {}).get("rows", "-")] for span in own],
-                hovertemplate="%{y}: " + name + "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}<extra></extra>",
-            )
-        )
+        bars = {"base": [(span.start - begin) / 1e6 for span in own], "x": [(span.end - span.start) / 1e6 for span in own]}
+        about = [[span.step, (span.about or {}).get("rows", "-")] for span in own]
+        hover = "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}"
+        figure.add_trace(_row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars))
     for step, (start, _) in step_bounds(inside).items():
         at = (start - begin) / 1e6
         figure.add_vline(at, line={"color": _INK, "width": 0.8, "dash": "dot"})
@@ -308,6 +270,16 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
     figure.update_yaxes(showgrid=False, ticksuffix="  ", categoryorder="array", categoryarray=rows[::-1])
     note = f"{left_out} more ranks are left out" if left_out else ""
     return Plot("timeline", "Timeline of the last steps", figure, note, wide=True)
+
+
+def _row_bar(activity: str, hover: str, **data: Any) -> go.Bar:
+    return go.Bar(
+        name=activity,
+        orientation="h",
+        marker={"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}},
+        hovertemplate="%{y}: " + activity + hover + "<extra></extra>",
+        **data,
+    )
 
 
 def _row(span: Span) -> str:
@@ -329,9 +301,7 @@ def _activities(names: Iterator[str]) -> list[str]:
     return [*(name for name in _ACTIVITIES if name in found), *sorted(found - _ACTIVITIES.keys())]
 
 
-def _figure(**layout: Any) -> Figure:
-    from plotly import graph_objects as go
-
+def _figure(**layout: Any) -> go.Figure:
     figure = go.Figure()
     axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
     figure.update_layout(

@@ -11,39 +11,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aligner.errors import AlignerError
 from aligner.files import append
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
 
-if TYPE_CHECKING:
-    from aligner.observability.sinks import MetricsSink
-
+Record = Mapping[str, float]
+"""A step's metrics by name; where it stands for itself, with its `step`."""
 
 _END_TIMEOUT_S = 8.0
 """Below cluster.stop_timeout_s by default: after that the launcher kills."""
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    append(path, json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+class MetricsSink(Protocol):
+    """Takes the metrics that `metrics.jsonl` has got."""
+
+    def write(self, step: int, record: Record) -> None:
+        """Take the metrics of a step; one that it has is not taken again."""
+        ...
+
+    def resume(self, kept: Sequence[Record]) -> None:
+        """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """The run has ended; write out what is held back."""
+        ...
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Drop the records of steps after `step`, and a last line that a killed writer left unfinished.
+class RecordWriter:
+    """Appends the records of each step to a JSON-lines file; each gets its `step`."""
 
-    What stays is a prefix of the file, so one truncation does it and a reader never sees less.
-    """
-    if not path.exists():
-        return
-    kept = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or _record(line, path, kept)["step"] > step:
-                break
-            kept += len(line)
-    os.truncate(path, kept)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
+        lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+        append(self._path, "".join(lines))
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records of steps after `step`, and a last line that a killed writer left unfinished.
+
+        What stays is a prefix of the file, so one truncation does it and a reader never sees less.
+        """
+        if not self._path.exists():
+            return
+        kept = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or _record(line, self._path, kept)["step"] > step:
+                    break
+                kept += len(line)
+        os.truncate(self._path, kept)
 
 
 def _record(line: bytes, path: Path, start: int) -> dict[str, Any]:
@@ -113,9 +136,7 @@ class MetricsWriter:
     """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with` block closes those."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
-        self._path = paths.metrics
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._sinks = sinks
+        self._path, self._file, self._sinks = paths.metrics, RecordWriter(paths.metrics), sinks
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -126,7 +147,7 @@ class MetricsWriter:
     def write(self, step: int, stats: Mapping[str, float]) -> None:
         """Record one step. Raises AlignerError, before anything is written, for a value that is not finite."""
         record = _finite(step, stats)
-        _append(self._path, {"step": step, **record})
+        self._file.write(step, [record])
         for sink in self._sinks:
             sink.write(step, record)
 
@@ -135,7 +156,7 @@ class MetricsWriter:
 
         Raises as `write` does.
         """
-        _append(self._path, {"step": step, **_finite(step, stats)})
+        self._file.write(step, [_finite(step, stats)])
         whole = {key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"}
         for sink in self._sinks:
             sink.write(step, whole)
@@ -145,7 +166,7 @@ class MetricsWriter:
 
         Where `step` itself is to be amended, the sinks get it then: some take a step once.
         """
-        _cut_after(self._path, step)
+        self._file.truncate_after(step)
         kept = [record for record in read_metrics(self._path) if not amends or record["step"] < step]
         for sink in self._sinks:
             sink.resume(kept)
@@ -175,35 +196,3 @@ def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator
         signal.signal(signal.SIGTERM, end)
     with writer:
         yield
-
-
-class RecordWriter:
-    """Appends the records of each step to a JSON-lines file; each gets its `step`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
-        lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
-        append(self._path, "".join(lines))
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the records of steps after `step`."""
-        _cut_after(self._path, step)
-
-
-class SampleWriter:
-    """Appends samples with their rewards to `samples.jsonl`."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._path = paths.samples
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, step: int, prompt: str, response: str, reward: float, **more: Any) -> None:
-        """Record one sample; `more` must be JSON values."""
-        _append(self._path, {"step": step, "prompt": prompt, "response": response, "reward": float(reward), **more})
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the samples of steps after `step`."""
-        _cut_after(self._path, step)

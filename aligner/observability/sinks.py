@@ -7,35 +7,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from aligner.observability.metrics import MetricsSink, Record, read_metrics
+from aligner.observability.trackers import MlflowSink, WandbSink
 from aligner.paths import RunPaths
 from aligner.schema import Config
-
-Record = Mapping[str, float]
-"""A step's metrics by name; where it stands for itself, with its `step`."""
 
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
-
-
-class MetricsSink(Protocol):
-    """Takes the metrics that `metrics.jsonl` has got."""
-
-    def write(self, step: int, record: Record) -> None:
-        """Take the metrics of a step; one that it has is not taken again."""
-        ...
-
-    def resume(self, kept: Sequence[Record]) -> None:
-        """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """The run has ended; write out what is held back."""
-        ...
 
 
 _Action = Callable[[MetricsSink], None]
@@ -43,18 +25,12 @@ _Action = Callable[[MetricsSink], None]
 
 def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     """All that `logging` asks for."""
-    from aligner.observability.metrics import read_metrics
-
     settings, opened = config.logging, dict[str, Callable[[], MetricsSink]]()
     if settings.tensorboard:
         opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)
     if settings.wandb.enabled:
-        from aligner.observability.wandb_sink import WandbSink
-
         opened["wandb"] = lambda: WandbSink(config, paths)
     if settings.mlflow.enabled:
-        from aligner.observability.mlflow_sink import MlflowSink
-
         opened["mlflow"] = lambda: MlflowSink(config, paths)
     return [BackgroundSink(name, open_sink, lambda: read_metrics(paths.metrics)) for name, open_sink in opened.items()]
 

@@ -1,9 +1,8 @@
-"""What each process of a run does when: spans of time, appended to `timeline/<role>-<rank>.jsonl`.
+"""What each process of a run does when: a step's phases, and spans of time appended to `timeline/<role>-<rank>.jsonl`.
 
 The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file; from there its monotonic
-clock counts, so that spans of a process never run backwards. Processes of one machine share both. `clock_offset_us` in a
-file's opening records is what would have to be added to another machine's clock to make it that of the trainer's rank 0;
-it is 0, for all ranks of a run are on one machine.
+clock counts, so that spans of a process never run backwards. `clock_offset_us` in a file's opening records is what would
+have to be added to a machine's clock to make it that of the trainer's rank 0; nothing measures it, and it is 0.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ from aligner.schema import Config
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
+
+PhaseListener = Callable[[str, float, float], None]
+"""Told the name of each phase's block with its start and end, in the timer's seconds, when it ends."""
 
 _TAIL_BYTES = 1 << 20
 
@@ -101,6 +103,47 @@ class Timeline:
     def _microseconds(self, seconds: float) -> int:
         """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""
         return self._origin_us + round((seconds - self._origin) * 1e6)
+
+
+class PhaseTimer:
+    """Adds up seconds by phase over a step.
+
+    Phases of different names may overlap; each counts its own time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, listener: PhaseListener | None = None) -> None:
+        self._clock = clock
+        self._listener = listener
+        self._open: set[str] = set()
+        self._seconds: dict[str, float] = {}
+        self._since = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as phase `name`; several blocks of a step add up."""
+        if name == "step":
+            raise ValueError("the phase name 'step' is taken: it is the whole step's time")
+        if name in self._open:
+            raise ValueError(f"phase {name!r} is already being timed")
+        self._open.add(name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            end = self._clock()
+            self._open.remove(name)
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if self._listener is not None:
+                self._listener(name, start, end)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by metric name, `time/<phase>` and `time/step` since the last take; counting starts anew."""
+        if self._open:
+            raise ValueError(f"phases still being timed: {', '.join(sorted(self._open))}")
+        now = self._clock()
+        taken = {"time/step": now - self._since, **{f"time/{name}": spent for name, spent in self._seconds.items()}}
+        self._seconds, self._since = {}, now
+        return taken
 
 
 def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES) -> Timeline:

@@ -13,7 +13,6 @@ from aligner.placement.roles import server_ranks
 from aligner.schema import Config, PortsConfig, TLSConfig
 
 PORTS_PER_SERVER = 3
-_LAST_PORT = 65535
 LOOPBACK = "127.0.0.1"
 _ANY = "0.0.0.0"
 

@@ -6,13 +6,13 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError
-from aligner.planner.model import KINDS, Lengths, Phase, Pipeline, Placement
-from aligner.planner.search import proportional_split
+from aligner.planner.phases import KINDS, Lengths, Phase, PipelineModel
+from aligner.planner.plan import PlanRequest, make_plan, proportional_split
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured
@@ -25,10 +25,8 @@ _MOST_STALENESS, _MOST_PARTS, _MOST_SAMPLES = 100, 1000, 100_000
 _MOST_SEED = 10**18
 
 
-def add_plan(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
-    what = "predict step time and utilization of the pipeline, and the best split of devices between roles"
-    command = commands.add_parser("plan", help=what, description=what, allow_abbrev=False)
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options to the command's parser."""
     add = command.add_argument
     add("--measured", type=Path, metavar="RUN", help="directory of a run of an online algorithm: its phases")
     add(
@@ -59,46 +57,30 @@ def add_plan(commands: Any) -> None:
     add("--steps", metavar="N", help=f"steps of the whole run ({_STEPS}; the run's)")
     add("--seed", metavar="N", help="of the lengths that are drawn (1; the run's)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    command.set_defaults(run=_plan)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is to be predicted."""
+def print_prediction(parsed: argparse.Namespace) -> None:
+    """Predict what is asked for, and print it."""
+    from aligner.planner.plan_view import as_json, print_plan
 
-    pipeline: Pipeline
-    placement: Placement
-    """Of the roles that the pipeline has, as are the units"""
-    units: Mapping[str, int]
-    steps: int
-    devices: int | None
-    """How many to find the best split of"""
-    measured: Measured | None
-
-
-def _plan(parsed: argparse.Namespace) -> None:
-    job = plan_job(parsed)
-    from aligner.planner.plan import compare
-    from aligner.planner.view import as_json, print_comparison
-
-    compared = compare(job.pipeline, job.placement, job.units, job.steps, job.devices, job.measured)
+    plan = make_plan(_request(parsed))
     if parsed.json:
-        print(json.dumps(as_json(compared)))
+        print(json.dumps(as_json(plan)))
     else:
-        print_comparison(compared)
+        print_plan(plan)
 
 
-def plan_job(parsed: argparse.Namespace) -> Job:
+def _request(parsed: argparse.Namespace) -> PlanRequest:
     """Check the options. Raises ConfigError that names the option, its value and what is allowed."""
     measured = _measured(parsed)
     given = _phases(parsed.phases) if parsed.phases is not None else {}
     pipeline = _pipeline(parsed, given, measured)
     units = _units(parsed, pipeline, measured)
     placement = _starting_placement(parsed, pipeline, units, measured)
-    phases = tuple(
+    phases = (
         replace(phase, devices=placement.get(phase.role, 1)) if phase.name in given else phase for phase in pipeline.phases
     )
-    pipeline = replace(pipeline, phases=phases)
+    pipeline = replace(pipeline, phases=tuple(phases))
     devices = None
     if parsed.devices is not None and "=" in parsed.devices:
         placement = _placement("--devices", parsed.devices, pipeline, units)
@@ -107,9 +89,8 @@ def plan_job(parsed: argparse.Namespace) -> Job:
         placement = proportional_split(placement, units, devices)
     if parsed.sweep and devices is None:
         raise ConfigError(f"--sweep: it needs --devices N, the number to split; got {parsed.devices or 'none'}")
-    default_steps = _STEPS if measured is None else measured.steps
-    steps = _whole("--steps", parsed.steps, 1) if parsed.steps is not None else default_steps
-    return Job(pipeline, placement, units, steps, devices if parsed.sweep else None, measured)
+    steps = _whole("--steps", parsed.steps, 1, usual=_STEPS if measured is None else measured.steps)
+    return PlanRequest(pipeline, placement, units, steps, devices if parsed.sweep else None, measured)
 
 
 def _measured(parsed: argparse.Namespace) -> Measured | None:
@@ -126,44 +107,39 @@ def _measured(parsed: argparse.Namespace) -> Measured | None:
     return read_run(parsed.measured)
 
 
-def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: Measured | None) -> Pipeline:
+def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: Measured | None) -> PipelineModel:
     """The pipeline, its given phases not yet told on how many devices they were measured."""
-    known = {} if measured is None else {phase.name: phase for phase in measured.pipeline.phases}
-    phases = {**known, **given}
+    run = None if measured is None else measured.pipeline
+    phases = {phase.name: phase for phase in run.phases} if run is not None else {}
+    phases |= given
     for name in ("generate", "train"):
         if name not in phases or phases[name].seconds <= 0:
             raise ConfigError(
                 f"--phases {parsed.phases}: {name} is missing, or takes no time; both generate and train are needed"
             )
-    bound = _whole("--max-staleness", parsed.max_staleness, 0, _MOST_STALENESS) if parsed.max_staleness is not None else None
     colocated = phases["generate"].role == "trainer"
-    if bound is None and measured is not None:
-        bound = max(1, measured.pipeline.max_staleness)
-    elif bound is None:
-        bound = 0 if colocated else 1
-    if bound and measured is not None and "generate" not in given:
+    usual = int(not colocated) if run is None else max(1, run.max_staleness)
+    bound = _whole("--max-staleness", parsed.max_staleness, 0, _MOST_STALENESS, usual=usual)
+    if bound and run is not None and "generate" not in given:
         phases["generate"] = replace(phases["generate"], role="generator")
     elif bound and colocated:
         raise ConfigError(
             f"--max-staleness {bound}: with generate@trainer the engine cannot run ahead of training; allowed: 0, or"
             " generate@generator"
         )
-    if "load" in phases and phases["load"].role != phases["generate"].role:
+    if "load" in phases:
         phases["load"] = replace(phases["load"], role=phases["generate"].role)
     for name, share in _serial(parsed, phases).items():
         phases[name] = replace(phases[name], serial=share)
-    lengths = _lengths(parsed.lengths) if parsed.lengths is not None else None
-    parts, seed = (1, 1) if measured is None else (measured.pipeline.micro_batches, measured.pipeline.seed)
-    return Pipeline(
+    seed = _whole("--seed", parsed.seed, 0, _MOST_SEED, usual=1 if measured is None else measured.seed)
+    parts = 1 if run is None else run.micro_batches
+    return PipelineModel(
         phases=tuple(phases[name] for name in KINDS if name in phases),
-        micro_batches=parts
-        if parsed.micro_batches is None
-        else _whole("--micro-batches", parsed.micro_batches, 1, _MOST_PARTS),
+        micro_batches=_whole("--micro-batches", parsed.micro_batches, 1, _MOST_PARTS, usual=parts),
         max_staleness=bound,
         interrupt=parsed.transfer == "interrupt",
-        lengths=lengths,
-        seed=_whole("--seed", parsed.seed, 0, _MOST_SEED) if parsed.seed is not None else seed,
-        stepwise=measured is not None,
+        lengths=_lengths(parsed.lengths, seed) if parsed.lengths is not None else None,
+        stepwise=run is not None,
     )
 
 
@@ -184,7 +160,7 @@ def _phases(text: str) -> dict[str, Phase]:
 
 def _serial(parsed: argparse.Namespace, phases: Mapping[str, Phase]) -> dict[str, float]:
     shares = {}
-    for name, value in _pairs("--serial", parsed.serial).items() if parsed.serial is not None else ():
+    for name, value in _pairs("--serial", parsed.serial).items():
         if name not in phases:
             raise ConfigError(f"--serial {name}={value}: no such phase here; allowed: {', '.join(phases)}")
         if name == "generate" and parsed.lengths is not None:
@@ -193,58 +169,55 @@ def _serial(parsed: argparse.Namespace, phases: Mapping[str, Phase]) -> dict[str
     return shares
 
 
-def _lengths(text: str) -> Lengths:
-    values, names = _pairs("--lengths", text), [field.name for field in fields(Lengths)]
+def _lengths(text: str, seed: int) -> Lengths:
+    values, names = _pairs("--lengths", text), ("mean", "deviation", "longest", "samples", "slots")
     if set(values) != set(names):
         raise ConfigError(f"--lengths {text}: needed are {', '.join(f'{name}=' for name in names)}")
     mean, deviation = (_number(f"--lengths {name}", values[name]) for name in ("mean", "deviation"))
     longest, slots = (_whole(f"--lengths {name}", values[name], 1) for name in ("longest", "slots"))
     samples = _whole("--lengths samples", values["samples"], 1, _MOST_SAMPLES)
-    lengths = Lengths(mean, deviation, longest, samples, slots)
-    if not 1 <= lengths.mean <= lengths.longest:
-        raise ConfigError(f"--lengths mean={values['mean']}: must be between 1 and longest={lengths.longest}")
-    return lengths
+    if not 1 <= mean <= longest:
+        raise ConfigError(f"--lengths mean={values['mean']}: must be between 1 and longest={longest}")
+    return Lengths(mean, deviation, longest, samples, slots, seed)
 
 
-def _units(parsed: argparse.Namespace, pipeline: Pipeline, measured: Measured | None) -> dict[str, int]:
-    given = _pairs("--unit", parsed.unit) if parsed.unit is not None else {}
-    _check_roles("--unit", given, pipeline)
+def _units(parsed: argparse.Namespace, pipeline: PipelineModel, measured: Measured | None) -> dict[str, int]:
+    given = _by_role("--unit", parsed.unit, pipeline)
     usual: Mapping[str, int] = {} if measured is None else measured.units
-    return {role: _whole(f"--unit {role}", given[role], 1) if role in given else usual.get(role, 1) for role in pipeline.roles}
+    return {role: given.get(role, usual.get(role, 1)) for role in pipeline.roles}
 
 
 def _starting_placement(
-    parsed: argparse.Namespace, pipeline: Pipeline, units: Mapping[str, int], measured: Measured | None
+    parsed: argparse.Namespace, pipeline: PipelineModel, units: Mapping[str, int], measured: Measured | None
 ) -> dict[str, int]:
     """Where the phases take as long as was measured."""
     if measured is None:
-        return _placement("--placement", parsed.placement or "", pipeline, units)
-    engine = next(phase.devices for phase in pipeline.phases if phase.name == "generate")
-    known = {"generator": engine, **measured.placement}
+        return _placement("--placement", parsed.placement, pipeline, units)
+    known = {"generator": pipeline.generate.devices, **measured.placement}
     return {role: known.get(role, units[role]) for role in pipeline.roles}
 
 
-def _placement(option: str, text: str, pipeline: Pipeline, units: Mapping[str, int]) -> dict[str, int]:
+def _placement(option: str, text: str | None, pipeline: PipelineModel, units: Mapping[str, int]) -> dict[str, int]:
     """Devices by role, a unit where nothing is said."""
-    given = _pairs(option, text) if text else {}
-    _check_roles(option, given, pipeline)
-    placement = {}
-    for role, unit in units.items():
-        placement[role] = _whole(f"{option} {role}", given[role], 1) if role in given else unit
-        if placement[role] % unit:
-            raise ConfigError(f"{option} {role}={placement[role]}: its devices come in units of {unit}")
+    placement = {**units, **_by_role(option, text, pipeline)}
+    for role, devices in placement.items():
+        if devices % units[role]:
+            raise ConfigError(f"{option} {role}={devices}: its devices come in units of {units[role]}")
     return placement
 
 
-def _check_roles(option: str, given: Mapping[str, str], pipeline: Pipeline) -> None:
+def _by_role(option: str, text: str | None, pipeline: PipelineModel) -> dict[str, int]:
+    given = _pairs(option, text)
     for role, value in given.items():
         if role not in pipeline.roles:
             raise ConfigError(f"{option} {role}={value}: no role that runs a phase; allowed: {', '.join(pipeline.roles)}")
+    return {role: _whole(f"{option} {role}", value, 1) for role, value in given.items()}
 
 
-def _pairs(option: str, text: str) -> dict[str, str]:
+def _pairs(option: str, text: str | None) -> dict[str, str]:
+    """The values by name; none where the option was not given."""
     pairs: dict[str, str] = {}
-    for entry in text.split(","):
+    for entry in text.split(",") if text is not None else ():
         key, equals, value = (part.strip() for part in entry.partition("="))
         if not (key and equals and value):
             raise ConfigError(f"{option} {text}: {entry or 'nothing'} is not NAME=VALUE; separate several with commas")
@@ -264,7 +237,10 @@ def _number(option: str, text: str, largest: float = _MOST) -> float:
     return number
 
 
-def _whole(option: str, text: str, smallest: int, largest: int = _MOST) -> int:
+def _whole(option: str, text: str | None, smallest: int, largest: int = _MOST, *, usual: int = 1) -> int:
+    """`usual` where the option was not given."""
+    if text is None:
+        return usual
     # Python reads no number of thousands of digits.
     if not text.isdecimal() or len(text) > len(str(largest)) or not smallest <= int(text) <= largest:
         raise ConfigError(f"{option}={text}: must be a whole number from {smallest} to {largest}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import WAIT, Span, innermost, read_spans
 from aligner.paths import RunPaths
-from aligner.planner.model import BATCHES, HOST, Phase, Pipeline
+from aligner.planner.phases import BATCHES, HOST, Phase, PipelineModel
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
@@ -29,13 +29,14 @@ _NO_PART = ("evaluate", "checkpoint")
 class Measured:
     """A run, as the planner sees it."""
 
-    pipeline: Pipeline
+    pipeline: PipelineModel
     """The run's own: with its engine where it was, and as far ahead"""
     placement: dict[str, int]
     units: dict[str, int]
     """Of the generator too, should it get devices of its own"""
     steps: int
     """Of the whole run, as configured"""
+    seed: int
     step_s: float
     """Mean of the measured steps, evaluations and checkpoints left out"""
     counted: int
@@ -68,7 +69,7 @@ def read_run(directory: Path) -> Measured:
             f"--measured {directory}: without a timeline it is not known what the generator did beside training; measure with"
             " logging.timeline=true, or rollout.max_staleness=0"
         )
-    return _measured(config, steps, spans)
+    return _measured(_Recording(config, steps, spans))
 
 
 def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Sequence[Mapping[str, float]]:
@@ -81,32 +82,58 @@ def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Seq
     return ([record for record in both if "time/evaluate" not in record] or both)[-_NEWEST:]
 
 
-def _measured(config: Config, steps: Sequence[Mapping[str, float]], spans: Sequence[Span]) -> Measured:
-    def seconds(phase: str) -> list[float]:
-        return [record.get(f"time/{phase}", 0.0) for record in steps]
+class _Recording:
+    """The steps of a run that count, and what its processes did."""
 
+    def __init__(self, config: Config, steps: Sequence[Mapping[str, float]], spans: Sequence[Span]) -> None:
+        self.config, self._steps = config, steps
+        self.numbers = [int(record["step"]) for record in steps]
+        self.trainer = [span for span in spans if span.role == "trainer" and span.rank == 0]
+        evaluations = [span for span in self.trainer if span.name == "evaluate"]
+        work = [span for span in spans if span.name in _SERVERS and span.rank == 0]
+        # A generator that takes weights while it draws does not draw then.
+        work += innermost(span for span in spans if span.role == "generator" and span.rank == 0)
+        self._work = [span for span in work if not any(during.start <= span.start < during.end for during in evaluations)]
+
+    def timed(self, phase: str) -> list[float]:
+        """Seconds of a phase in each step, as the trainer timed it."""
+        return [record.get(f"time/{phase}", 0.0) for record in self._steps]
+
+    def work(self, name: str) -> list[Span]:
+        """What the servers' first ranks did for training, under this name."""
+        return [span for span in self._work if span.name == name]
+
+    def worked(self, name: str) -> list[float]:
+        """Its seconds in each step."""
+        spans = self.work(name)
+        return [sum(span.end - span.start for span in spans if span.step == number) * 1e-6 for number in self.numbers]
+
+
+def _measured(run: _Recording) -> Measured:
+    config = run.config
     ranks, ahead = config.actor.parallel.ranks, config.rollout.max_staleness
-    numbers, work = [int(record["step"]) for record in steps], _work(spans)
-    served = [span for span in work if span.name in _SERVERS and span.step in set(numbers)]
-    engine = _ahead(seconds, spans, work, numbers, config) if ahead else _in_turn(seconds, work, numbers)
-    trainer = {"logprobs": seconds("logprobs"), "train": seconds("train"), "publish": engine.publish}
-    beside = [*map(seconds, _NO_PART), *trainer.values(), *engine.awaited]
+    engine = _engine_ahead(run) if ahead else _engine_in_turn(run)
+    answered = _answered(run)
+    served = [_server_phase(run, name, answered) for name in _SERVERS if any(s.step in run.numbers for s in run.work(name))]
+    trainer = {"logprobs": run.timed("logprobs"), "train": run.timed("train"), "publish": engine.publish}
+    beside = [*map(run.timed, _NO_PART), *trainer.values(), *engine.awaited]
     if served:  # without a timeline it is not known what the trainer waited for: as good as work of its own
-        beside.append(seconds("server_wait"))
-    trainer["other"] = [max(0.0, step - sum(parts)) for step, *parts in zip(seconds("step"), *beside, strict=True)]
+        beside.append(run.timed("server_wait"))
+    trainer["other"] = [max(0.0, step - sum(parts)) for step, *parts in zip(run.timed("step"), *beside, strict=True)]
     role = "trainer" if config.engine.placement == "colocated" else "generator"
     phases = [
         *(_phase(name, role, each, config.engine.parallel.ranks) for name, each in engine.phases.items()),
         *(_phase(name, "trainer", each, ranks) for name, each in trainer.items()),
-        *_server_phases(config, served, numbers, _answered(spans)),
+        *served,
     ]
-    whole = [step - sum(parts) for step, *parts in zip(seconds("step"), *map(seconds, _NO_PART), strict=True)]
-    parts, seed = config.rollout.micro_batches, config.seed
+    whole = [step - sum(parts) for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)]
+    parts = config.rollout.micro_batches
     return Measured(
-        pipeline=Pipeline(tuple(phases), micro_batches=parts, max_staleness=ahead, seed=seed, stepwise=True),
+        pipeline=PipelineModel(tuple(phases), micro_batches=parts, max_staleness=ahead, stepwise=True),
         placement={"trainer": ranks} | {phase.role: phase.devices for phase in phases if phase.role != HOST},
         units=_units(config),
         steps=config.run.steps,
+        seed=config.seed,
         step_s=sum(whole) / len(whole),
         counted=len(whole),
         has_servers=bool(served),
@@ -125,74 +152,47 @@ class _Engine:
     """What of the trainer's steps is no work of its own"""
 
 
-def _in_turn(seconds: Callable[[str], list[float]], work: Sequence[Span], numbers: Sequence[int]) -> _Engine:
-    """Of the steps of these numbers, of which the trainer has timed `seconds`: it waits for all that the engine does."""
-    generate, load = seconds("generate"), _by_step([span for span in work if span.name == "receive"], numbers)
-    publish = [max(0.0, whole - taken) for whole, taken in zip(seconds("reshard"), load, strict=True)]
+def _engine_in_turn(run: _Recording) -> _Engine:
+    """Where the trainer waits for all that the engine does."""
+    generate, load = run.timed("generate"), run.worked("receive")
+    publish = [max(0.0, whole - taken) for whole, taken in zip(run.timed("reshard"), load, strict=True)]
     return _Engine({"generate": generate} | ({"load": load} if any(load) else {}), publish, [generate, load])
 
 
-def _ahead(
-    seconds: Callable[[str], list[float]],
-    spans: Sequence[Span],
-    work: Sequence[Span],
-    numbers: Sequence[int],
-    config: Config,
-) -> _Engine:
-    """The same of samples that are drawn ahead of the steps."""
-    own = {name: [span for span in work if span.name == name] for name in ("receive", "generate")}
-    load, generate = _by_step(own["receive"], numbers), _by_step(own["generate"], numbers)
-    if config.engine.in_flight == "finish" and (turns := _turns(spans, own["generate"], set(numbers))):
-        load, generate = (list(each) for each in zip(*turns, strict=True))
-    ahead = config.rollout.max_staleness
-    phases = {"load": _later(load, ahead), "generate": _later(generate, ahead)}
-    return _Engine(phases, publish=seconds("snapshot"), awaited=[seconds("generate")])
+def _engine_ahead(run: _Recording) -> _Engine:
+    """Where samples are drawn ahead of the steps."""
+    load, generate = run.worked("receive"), run.worked("generate")
+    if run.config.engine.in_flight == "finish" and (cycles := _generator_cycles(run)):
+        load, generate = (list(each) for each in zip(*cycles, strict=True))
+    # Each step's work was for the batch that so many steps later trained on; of the last steps, for the first ones.
+    place = len(load) - run.config.rollout.max_staleness % len(load)
+    phases = {"load": [*load[place:], *load[:place]], "generate": [*generate[place:], *generate[:place]]}
+    return _Engine(phases, publish=run.timed("snapshot"), awaited=[run.timed("generate")])
 
 
-def _turns(spans: Sequence[Span], drawn: Sequence[Span], numbers: Set[int]) -> list[tuple[float, float]]:
+def _generator_cycles(run: _Recording) -> list[tuple[float, float]]:
     """Seconds in which a thread of the trainer's rank 0 had a version served, and then the batch drawn that it admits.
 
     The thread goes on with the next version as soon as that is there. Where it waited for it, the batch counts until the
     generator had drawn the last of it, for when the thread had it is not known.
     """
-    own = [span for span in spans if span.role == "trainer" and span.rank == 0]
-    offers = [span.end for span in own if span.name == "snapshot"]
-    turns = []
-    for served, following in itertools.pairwise(span for span in own if span.name == "publish" and span.thread):
+    offers = [span.end for span in run.trainer if span.name == "snapshot"]
+    drawn, cycles = run.work("generate"), []
+    for served, following in itertools.pairwise(span for span in run.trainer if span.name == "publish" and span.thread):
         ends = [span.end for span in drawn if served.end <= span.start < following.start]
-        if not ends or served.step not in numbers:
+        if not ends or served.step not in run.numbers:
             continue
         awaited = any(ends[-1] < offered <= following.start for offered in offers)
         there = ends[-1] if awaited else following.start
-        turns.append(((served.end - served.start) * 1e-6, (there - served.end) * 1e-6))
-    return turns
+        cycles.append(((served.end - served.start) * 1e-6, (there - served.end) * 1e-6))
+    return cycles
 
 
-def _work(spans: Sequence[Span]) -> list[Span]:
-    """What the servers' first ranks did for training; a generator's that takes weights while it draws does not draw then."""
-    evaluations = [span for span in spans if span.name == "evaluate" and span.role == "trainer" and span.rank == 0]
-    own = [span for span in spans if span.name in _SERVERS and span.rank == 0]
-    own += innermost(span for span in spans if span.role == "generator" and span.rank == 0)
-    return [span for span in own if not any(during.start <= span.start < during.end for during in evaluations)]
-
-
-def _by_step(spans: Sequence[Span], numbers: Sequence[int]) -> list[float]:
-    """Seconds in each of the steps of these numbers."""
-    return [sum(span.end - span.start for span in spans if span.step == number) * 1e-6 for number in numbers]
-
-
-def _later(seconds: Sequence[float], ahead: int) -> list[float]:
-    """What each step's work was for the batch that so many steps later trained on; of the last steps, for the first ones."""
-    place = len(seconds) - ahead % len(seconds)
-    return [*seconds[place:], *seconds[:place]]
-
-
-def _answered(spans: Sequence[Span]) -> dict[int, float]:
+def _answered(run: _Recording) -> dict[int, float]:
     """By step, seconds from the request for the critic's updates to their answer, where the trainer waited for it."""
-    own = [span for span in spans if span.role == "trainer" and span.rank == 0]
-    trained = {span.step: span for span in own if span.name == "train"}
+    trained = {span.step: span for span in run.trainer if span.name == "train"}
     seconds = {}
-    for wait in own:
+    for wait in run.trainer:
         train = trained.get(wait.step) if wait.name == WAIT else None
         if train is not None and wait.start >= train.end and wait.end - wait.start > _ANSWERED_US and wait.step is not None:
             seconds[wait.step] = (wait.end - train.start) * 1e-6
@@ -205,27 +205,20 @@ def _phase(name: str, role: str, seconds: Sequence[float], devices: int) -> Phas
     return Phase(name, role, mean, devices, varies=tuple(each / mean for each in seconds) if mean else (1.0,))
 
 
-def _server_phases(
-    config: Config, spans: Sequence[Span], numbers: Sequence[int], answered: Mapping[int, float]
-) -> list[Phase]:
-    """What the servers computed in each of the steps of these numbers, by their first ranks; replicas share it.
+def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> Phase:
+    """What a server computed in each of the steps, by its first ranks; replicas share it.
 
     The critic's updates take as long as the trainer saw them take, which is more than they were computed for.
     """
-    phases = []
-    for name in _SERVERS:
-        own = [span for span in spans if span.name == name]
-        if not own:
-            continue
-        role, replicas = own[0].role.partition(".")[0], len({span.role for span in own})
-        ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas
-        if role == "reward" and not has_reward_model(config.reward):
-            role, ranks = HOST, 1  # a function needs none of the devices
-        seconds = [each / replicas for each in _by_step(own, numbers)]
-        if name == "critic_train":
-            seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, numbers, strict=True)]
-        phases.append(_phase(name, role, seconds, ranks))
-    return phases
+    own = [span.role for span in run.work(name) if span.step in run.numbers]
+    role, replicas, config = own[0].partition(".")[0], len(set(own)), run.config
+    ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas
+    if role == "reward" and not has_reward_model(config.reward):
+        role, ranks = HOST, 1  # a function needs none of the devices
+    seconds = [each / replicas for each in run.worked(name)]
+    if name == "critic_train":
+        seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, run.numbers, strict=True)]
+    return _phase(name, role, seconds, ranks)
 
 
 def _units(config: Config) -> dict[str, int]:

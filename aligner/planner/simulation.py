@@ -8,32 +8,18 @@ graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from aligner.planner.model import KINDS, Pipeline, Placement, share
+from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
 
 _SETTLING = 8
 """Batches, and two more for each that may be under way, which pass before what varies is averaged"""
 _SETTLING_PERIODS = 200
 """After so many times max_staleness + 1 batches the step time is averaged, though starts do not quite repeat yet."""
 _SAME = 1e-9
-
-
-@dataclass(frozen=True)
-class Span:
-    """A role at work, from `start` to `end` seconds after the run began."""
-
-    name: str
-    role: str
-    batch: int
-    part: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -57,20 +43,22 @@ class Forecast:
 class Simulation:
     """Follows batches from the start of a run; deterministic."""
 
-    pipeline: Pipeline
+    pipeline: PipelineModel
     placement: Placement
-    spans: list[Span] | None = None
-    """Gets every span, where a list is given."""
+    listener: Callable[[str, str, int, int, float, float], None] | None = None
+    """Told the phase, the role, batch and part, begin and end of all that is done."""
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
     """By batch."""
     busy: dict[str, float] = field(init=False)
     """By role, seconds for which it was busy so far."""
+    history: list[tuple[list[float], dict[str, float]]] = field(default_factory=list)
+    """After every batch, the times that later batches depend on, but for the slots of `lengths`; and `busy`."""
 
     def __post_init__(self) -> None:
         pipeline, placement = self.pipeline, self.placement
-        self._engine, self._fills = pipeline.generator, pipeline.fills_slots
+        self._engine, self._fills = pipeline.generate.role, pipeline.fills_slots
         self._roles = {name: kind.runs[0] for name, kind in KINDS.items()}
         self._roles |= {"load": self._engine} | {phase.name: phase.role for phase in pipeline.phases}
         self._seconds: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,))
@@ -79,10 +67,10 @@ class Simulation:
             self._seconds[phase.name] = tuple(mean * factor for factor in phase.varies)
         roles = sorted({phase.role for phase in pipeline.phases})
         self.busy, self._free, self._covered = dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0)
-        if pipeline.lengths is not None:
-            self._token_s = pipeline.lengths.token_seconds(pipeline.measured("generate"), pipeline.seed)
-            self._slot_count = pipeline.slots(placement)
-            under_way = pipeline.lengths.samples * (pipeline.max_staleness + 1)  # at most, by admission
+        if (lengths := pipeline.lengths) is not None:
+            self._token_s = lengths.token_seconds(pipeline.generate.seconds)
+            self._slot_count = pipeline.slots(lengths, placement)
+            under_way = lengths.samples * (pipeline.max_staleness + 1)  # at most, by admission
             self._slots = [0.0] * min(self._slot_count, under_way)
 
     def advance(self) -> None:
@@ -102,6 +90,8 @@ class Simulation:
         updated = policy if self.pipeline.max_staleness and not self.pipeline.stepwise else max(policy, critic)
         weights = self._run("other", batch, after=updated)
         self.published.append(self._run("publish", batch, after=weights))
+        clocks = [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+        self.history.append((clocks, dict(self.busy)))
 
     def _inputs(self, samples: Sequence[float], part: int) -> dict[str, float]:
         """By phase that reads samples, when it may begin with a part; the parts' samples are there at these times."""
@@ -139,30 +129,21 @@ class Simulation:
 
     def _generate(self, batch: int, after: float) -> list[float]:
         """When the last sample of each part is there. They are admitted in order, each to the slot that is free first."""
-        lengths, parts, seed = self.pipeline.lengths, self.pipeline.micro_batches, self.pipeline.seed
+        lengths, parts = self.pipeline.lengths, self.pipeline.micro_batches
         if lengths is None:
             return [self._run("generate", batch, part, after=after, share=parts) for part in range(parts)]
-        if not self._fills:
-            alone = lengths.alone(batch, self._slot_count, parts, seed)
+        busy: float | None = None
+        if self._fills:
+            drawn = [self._token_s * tokens for tokens in lengths.drawn[batch % BATCHES]]
+            spans = [fill_slots(self._slots, part_of(drawn, part, parts)) for part in range(parts)]
+            busy = self._token_s * math.fsum(lengths.drawn[batch % BATCHES]) / self._slot_count / parts
+        else:
+            alone = generated_alone(lengths, min(self._slot_count, lengths.samples), parts)[batch % BATCHES]
             spans = [(after + self._token_s * begin, after + self._token_s * end) for begin, end in alone]
             self._free[self._engine] = max(end for _, end in spans)
-            busy = None
-        else:
-            drawn = lengths.draw(batch, seed)
-            spans = [self._fill(share(drawn, part, parts)) for part in range(parts)]
-            busy = self._token_s * math.fsum(drawn) / self._slot_count / parts
         for part, (begin, end) in enumerate(spans):
             self._note("generate", batch, part, begin, end, busy)
         return [end for _, end in spans]
-
-    def _fill(self, responses: Sequence[float]) -> tuple[float, float]:
-        """When the first of some responses begins, and the last one ends."""
-        begin = end = self._slots[0]
-        for tokens in responses:
-            done = self._slots[0] + self._token_s * tokens
-            heapq.heapreplace(self._slots, done)
-            end = max(end, done)
-        return begin, end
 
     def _note(self, name: str, batch: int, part: int, start: float, end: float, busy: float | None = None) -> None:
         """A role is busy while it does anything; a generator that overlaps batches tells by how much it is, its slots' mean.
@@ -173,40 +154,26 @@ class Simulation:
         covered = self._covered[role]
         self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
         self._covered[role] = max(covered, end)
-        if self.spans is not None:
-            self.spans.append(Span(name, role, batch, part, start, end))
-
-    def clocks(self) -> list[float]:
-        """All times that later batches depend on, but for the slots of `lengths`."""
-        return [*self._free.values(), *self.published[-self.pipeline.max_staleness - 1 :]]
+        if self.listener is not None:
+            self.listener(name, role, batch, part, start, end)
 
 
-def forecast(pipeline: Pipeline, placement: Placement, steps: int = 1) -> Forecast:
+def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> Forecast:
     """Step time and utilization in the steady state, and the time of a run of so many steps.
 
     Exact where all batches take equally long: they are followed until all clocks have moved alike over max_staleness + 1 of
     them, and from then on they always do. Otherwise a mean over batches.
     """
-    simulation, period = Simulation(pipeline, placement), pipeline.max_staleness + 1
-    if (window := pipeline.window) > 1:
-        before = _follow(simulation, _SETTLING + 2 * period)
-        _follow(simulation, window)
-        return _summary(simulation, window, before, steps)
-    _follow(simulation, period)
-    seen: deque[tuple[list[float], dict[str, float]]] = deque(maxlen=period)
-    for _ in range(_SETTLING_PERIODS * period):
-        seen.append((simulation.clocks(), dict(simulation.busy)))
+    simulation, period, window = Simulation(pipeline, placement), pipeline.max_staleness + 1, pipeline.window
+    if window > 1:
+        for _ in range(_SETTLING + 2 * period + window):
+            simulation.advance()
+        return _summary(simulation, window, steps)
+    for batches in range(1, (_SETTLING_PERIODS + 1) * period + 1):
         simulation.advance()
-        if len(seen) == period and _moved_alike(seen[0][0], simulation.clocks()):
+        if batches >= 2 * period and _moved_alike(simulation.history[-1 - period][0], simulation.history[-1][0]):
             break
-    return _summary(simulation, period, seen[0][1], steps)
-
-
-def _follow(simulation: Simulation, batches: int) -> dict[str, float]:
-    """Busy seconds by role after so many further batches."""
-    for _ in range(batches):
-        simulation.advance()
-    return dict(simulation.busy)
+    return _summary(simulation, period, steps)
 
 
 def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -214,11 +181,12 @@ def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
     return max(moves) - min(moves) <= _SAME * max(after)
 
 
-def _summary(simulation: Simulation, period: int, busy_before: Mapping[str, float], steps: int) -> Forecast:
+def _summary(simulation: Simulation, period: int, steps: int) -> Forecast:
     """Of a simulation whose last `period` batches repeat."""
     published, last = simulation.published, len(simulation.published) - 1
     step_s = (published[-1] - published[-1 - period]) / period
     repeats = max(0, -(-(steps - last) // period))
+    busy_before = simulation.history[-1 - period][1]
     return Forecast(
         step_s=step_s,
         run_s=published[steps - repeats * period] + repeats * period * step_s,

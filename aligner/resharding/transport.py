@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec, cut_shape
 from aligner.resharding.link import Link
-from aligner.resharding.plan import Transfer, TransferPlan, extent
+from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
@@ -154,7 +154,7 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
 
 def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
     """Copy what this rank already holds into its views; nothing where a view is the source itself."""
-    for transfer in plan.local(rank):
+    for transfer in plan.between(rank, rank):
         _copy(given(plan, transfer, read), wanted(plan, transfer, views))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
-from aligner.resharding.plan import TransferPlan, atoms, cut_axis, extent, numel_of
+from aligner.resharding.transfer_plan import TransferPlan, atoms, cut_axis, extent, numel_of
 from aligner.resharding.transport import Read, part
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

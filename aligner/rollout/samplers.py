@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
-from aligner.data.types import Prompt, Sample
-from aligner.engines.protocol import GenerationEngine, SamplingOptions
-from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, generate_shared, run_through
+from aligner.data.types import Sample
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
+from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
+from aligner.resharding.weight_update import AsyncWeightPublisher
 from aligner.rollout.services import together
-from aligner.rollout.weights import Offers
 from aligner.schema import EngineParallelConfig
-from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
-
-_Ask = Callable[[GeneratorClient, int], RemoteFuture[list[Sample]]]
-"""Asks for samples that weights of a version, or newer ones, draw."""
 
 
 class Sampler(Protocol):
     """Samples by the weights that serve. Every rank of the trainer calls every method."""
 
-    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
-        """Each prompt's samples in a row, equal on every rank. Collective."""
-        ...
-
-    def carry_on(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    def sample(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
     ) -> list[Sample]:
-        """The same samples, each prompt's in a row, taken further until they are `enough`. Collective.
+        """The same samples, each prompt's in a row, taken further until all are complete, or `enough`; equal on every rank.
 
-        Those that are unfinished go on, by the weights that serve, from the tokens that they have.
+        Those that are unfinished go on from the tokens that they have, if any. Collective.
         """
-        ...
 
     def rest(self) -> None:
         """A step has its samples; weights are published before the next ones are wanted."""
-        ...
 
     def close(self) -> None:
         """End the processes that the engine started, if any. Collective."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,31 +45,20 @@ class ColocatedSampler:
     sleeps: bool = False
     """Whether the engine gives its memory back between steps."""
 
-    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
-        """As `Sampler`."""
-        return generate_shared(self.engine, self.layout, self.rank, prompts, samples_per_prompt, options)
-
-    def carry_on(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    def sample(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
     ) -> list[Sample]:
         """As `Sampler`."""
-        return run_through(
-            generate_in_parts(
-                self.engine,
-                self.layout,
-                self.rank,
-                samples,
-                samples_per_prompt,
-                options,
-                steps=STEPS_A_PART,
-                enough=enough,
-            )
+        steps = None if enough is None else STEPS_A_PART
+        parts = generate_in_parts(
+            self.engine, self.layout, self.rank, samples, samples_per_prompt, options, steps=steps, enough=enough
         )
+        return run_through(parts)
 
     def rest(self) -> None:
         """As `Sampler`."""
         if self.sleeps:
-            self.engine.sleep(keep_weights=False)
+            self.engine.sleep()
 
     def close(self) -> None:
         """As `Sampler`."""
@@ -93,33 +71,28 @@ class RemoteSampler:
 
     client: GeneratorClient | None
     """Rank 0's."""
-    weights: Offers
+    weights: AsyncWeightPublisher
     is_alone: bool = False
     """Whether rank 0 asks for itself, and no other rank calls."""
 
-    def sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
-        """As `Sampler`; raises the server's error on every rank."""
-        return self._everywhere(lambda client, version: client.generate(prompts, samples_per_prompt, options, version))
-
-    def carry_on(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough
+    def sample(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
     ) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
-        return self._everywhere(lambda client, version: client.carry_on(samples, samples_per_prompt, options, enough, version))
-
-    def _everywhere(self, ask: _Ask) -> list[Sample]:
         if self.is_alone:
-            return self._drawn(ask)
-        samples: list[Sample] = []
-        together(lambda: samples.extend(self._drawn(ask)))
-        return broadcast_samples(samples)
+            return self._drawn(samples, samples_per_prompt, options, enough)
+        drawn: list[Sample] = []
+        together(lambda: drawn.extend(self._drawn(samples, samples_per_prompt, options, enough)))
+        return broadcast_samples(drawn)
 
-    def _drawn(self, ask: _Ask) -> list[Sample]:
+    def _drawn(
+        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None
+    ) -> list[Sample]:
         """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws the same ones."""
         version = self.weights.served
         while self.client is not None:
             try:
-                return ask(self.client, version).result()
+                return self.client.generate(samples, samples_per_prompt, options, enough, version).result()
             except RemoteError as error:
                 if error.kind != "WeightsError":
                     raise

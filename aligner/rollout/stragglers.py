@@ -71,18 +71,18 @@ def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[d
     samples = [sample for straggler in stragglers for sample in straggler.samples]
     width = max((sample.tokens.numel() for sample in samples), default=0)
     integers, logprobs = samples_to_tensors(samples, width)
-    described = []
+    records = []
     for straggler in stragglers:
         fields = prompt_fields(straggler.prompt)
-        described.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
-    return {"integers": integers, "logprobs": logprobs}, described
+        records.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
+    return {"integers": integers, "logprobs": logprobs}, records
 
 
-def from_saved(tensors: Mapping[str, Tensor], described: Sequence[Mapping[str, Any]]) -> tuple[Straggler, ...]:
+def from_saved(tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> tuple[Straggler, ...]:
     """The stragglers as they were."""
     samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
     stragglers, first = [], 0
-    for fields in described:
+    for fields in records:
         own = samples[first : first + fields["samples"]]
         first += len(own)
         prompt = Prompt(**fields["prompt"], tokens=own[0].tokens[: own[0].prompt_length])

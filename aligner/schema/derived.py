@@ -16,7 +16,25 @@ def policy_updates(config: Config) -> int:
     settings = config.algorithm
     if settings.trainer != "online":
         return config.run.steps
-    return (config.run.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
+    return (config.run.steps - settings.policy_starts_after) * settings.epochs * settings.minibatches
+
+
+def critic_updates(config: Config) -> int:
+    """Optimizer steps of the critic over the whole run."""
+    return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt and response together."""
+    responses = config.rollout if config.algorithm.generates else config.data
+    return config.data.max_prompt_tokens + responses.max_response_tokens
+
+
+def longest_sequence_keys(config: Config) -> str:
+    """The keys and values that it is the sum of."""
+    section = "rollout" if config.algorithm.generates else "data"
+    response = longest_sequence(config) - config.data.max_prompt_tokens
+    return f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {section}.max_response_tokens={response}"
 
 
 def rows_together(config: Config) -> int:
@@ -26,6 +44,12 @@ def rows_together(config: Config) -> int:
     if config.algorithm.trainer != "online":
         return 1
     return {"dpo": 2, "copg": config.rollout.samples_per_prompt}.get(config.algorithm.loss, 1)
+
+
+def samples_learned_from(config: Config) -> int:
+    """How many of a prompt's samples are learned from, at most where a function of the user's own selects them."""
+    all_samples = config.rollout.samples_per_prompt
+    return {"best": 1, "best_and_worst": 2}.get(config.algorithm.train_on, all_samples)
 
 
 def draws_greedily(settings: EvaluationConfig) -> bool:

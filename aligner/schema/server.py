@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from aligner.schema.options import option, section
 
+LAST_PORT = 65535
+
 
 @dataclass
 class PortsConfig:
     """Listening ports of a server role; 0 takes a free one."""
 
-    http: int = option(0, "HTTP port", minimum=0)
-    grpc: int = option(0, "gRPC port", minimum=0)
-    metrics: int = option(0, "Prometheus metrics port", minimum=0)
+    http: int = option(0, "HTTP port", minimum=0, maximum=LAST_PORT)
+    grpc: int = option(0, "gRPC port", minimum=0, maximum=LAST_PORT)
+    metrics: int = option(0, "Prometheus metrics port", minimum=0, maximum=LAST_PORT)
 
 
 @dataclass
@@ -30,15 +32,23 @@ class TLSConfig:
 class ServerConfig:
     """What the critic and reward servers share."""
 
-    interface: str = option("127.0.0.1", "address, or name of the network interface, that the endpoints listen on")
+    interface: str = option(
+        "127.0.0.1",
+        "address, or name of the network interface, that the endpoints listen on",
+        read="algorithm.trainer=online|preferences or cluster.kind=slurm",
+    )
     guard: str = option(
         "key",
         "key: requests must carry the run's key, made at launch (access_key in the run directory); none: anyone is served",
         choices=("key", "none"),
     )
     tls: TLSConfig = section(TLSConfig)
-    accept_unnumbered: bool = option(False, "serve critic_train requests that carry no sequence number (foreign clients)")
-    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1)
+    accept_unnumbered: bool = option(
+        False,
+        "serve critic_train requests that carry no sequence number (foreign clients)",
+        read="algorithm.with_critic=true or algorithm.advantage=gae",
+    )
+    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1, read="always")
     request_timeout_s: float = option(
         300.0,
         "deadline of a request, its retries and a server's restart included; also of each step by which a lost critic is"

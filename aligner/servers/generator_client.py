@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.protocol import SamplingOptions
+from aligner.data.types import Sample
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.placement.endpoints import Access, Endpoint
-from aligner.servers.client import RemoteClient, RemoteFuture, control
 from aligner.servers.connection import TransportError
-from aligner.servers.protocol import GENERATE, text_array
-from aligner.servers.samples import response_tensors, with_responses
+from aligner.servers.remote_client import RemoteClient, RemoteFuture
+from aligner.servers.wire_protocol import GENERATE, response_tensors, text_array, with_responses
 
 _REPLACED_S = 10.0
 """By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
@@ -33,39 +32,28 @@ class GeneratorClient(RemoteClient):
         self._update_timeout_s = update_timeout_s
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
-    ) -> RemoteFuture[list[Sample]]:
-        """Each prompt's samples in a row, begun by the weights `weight_version` or newer ones.
-
-        Where older ones or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the same
-        request gives the same samples, so that it may be sent again.
-        """
-        samples = unbegun(prompts, samples_per_prompt)
-        arrays = request_arrays(prompts, samples_per_prompt, options, weight_version)
-        return self._future(self._parallel, self._drawn, samples, arrays)
-
-    def carry_on(
         self,
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough,
+        enough: Enough | None = None,
         weight_version: int | None = None,
     ) -> RemoteFuture[list[Sample]]:
-        """The same samples, each prompt's in a row, taken further until they are `enough`; otherwise as `generate`.
+        """The same samples, each prompt's in a row, taken further by the weights `weight_version` or newer ones.
 
-        Those that are unfinished go on from the tokens that they have.
+        All are complete in the end, or `enough`; those that are unfinished go on from the tokens that they have.
+        Where older weights or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the
+        same request gives the same samples, so that it may be sent again.
         """
-        return self._future(
-            self._parallel, self._drawn, samples, further_arrays(samples, samples_per_prompt, options, enough, weight_version)
-        )
+        arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
+        return self._future(self._parallel, self._drawn, samples, arrays)
 
     def instance(self) -> str:
         """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
 
         Raises RemoteError when none does.
         """
-        return str(control(self._replicas.connections[0], self._timeout_s, "health")["instance"])
+        return str(self.control("health")["instance"])
 
     def is_another(self, instance: str, start_timeout_s: float) -> bool:
         """Whether the server has been started again since that start of it; waits where it is gone, or about to be.
@@ -92,49 +80,39 @@ class GeneratorClient(RemoteClient):
         return self._update("receive", version=version)
 
     def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
-        return self._future(
-            self._parallel, lambda: control(self._replicas.connections[0], self._update_timeout_s, op, **arguments)
-        )
+        connection = self._replicas.connections[0]
+        return self._future(self._parallel, lambda: connection.control(self._update_timeout_s, op, **arguments))
 
     def _drawn(self, samples: Sequence[Sample], request: Mapping[str, NDArray]) -> list[Sample]:
         return with_responses(samples, {name: torch.tensor(array) for name, array in self._infer(GENERATE, request).items()})
 
 
 def request_arrays(
-    prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions, weight_version: int | None = None
+    samples: Sequence[Sample],
+    samples_per_prompt: int,
+    options: SamplingOptions,
+    enough: Enough | None = None,
+    weight_version: int | None = None,
 ) -> dict[str, NDArray]:
     """A request for samples, as the endpoint takes it."""
-    lengths = [prompt.tokens.numel() for prompt in prompts]
-    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : lengths[row]] = prompt.tokens
+    firsts = samples[::samples_per_prompt]
+    lengths = [sample.prompt_length for sample in firsts]
+    tokens = torch.zeros(len(firsts), max(lengths), dtype=torch.int64)
+    for row, sample in enumerate(firsts):
+        tokens[row, : lengths[row]] = sample.tokens[: lengths[row]]
     arrays = {
         "tokens": tokens.numpy(),
         "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
-        "prompt_ids": np.array([[prompt.id] for prompt in prompts], dtype=np.int64),
+        "prompt_ids": np.array([[sample.prompt_id] for sample in firsts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
+    if enough is not None or any(len(sample.response) for sample in samples):
+        arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
+    if enough is not None:
+        arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
+        arrays["due"] = np.zeros((len(firsts), 1), dtype=np.int64)
+        arrays["due"][list(enough.due)] = 1
     return arrays
-
-
-def further_arrays(
-    samples: Sequence[Sample],
-    samples_per_prompt: int,
-    options: SamplingOptions,
-    enough: Enough,
-    weight_version: int | None = None,
-) -> dict[str, NDArray]:
-    """A request for samples to be taken further."""
-    firsts = samples[::samples_per_prompt]
-    prompts = [Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length]) for sample in firsts]
-    due = np.zeros((len(prompts), 1), dtype=np.int64)
-    due[list(enough.due)] = 1
-    return {
-        **request_arrays(prompts, samples_per_prompt, options, weight_version),
-        **{name: drawn.numpy() for name, drawn in response_tensors(samples).items()},
-        "enough": np.array([enough.prompts], dtype=np.int64),
-        "due": due,
-    }

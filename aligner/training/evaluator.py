@@ -15,17 +15,18 @@ from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.paths import run_paths
 from aligner.rewards.scorers import ScoringRequest, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
+from aligner.training.engine_setup import build_options
 
 
 def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
@@ -65,7 +66,7 @@ class Evaluator:
     options: SamplingOptions
     tokenizer: Tokenizer
     policy: Policy
-    rollouts: Rollouts
+    builder: RolloutBuilder
     services: Services
     scorer: TextSource | None
     """What scores the responses; the run's own reward where None."""
@@ -85,7 +86,7 @@ class Evaluator:
         the run has gone on without the references' scores.
         """
         references = self._references(step)
-        samples = self.rollouts.generate(self.prompts, self.settings.samples, self.options)
+        samples = self.builder.generate(self.prompts, self.settings.samples, self.options)
         prompts = [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
         scores = self._scores(prompts, samples).view(len(self.prompts), -1)
         metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
@@ -101,7 +102,7 @@ class Evaluator:
             return self.scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, self.tokenizer)))
         batch = collate(samples, self.tokenizer.pad_token_id)
         metadata = [prompt.metadata for prompt in prompts]
-        return self.services.score(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+        return self.services.score(batch, metadata)
 
     def _references(self, step: int) -> Tensor:
         """[P]: the scores of the references, which are found once and kept in the run directory.
@@ -126,7 +127,7 @@ class Evaluator:
     def _score_references(self) -> Tensor:
         lacking = [prompt for prompt in self.prompts if "reference" not in prompt.metadata]
         greedy = replace(self.options, greedy=True)
-        drawn = {sample.prompt_id: sample for sample in (self.rollouts.generate(lacking, 1, greedy) if lacking else ())}
+        drawn = {sample.prompt_id: sample for sample in (self.builder.generate(lacking, 1, greedy) if lacking else ())}
         ended = bool(self.options.stop_token_ids)
         samples = [
             drawn[prompt.id] if prompt.id in drawn else reference_sample(prompt, self.tokenizer, ended=ended)
@@ -171,9 +172,9 @@ class Evaluator:
 
 
 def build_evaluator(
-    config: Config, tokenizer: Tokenizer, policy: Policy, rollouts: Rollouts, services: Services, options: SamplingOptions
+    config: Config, tokenizer: Tokenizer, policy: Policy, builder: RolloutBuilder, services: Services
 ) -> Evaluator | None:
-    """What evaluates the run, whose own samples are drawn with `options`; None where `evaluation.every` is 0.
+    """What evaluates the run; None where `evaluation.every` is 0.
 
     Raises ConfigError for prompts that can not be used, or a scorer that is not there.
     """
@@ -187,10 +188,14 @@ def build_evaluator(
         settings=settings,
         last_step=config.run.steps,
         prompts=open_evaluation_prompts(settings, tokenizer, config.data.max_prompt_tokens),
-        options=replace(options, greedy=draws_greedily(settings), temperature=settings.temperature),
+        options=replace(
+            build_options(config.rollout, policy.runner.shape),
+            greedy=draws_greedily(settings),
+            temperature=settings.temperature,
+        ),
         tokenizer=tokenizer,
         policy=policy,
-        rollouts=rollouts,
+        builder=builder,
         services=services,
         scorer=scorer,
         references_file=run_paths(config).references,

@@ -11,8 +11,8 @@ from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
 from aligner.data.types import Experience, SampleBatch
 from aligner.errors import AlignerError
-from aligner.rollout.rollouts import Rollout
-from aligner.schema import RolloutConfig as Settings
+from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.schema import RolloutConfig
 
 
 def sequence_kl(experience: Experience) -> float:
@@ -21,7 +21,7 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def rollout_metrics(rollout: Rollout, settings: Settings) -> dict[str, float]:
+def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them.
 
     `rollout/kept_fraction` is the share of the generated samples that dynamic sampling has kept; scores are those of all.

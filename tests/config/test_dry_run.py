@@ -25,7 +25,7 @@ from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
 from tests.config.test_command_line import aligner
-from tests.config.test_families import CONFIGS
+from tests.models.test_families import CONFIGS
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,8 +70,8 @@ def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -
 
 
 def checked(config: Config, judge: ModelShape | None = None) -> ModelShape:
-    coming: dict[str, ModelShape | None] = {"/absent": None}
-    return check(config, coming if judge is None else {**coming, "judge": judge}, is_starting=False)
+    expected: dict[str, ModelShape | None] = {"/absent": None}
+    return check(config, expected if judge is None else {**expected, "judge": judge})
 
 
 def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_they_can():
@@ -123,7 +123,7 @@ def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
 def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_equal_ones_end_the_run():
     remote = {"reward.kind": "remote", "reward.url": "http://scorer:1/score", "reward.gain": 2.0, "dry_run.scale": "tiny"}
     config = with_values(base("dapo"), remote)
-    models = Models(check(config, is_starting=False), {})
+    models = Models(check(config), {})
     reached, _ = tiny_run(config, models)
     assert reached.reward.sources["remote"]["url"] == "http://scorer:1/score"
     assert reached.reward.sources["dry_run"]["function"] == "digit_fraction"
@@ -136,7 +136,7 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
         "bias": 0,
     }
     for small in (reached, alone):
-        check(small, is_starting=False)
+        check(small)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -174,8 +174,11 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
     assert notes == ("data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of all data",)
     here = with_values(config, {"data.sources": {"one": sources["one"]}})
     assert with_present_data(here, {}) == (here, ())
-    coming = with_present_data(here, {str(tmp_path): None})[0]
-    assert coming.data.sources["one"]["path"] == sums and coming.evaluation.path == "function:aligner.data.arithmetic:held_out"
+    expected = with_present_data(here, {str(tmp_path): None})[0]
+    assert (
+        expected.data.sources["one"]["path"] == sums
+        and expected.evaluation.path == "function:aligner.data.arithmetic:held_out"
+    )
 
 
 def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:

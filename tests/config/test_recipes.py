@@ -14,9 +14,9 @@ from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import built_in_directory, compose_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
-from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.submit import render_script
 from aligner.models.shape import ModelShape
-from aligner.placement.memory import memory_needs
+from aligner.placement.memory.role_memory import memory_needs
 
 ENTRIES = sorted((file.parent.name, file.stem) for file in built_in_directory().glob("*/*.yaml"))
 RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.startswith("llama3_")]

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
+from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import MAY_CHANGE, settled
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
+from aligner.schema import Config
 from aligner.schema.keys import schema_keys
 
 
@@ -27,9 +28,13 @@ def started(directory: Path, *overrides: str, step: int | None = 3) -> list[str]
     return given
 
 
+def check_run(config: Config) -> None:
+    RunPlan(config, ()).check()
+
+
 def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(compose_config(overrides))
+        check_run(compose_config(overrides))
     return str(caught.value)
 
 
@@ -38,7 +43,7 @@ def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) 
     assert "exists already; continue it with run.resume=true" in refusal(*given)
     for resume in ("true", "True", "auto"):
         config = compose_config([*given, f"run.resume={resume}"])
-        check(config)
+        check_run(config)
         assert settled(config).run.resume == "true" and config.run.resumes
 
 
@@ -48,14 +53,14 @@ def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Pa
     assert "exists already; start it again with run.resume=auto" in refusal(*given)
     assert "no complete checkpoint in" in refusal(*given, "run.resume=true")
     config = compose_config([*given, "run.resume=auto"])
-    check(config)
+    check_run(config)
     assert settled(config).run.resume == "false"
 
 
 def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Path) -> None:
     given = ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]
     assert f"there is no run in {tmp_path / 'run'}" in refusal(*given, "run.resume=true")
-    check(compose_config([*given, "run.resume=auto"]))
+    check_run(compose_config([*given, "run.resume=auto"]))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
     for resume in ("false", "true", "auto"):
@@ -99,14 +104,14 @@ def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None
         *("server.request_timeout_s=10", "reward.ports.http=29990", "reward.replicas=2", "cluster.threads_per_rank=1"),
         *("evaluation.every=5", "evaluation.prompts=[abc]"),
     )
-    check(compose_config([*given, *changes, "run.resume=true"]))
+    check_run(compose_config([*given, *changes, "run.resume=true"]))
 
 
 def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
     given = [*started(tmp_path / "run"), "actor.optimizer.learning_rate=0.001", "actor.optimizer.beta1=0.5", "run.resume=true"]
     message = refusal(*given, "run.changes=[actor.optimizer.learning_rate]")
     assert "beta1" in message and "learning_rate" not in message
-    check(compose_config([*given, "run.changes=[actor.optimizer]"]))
+    check_run(compose_config([*given, "run.changes=[actor.optimizer]"]))
     assert "run.changes: no such key: learning_rate" in refusal(*given, "run.changes=[actor.optimizer,learning_rate]")
 
 
@@ -130,7 +135,7 @@ def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> N
     model = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'other'}"]))
     given = started(tmp_path / "run", "model.source=directory", f"model.path={tmp_path / 'before'}")
     moved = [*given[:-1], f"model.path={model}", "seed=7", "run.resume=true"]
-    check(compose_config([*moved, "run.changes=[model.path,seed]"]))
+    check_run(compose_config([*moved, "run.changes=[model.path,seed]"]))
 
 
 def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:
@@ -146,7 +151,7 @@ def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     del content["run"]["changes"], content["cluster"]["slurm"]
     file.write_text(yaml.safe_dump(content))
     assert load_config(file).run.resume == "false"
-    check(compose_config([*given, "run.resume=true"]))
+    check_run(compose_config([*given, "run.resume=true"]))
 
 
 @pytest.mark.parametrize("pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()])

@@ -6,7 +6,7 @@ import pytest
 
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer
 from aligner.models.families import read_config
-from tests.config.test_families import SIZES
+from tests.models.test_families import SIZES
 
 SHAPE = dataclasses.replace(
     read_config({"architectures": ["LlamaForCausalLM"], **SIZES}, "test"), vocab_size=64, eos_token_ids=(1,), pad_token_id=0

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from aligner.checks.data import data_problems
+from aligner.checks import data as data_checks
 from aligner.config.compose import compose_config
 from aligner.data.examples import has_steps, open_demonstrations
 from aligner.data.model_directory import prepare_model
@@ -42,7 +42,7 @@ def jsonl(path, *records):
 
 
 def problems(data: DataConfig, trainer: str = "online") -> str:
-    return "\n".join(data_problems(Config(data=data, algorithm=AlgorithmConfig(trainer=trainer))))
+    return "\n".join(data_checks.problems(Config(data=data, algorithm=AlgorithmConfig(trainer=trainer)), None, {}))
 
 
 def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer, dataset):

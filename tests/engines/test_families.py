@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
+from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
 
 LENGTHS = (3, 9, 1, 9)
@@ -30,9 +31,9 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     # Fewer rows than responses, so that some join while others are half-way.
     settings = EngineConfig(parallel=EngineParallelConfig(tensor=tensor), batch_size=3)
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
-    engine.load_directory(Path(directory))
+    load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
-    samples = engine.generate(requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
+    samples = generate(engine, requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.engines.embedded.engine import EmbeddedEngine
-from aligner.engines.embedded.weights import parameters
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.embedded.engine_weights import parameters
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.families import read_config
 from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import engine_weights, shared_weights
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import with_values
@@ -63,7 +63,7 @@ def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, i
     update.load(list(engine.weights))
     update.commit()
     sampler, options = ColocatedSampler(engine, EngineParallelConfig(), 0), SamplingOptions(max_new_tokens=5)
-    source = Rollouts(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
+    source = RolloutBuilder(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
     for _ in range(2):
         source.take()
     assert engine.nbytes - empty == engine_memory(config, shape).cache

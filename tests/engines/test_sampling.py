@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 
 

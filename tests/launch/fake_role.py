@@ -1,4 +1,6 @@
-"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`."""
+"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`. It imports only what its behavior needs:
+four of them start in every test's launch.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,8 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from aligner.config.compose import load_config
-from aligner.errors import TransientError
-from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
-from aligner.launch.roles import served_model
-from aligner.observability.metrics import MetricsWriter, SampleWriter
-from aligner.paths import run_paths
+from aligner.exit_codes import RESUMABLE
+from aligner.launch.processes import LAUNCHER_PID, end_with_launcher
 
 RANK = int(os.environ["RANK"])
 
@@ -36,6 +34,8 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def serve(role: str, run: Path) -> None:
+    from aligner.launch.server_ports import served_model
+
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
     Ready.model = served_model(role)
     HTTPServer(("127.0.0.1", port), Ready).serve_forever()
@@ -76,14 +76,19 @@ def drain_with_helper(role: str, run: Path) -> None:
 
 
 def train(run: Path, steps: int, pause_s: float) -> None:
-    config = load_config(run / "config.yaml")
-    paths = run_paths(config)
     if RANK != 0:
         return
-    metrics, samples = MetricsWriter(paths), SampleWriter(paths)
+    from aligner.config.compose import load_config
+    from aligner.observability.metrics import MetricsWriter, RecordWriter
+    from aligner.paths import run_paths
+
+    config = load_config(run / "config.yaml")
+    paths = run_paths(config)
+    metrics, samples = MetricsWriter(paths), RecordWriter(paths.samples)
     for step in range(1, steps + 1):
         time.sleep(pause_s)
-        samples.write(step, "prompt [red]text[/red]", f"answer {step}\n\x1b[2J", step / 10)
+        sample = {"prompt": "prompt [red]text[/red]", "response": f"answer {step}\n\x1b[2J", "reward": step / 10}
+        samples.write(step, [sample])
         stats = {"reward/mean": step / 10, "kl/reference": 0.01, "time/step": 0.5, "time/train": 0.25}
         metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
     if config.algorithm.trainer == "preferences":
@@ -128,7 +133,7 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "crash_at_first":
             if not (run / "died").exists():
                 (run / "died").touch()
-                os._exit(TransientError.exit_code)
+                os._exit(RESUMABLE)
             serve(role, run)
         case "leave_grandchild":
             # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.

@@ -17,8 +17,8 @@ from aligner.megatron import world as worlds
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.policy import Policy
 from aligner.resharding.link import Link
-from aligner.resharding.plan import plan_resharding
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineParallelConfig
 from tests.megatron import jobs
 from tests.resharding.sink import Sink
@@ -159,7 +159,7 @@ def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], 
         actor.train(experience, jobs.loss)
     weights, world = actor.runner.weights, actor.world
     engine = EngineParallelConfig(tensor=1, data=world.size)
-    plan = plan_resharding(weights.table, actor.runner.shape.num_layers, world.layout, engine)
+    plan = plan_resharding(actor.runner.shape, world.layout, engine)
     link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
     publisher = Publisher(plan, link, read=weights.read, begin_update=sink.begin_update, bucket_bytes=1 << 20, verify_every=1)
     publisher.publish(version=1)

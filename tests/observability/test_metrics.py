@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aligner.errors import AlignerError
-from aligner.observability.metrics import FileFollower, MetricsWriter, SampleWriter, read_metrics, read_records
+from aligner.observability.metrics import FileFollower, MetricsWriter, RecordWriter, read_metrics, read_records
 from aligner.observability.sinks import TensorBoardSink
 from aligner.paths import RunPaths
 
@@ -89,10 +89,10 @@ def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path)
 
 def test_resuming_drops_later_samples(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    writer = SampleWriter(paths)
+    writer = RecordWriter(paths.samples)
     writer.truncate_after(0)
     for step in (1, 1, 2):
-        writer.write(step, "p", "ü\n", 0.5, sample_index=3)
+        writer.write(step, [{"prompt": "p", "response": "ü\n", "reward": 0.5, "sample_index": 3}])
     writer.truncate_after(1)
     expected = {"step": 1, "prompt": "p", "response": "ü\n", "reward": 0.5, "sample_index": 3}
     assert read_records(paths.samples) == [expected, expected]

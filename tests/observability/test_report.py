@@ -13,7 +13,7 @@ from aligner.cli import main
 from aligner.config.compose import compose_config, save_config
 from aligner.errors import ConfigError
 from aligner.observability.figures import PANELS, metric_plots, thinned, timeline_plots
-from aligner.observability.metrics import MetricsWriter, SampleWriter, read_metrics
+from aligner.observability.metrics import MetricsWriter, RecordWriter, read_metrics
 from aligner.observability.report import write_report
 from aligner.observability.timeline import Timeline
 from aligner.observability.trace import read_spans
@@ -70,10 +70,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     paths = begin(tmp_path_factory.mktemp("report") / "run", "experiment=tiny_ppo", f"model.path={json.dumps(HOSTILE[:40])}")
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
     write_metrics(paths, [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds])
-    samples = SampleWriter(paths)
+    samples = RecordWriter(paths.samples)
     for step in (1, 5, 30):
-        for _ in range(4):
-            samples.write(step, f"{step} {HOSTILE}", HOSTILE * 100, 0.25)
+        samples.write(step, [{"prompt": f"{step} {HOSTILE}", "response": HOSTILE * 100, "reward": 0.25}] * 4)
     write_timeline(paths, STEPS)
     write_report(paths.root)
     return paths

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.observability.metrics import MetricsWriter, read_metrics
-from aligner.observability.mlflow_sink import MlflowSink
-from aligner.observability.sinks import BackgroundSink, MetricsSink, Record, TensorBoardSink, open_sinks
-from aligner.observability.wandb_sink import SUPERSEDED
+from aligner.observability.metrics import MetricsSink, MetricsWriter, Record, read_metrics
+from aligner.observability.sinks import BackgroundSink, TensorBoardSink, open_sinks
+from aligner.observability.trackers import SUPERSEDED, MlflowSink
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
-from tests.observability.trackers import (
+from tests.observability.tracker_readers import (
     Steps,
     mlflow_client,
     mlflow_steps,

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.observability.timeline import Timeline, open_timeline
-from aligner.observability.timer import PhaseTimer
+from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 from aligner.observability.trace import Span, busy_shares, innermost, read_spans, steps_window, write_trace
 from aligner.paths import RunPaths
 from aligner.schema import Config
@@ -231,3 +231,44 @@ def test_busy_shares_are_means_over_ranks_without_what_is_waited() -> None:
     assert steps_window(both, 3) == (0, 100)
     shares = busy_shares([*both, *other], (0, 100))
     assert shares == {"trainer": {"train": pytest.approx((0.6 + 0.7) / 2), "score": pytest.approx((0.2 + 0.2) / 2)}}
+
+
+def ticking(times: list[float]) -> Iterator[float]:
+    yield from times
+
+
+def test_blocks_of_a_phase_add_up_and_taking_starts_anew() -> None:
+    ticks = ticking([0, 1, 3, 4, 9, 10, 12, 13])
+    timer = PhaseTimer(lambda: next(ticks))
+    with timer.phase("train"):  # 1 to 3
+        pass
+    with timer.phase("train"):  # 4 to 9
+        pass
+    assert timer.take() == {"time/step": 10, "time/train": 7}
+    assert timer.take() == {"time/step": 2}
+
+
+def test_overlapping_phases_each_count_their_own_time() -> None:
+    ticks = ticking([0, 1, 2, 4, 8, 9])
+    timer = PhaseTimer(lambda: next(ticks))
+    with timer.phase("generate"), timer.phase("server_wait"):
+        pass
+    assert timer.take() == {"time/step": 9, "time/generate": 7, "time/server_wait": 2}
+
+
+def test_a_phase_is_counted_when_its_block_raises() -> None:
+    ticks = ticking([0, 1, 3, 4])
+    timer = PhaseTimer(lambda: next(ticks))
+    with pytest.raises(RuntimeError), timer.phase("train"):
+        raise RuntimeError
+    assert timer.take()["time/train"] == 2
+
+
+def test_a_phase_inside_itself_an_open_phase_and_the_name_step_are_refused() -> None:
+    timer = PhaseTimer()
+    with pytest.raises(ValueError, match="'train' is already being timed"), timer.phase("train"), timer.phase("train"):
+        pass
+    with pytest.raises(ValueError, match="still being timed: train"), timer.phase("train"):
+        timer.take()
+    with pytest.raises(ValueError, match="'step' is taken"), timer.phase("step"):
+        pass

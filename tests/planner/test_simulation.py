@@ -4,28 +4,38 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.planner.model import Lengths, Phase, Pipeline
-from aligner.planner.simulation import Simulation, Span, forecast
+from aligner.planner.phases import Lengths, Phase, PipelineModel
+from aligner.planner.simulation import Simulation, forecast
 from tests.planner.pipelines import each_one, pipeline, pipelines
 
 SLACK = 1 + 1e-9
 TRIES = settings(max_examples=20, deadline=None, derandomize=True)
-Placed = tuple[Pipeline, dict[str, int]]
+Placed = tuple[PipelineModel, dict[str, int]]
 
 
-def slack(made: Pipeline) -> float:
+def slack(made: PipelineModel) -> float:
     """A mean over batches that differ depends a little on which one it begins with."""
     return SLACK if made.window == 1 else 1.03
 
 
-def schedule(made: Pipeline, placement: dict[str, int], batches: int) -> list[Span]:
-    spans: list[Span] = []
-    simulation = Simulation(made, placement, spans)
+class PhaseRun(NamedTuple):
+    name: str
+    role: str
+    batch: int
+    part: int
+    start: float
+    end: float
+
+
+def schedule(made: PipelineModel, placement: dict[str, int], batches: int) -> list[PhaseRun]:
+    spans: list[PhaseRun] = []
+    simulation = Simulation(made, placement, lambda *done: spans.append(PhaseRun(*done)))
     for _ in range(batches):
         simulation.advance()
     return spans
@@ -173,7 +183,7 @@ def test_every_phase_of_every_batch_is_done_once_after_what_it_needs_and_by_a_ro
     for span in spans:
         by_role[span.role].append(span)
     for role, own in by_role.items():
-        if role == made.generator and made.lengths is not None:
+        if role == made.generate.role and made.lengths is not None:
             continue  # its slots are under way side by side
         for before, after in itertools.pairwise(own):
             assert before.end <= after.start * SLACK
@@ -200,14 +210,14 @@ def test_the_same_pipeline_gets_the_same_forecast(placed: Placed) -> None:
 def test_a_batch_ends_with_its_longest_response_unless_the_next_may_fill_its_slots() -> None:
     lengths = Lengths(mean=200, deviation=150, longest=1024, samples=256, slots=64)
     phases = (Phase("generate", "generator", 20.0), Phase("train", "trainer", 1.0))
-    finishing = Pipeline(phases, max_staleness=2, lengths=lengths)
+    finishing = PipelineModel(phases, max_staleness=2, lengths=lengths)
     assert forecast(finishing, each_one(finishing)).step_s == pytest.approx(20.0)  # as it was measured
     interrupting = replace(finishing, interrupt=True)
-    drawn = [tokens for batch in range(16) for tokens in lengths.draw(batch, seed=1)]
-    token_s = 20.0 / lengths.mean_alone(64, seed=1)
+    drawn = [tokens for batch in lengths.drawn for tokens in batch]
+    token_s = 20.0 / lengths.mean_alone(64)
     filled = token_s * math.fsum(drawn) / 16 / 64
     assert forecast(interrupting, each_one(interrupting)).step_s == pytest.approx(filled, rel=0.02)
     assert filled < 16
     # The longest response is no shorter on more devices.
-    longest = max(max(lengths.draw(batch, seed=1)) for batch in range(16))
+    longest = max(map(max, lengths.drawn))
     assert 20 / 8 < forecast(finishing, {"generator": 8, "trainer": 1}).step_s <= token_s * longest

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.resharding.plan import TransferPlan
+from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import slice_shape
 
 
@@ -47,10 +47,6 @@ class SinkUpdate:
         self._sink, self._version = sink, version
         self._views: dict[str, Tensor] = {} if sink.group_bytes else sink.empty(sink.shapes)
         self._loaded: dict[str, Tensor] = {}
-
-    @property
-    def group_bytes(self) -> int | None:
-        return self._sink.group_bytes
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         if self._sink.group_bytes:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.checks.reward import reward_problems
+from aligner.checks import reward
 from aligner.errors import ConfigError
 from aligner.models.normalization import NORMALIZATION, read_normalization
 from aligner.schema import Config, RewardConfig
@@ -35,5 +35,5 @@ def test_a_broken_file_is_refused_by_name_before_anything_starts(tmp_path: Path,
     shape |= {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8, "hidden_act": "silu"}
     shape |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "eos_token_id": 1, "pad_token_id": 0}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    (found,) = reward_problems(Config(reward=RewardConfig(kind="model", path=str(tmp_path))))
+    (found,) = reward.problems(Config(reward=RewardConfig(kind="model", path=str(tmp_path))), None, {})
     assert NORMALIZATION in found

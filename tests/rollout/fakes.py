@@ -24,21 +24,20 @@ class Digits:
         """The second token is drawn when `spend` has returned."""
         self.version, self.spend = 0, spend
 
-    def sample(self, prompts, samples_per_prompt, options):
+    def sample(self, samples, samples_per_prompt, options, enough=None):
         first = self.version
         self.spend()
         return [
             Sample(
-                prompt.id,
-                index,
-                torch.tensor([5, 10 + prompt.id, 10 + index]),
+                sample.prompt_id,
+                sample.sample_index,
+                torch.tensor([5, 10 + sample.prompt_id, 10 + sample.sample_index]),
                 1,
                 torch.zeros(2),
                 torch.tensor([first, self.version]),
                 "stop",
             )
-            for prompt in prompts
-            for index in range(samples_per_prompt)
+            for sample in samples
         ]
 
     def rest(self):
@@ -112,13 +111,13 @@ class Scorers:
         """`answer` gives the future of an answer; without it they are there at once."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
+    def ask_scores(self, batch, metadata, rows_apart=None):
+        ids, index = batch.tokens[:, 1] - 10, batch.tokens[:, 2] - 10
         scores = [float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)]
         return (self.answer(torch.tensor(scores)),)
 
-    def ask_values(self, tokens, lengths):
+    def ask_values(self, batch):
         return ()
 
-    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        return self.ask_scores(tokens, lengths, prompt_lengths, metadata), ()
+    def ask(self, batch, metadata, rows_apart=None):
+        return self.ask_scores(batch, metadata), ()

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.pipeline import Pipeline
-from aligner.rollout.rollouts import Rollouts
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import EngineParallelConfig, RolloutConfig
 from tests.rollout.clock import Clock
@@ -40,9 +40,9 @@ class Scores:
     def __init__(self):
         self.asked = set()
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
+    def ask_scores(self, batch, metadata, rows_apart=None):
         self.asked |= (ids := {fields["id"] for fields in metadata})
-        each = len(tokens) // len(ids)
+        each = len(batch.tokens) // len(ids)
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
         return (_now(torch.tensor(rows)),)
 
@@ -75,7 +75,7 @@ class Run:
         self.shape, self.stream, self.engine, self.scorers = shape, Recorded(), Writer(case.seed), Scores()
         sampler = ColocatedSampler(self.engine, EngineParallelConfig(tensor=1, data=1), rank=0)
         options, rounds = SamplingOptions(max_new_tokens=40), case.rounds
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutBuilder(
             self.stream,
             sampler,
             self.scorers,
@@ -141,7 +141,7 @@ class Trainer:
     def __init__(self, case, steps):
         self.run = case.start()
         own = self.run.rollouts
-        self.pipeline = Pipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
+        self.pipeline = RolloutPipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
 
     def offer(self, version):
         pass
@@ -149,17 +149,17 @@ class Trainer:
     def serve(self, version):
         self.run.engine.version = version
 
-    def ask_values(self, tokens, lengths):
+    def ask_values(self, batch):
         return ()
 
     def train(self, first, last, save_at=None, place=None):
-        self.pipeline.publish(first)
+        self.pipeline.publish_weights(first)
         trained = []
         for step in range(first, last):
             rollout = self.pipeline.take()
             trained.append([*described(rollout), rollout.deferred])
             assert min(int(sample.weight_versions[0]) for sample in rollout.samples) >= step - self.run.shape.max_staleness
-            self.pipeline.publish(step + 1)
+            self.pipeline.publish_weights(step + 1)
             if step + 1 == save_at:
                 self.pipeline.begin_save(save_at)
                 self.position = self.pipeline.finish_save(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -19,21 +19,19 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.formats import weight_format
-from aligner.engines.protocol import SamplingOptions
-from aligner.engines.receiver import WeightReceiver, plan_between_worlds
+from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.remote_publisher import plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator import Generator
-from aligner.servers.generator_client import further_arrays, request_arrays
-from aligner.servers.protocol import GENERATE
-from aligner.servers.samples import with_responses
+from aligner.servers.generator_client import request_arrays
+from aligner.servers.generator_server import Generator, weight_receiver
 from aligner.servers.serving import Caller
+from aligner.servers.wire_protocol import GENERATE, with_responses
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -53,7 +51,9 @@ class Trainer:
         """`connect` asks the generator to join, and returns a future."""
         self._config = config
         self._tensors: dict[str, Tensor] = {}
-        plan = plan_between_worlds(config, read_shape(model_directory(config)), weight_format(config.engine, "cpu"))
+        plan = plan_between_worlds(
+            read_shape(model_directory(config)), config.actor.parallel, weight_format(config.engine, "cpu")
+        )
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         joined = connect(host="127.0.0.1", port=self._store.port, generation=0)
         link = Link(self._store, 0, plan.labels, timeout=TIMEOUT)
@@ -79,7 +79,7 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
     shape, rank = read_shape(model_directory(config)), dist.get_rank()
     group = replica_group(config.engine.parallel, rank, TIMEOUT)
     engine = build_engine(shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group)
-    generator = Generator(config, engine, WeightReceiver(config, shape, engine, rank, torch.device("cpu")), rank)
+    generator = Generator(config, engine, weight_receiver(config, shape, engine, rank, torch.device("cpu")), rank)
     handlers = {**generator.handlers, "sleep": lambda seconds: time.sleep(seconds)}
     executor = SpmdExecutor(handlers, drain_s=5.0, heartbeat_s=5.0, collective_timeout_s=30.0)
     if rank:
@@ -104,14 +104,14 @@ class Generating:
         self.trainer.publish(version)
         received.result(10)
 
-    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, **about: Any) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions) -> list[Sample]:
         """One sample a prompt, by way of the endpoint."""
-        return self._drawn(unbegun(prompts, 1), request_arrays(prompts, 1, options, **about))
+        return self.carry_on(unbegun(prompts, 1), 1, options, None)
 
-    def carry_on(self, samples: Sequence[Sample], each: int, options: SamplingOptions, enough: Enough) -> list[Sample]:
-        return self._drawn(samples, further_arrays(samples, each, options, enough))
-
-    def _drawn(self, samples: Sequence[Sample], request: Mapping[str, Any]) -> list[Sample]:
+    def carry_on(
+        self, samples: Sequence[Sample], each: int, options: SamplingOptions, *about: Any, **more: Any
+    ) -> list[Sample]:
+        request = request_arrays(samples, each, options, *about, **more)
         return with_responses(samples, {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()})
 
 

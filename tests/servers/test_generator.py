@@ -14,18 +14,16 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.protocol import GenerationRequest, SamplingOptions
-from aligner.engines.receiver import WeightReceiver
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
-from aligner.servers.generator import Generator
-from aligner.servers.generator_client import GeneratorClient, further_arrays, request_arrays
-from aligner.servers.protocol import GENERATE, RequestError, WeightsError
-from aligner.servers.samples import with_responses
-from aligner.servers.serving import _control_request
-from aligner.servers.validation import Limits, validate
+from aligner.servers.generator_client import GeneratorClient, request_arrays
+from aligner.servers.generator_server import Generator, weight_receiver
+from aligner.servers.validation import Limits, control_request, validate
+from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
+from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
     one_replica_refuses,
@@ -53,7 +51,7 @@ def engine(tmp_path_factory):
 
 
 def serving(engine):
-    receiver = WeightReceiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
+    receiver = weight_receiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
     generator = Generator(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
@@ -66,18 +64,18 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
     call, serve = serving(engine)
     assert call("version")["version"] == -1
     with pytest.raises(AlignerError, match="none were published yet"):
-        serve(request_arrays(PROMPTS, 2, OPTIONS))
+        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS))
     with pytest.raises(AlignerError, match="connect comes first"):
         call("receive", version=1)
 
 
 def test_samples_over_the_wire_are_those_of_the_engine(engine):
-    engine.load_directory(engine.directory, version=3)
+    load_directory(engine, engine.directory, version=3)
     call, serve = serving(engine)
-    arrays = request_arrays(PROMPTS, 2, OPTIONS)
+    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
     got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
-    expected = engine.generate([GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
+    expected = generate(engine, [GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
     assert call("version")["version"] == 3
     for one, other in zip(got, expected, strict=True):
         assert (one.prompt_id, one.sample_index, one.finish_reason) == (
@@ -109,7 +107,7 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
 )
 def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
     _, serve = serving(engine)
-    arrays = further_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
+    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
         arrays[name] = np.array(value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value])
         if value is None:
@@ -123,8 +121,8 @@ def test_weights_that_are_too_old_do_not_begin_a_response(engine):
     call, serve = serving(engine)
     served = call("version")["version"]
     with pytest.raises(WeightsError, match=f"serves weights version {served}, wanted: version {served + 1} or newer"):
-        serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served + 1))
-    assert len(serve(request_arrays(PROMPTS, 2, OPTIONS, weight_version=served))["responses"]) == 4
+        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1))
+    assert len(serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served))["responses"]) == 4
 
 
 GREEDY = SamplingOptions(max_new_tokens=24, greedy=True)
@@ -152,7 +150,7 @@ def drawn_by(overrides):
         update.commit()
 
     def drawn(version, tokens, options):
-        sample = engines[version].generate([GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
+        sample = generate(engines[version], [GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
         return sample.response.tolist(), sample.engine_logprobs
 
     return drawn
@@ -201,8 +199,8 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
     first, again, last, changed = pool.run(run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough)[0]
     config = compose_config(overrides)
     engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
-    engine.load_directory(model_directory(config), version=1)
-    whole = engine.generate([GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
+    load_directory(engine, model_directory(config), version=1)
+    whole = generate(engine, [GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
     longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
     steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)
     assert steps < max(longest)
@@ -249,10 +247,10 @@ def test_a_server_leaves_what_is_long_for_the_next_request(generator):
     client, _ = generator
     prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
     options = SamplingOptions(200, stop_token_ids=(8, 9, 10))
-    whole = client.generate(prompts, 2, options).result()
+    whole = client.generate(unbegun(prompts, 2), 2, options).result()
     samples, rounds = unbegun(prompts, 2), []
     for complete in (2, 4, 6):
-        samples = client.carry_on(samples, 2, options, Enough(complete)).result()
+        samples = client.generate(samples, 2, options, Enough(complete)).result()
         rounds.append([len(sample.response) for sample in samples])
     assert rounds[0] < rounds[1] < rounds[2]
     assert [sample.response.tolist() for sample in samples] == [sample.response.tolist() for sample in whole]
@@ -264,10 +262,10 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     started = client.instance()
     assert client.control("version")["version"] == 1
     with pytest.raises(RemoteError) as refused:
-        client.generate(prompts, 1, options, weight_version=99).result()
+        client.generate(unbegun(prompts, 1), 1, options, weight_version=99).result()
     assert refused.value.kind == "WeightsError"
     for version in range(2, 12):  # on a busy machine weights may come before the request
-        drawn = client.generate(prompts, 1, options, weight_version=version - 1)
+        drawn = client.generate(unbegun(prompts, 1), 1, options, weight_version=version - 1)
         time.sleep(0.1)
         update(version)
         found = {tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()}
@@ -289,5 +287,6 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     ],
 )
 def test_what_is_no_order_to_move_weights_is_refused(request_, message):
+    generator = object.__new__(Generator)
     with pytest.raises(RequestError, match=message):
-        _control_request(json.dumps(request_), ("connect", "receive"))
+        control_request(json.dumps(request_), {"connect": generator._connect, "receive": generator._receive})

@@ -50,10 +50,10 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
     `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
     """
-    coming = plan.coming(absent_inputs(plan.config))
-    given, notes = with_present_data(plan.config, coming)
-    policy = check(given, coming, is_starting=False)
-    models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, coming).items()})
+    expected = plan.expected_inputs(absent_inputs(plan.config))
+    given, notes = with_present_data(plan.config, expected)
+    policy = check(given, expected)
+    models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, expected).items()})
     unreachable = [url for url in _urls(given) if not is_reachable(url)]
     tiny_config, tiny = tiny_run(given, models, unreachable)
     notes = (*notes, *_exchanges(given, tiny_config, unreachable))

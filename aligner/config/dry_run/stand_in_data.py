@@ -21,29 +21,29 @@ _SUMS = {
 }
 
 
-def with_present_data(config: Config, coming: ExpectedInputs) -> tuple[Config, tuple[str, ...]]:
+def with_present_data(config: Config, expected: ExpectedInputs) -> tuple[Config, tuple[str, ...]]:
     """The configuration with sums instead of records that are not here, and a line about each exchange."""
     notes: list[str] = []
-    for values, note in (*_records(config, coming), *_evaluation(config, coming)):
+    for values, note in (*_records(config, expected), *_evaluation(config, expected)):
         config = with_values(config, values)
         notes.append(note)
     return config, tuple(notes)
 
 
-def _is_absent(path: Path | str, coming: ExpectedInputs) -> bool:
-    return is_expected(path, coming) or not (str(path).startswith(FUNCTION) or Path(path).exists())
+def _is_absent(path: Path | str, expected: ExpectedInputs) -> bool:
+    return is_expected(path, expected) or not (str(path).startswith(FUNCTION) or Path(path).exists())
 
 
 def _sums(name: str) -> str:
     return f"{FUNCTION}aligner.data.arithmetic:{name}"
 
 
-def _records(config: Config, coming: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
     try:
         sources = data_sources(config.data)
     except ConfigError:
         return  # the checks tell
-    absent = [source for source in sources if _is_absent(source.path, coming)]
+    absent = [source for source in sources if _is_absent(source.path, expected)]
     if absent:
         # All of them: data.prompt_after and data.prompt_before speak of the run's own records.
         path = _sums(_SUMS[config.algorithm.trainer])
@@ -55,12 +55,12 @@ def _records(config: Config, coming: ExpectedInputs) -> Iterator[tuple[dict[str,
         named = ", ".join(source.given_as for source in absent)
         yield values, f"{named}: not on this machine; sums take the place of all data"
     given = config.data.normalization
-    if given is not None and _is_absent(given, coming):
+    if given is not None and _is_absent(given, expected):
         yield {"data.normalization": None}, f"data.normalization={given}: not on this machine; left out"
 
 
-def _evaluation(config: Config, coming: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
     path = config.evaluation.path
-    if config.algorithm.trainer == "online" and path is not None and _is_absent(path, coming):
+    if config.algorithm.trainer == "online" and path is not None and _is_absent(path, expected):
         values = {"evaluation.path": _sums("held_out"), "evaluation.fields": {}}
         yield values, f"evaluation.path={path}: not on this machine; sums take its place"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.engines.protocol import SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 
 _CHUNK = 128
 """Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked at closely."""

@@ -1,40 +1,99 @@
-"""Responses under way on a replica; every rank of it has one of these and sees the same."""
+"""The ranks of a replica, of which one drives TensorRT-LLM, and the responses under way on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from torch.distributed import ProcessGroup
+
+from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.types import Sample
-from aligner.engines.protocol import GenerationRequest, SamplingOptions, response_limit
-from aligner.engines.tensorrt_llm.client import Client
-from aligner.engines.tensorrt_llm.replica import Replica
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.engines.tensorrt_llm.llm_client import Client
 from aligner.engines.tensorrt_llm.responses import Response
 from aligner.errors import AlignerError
 
+T = TypeVar("T")
+
+
+class Replica:
+    """This rank's place among a replica's: the first drives TensorRT-LLM, the others' GPUs take part in it."""
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+        """`rank` of `size`; `group` holds them in order (None: there is one)."""
+        self.rank, self.size, self._group = rank, size, group
+        self.client: Client | None = None
+        """The driving rank's, once TensorRT-LLM has been started."""
+
+    def drive(self, what: str, action: Callable[[Client], T]) -> T:
+        """`lead` with what the driving rank asks of TensorRT-LLM. Collective."""
+
+        def act() -> T:
+            assert self.client is not None
+            return action(self.client)
+
+        return self.lead(what, act)
+
+    def lead(self, what: str, action: Callable[[], T]) -> T:
+        """What the driving rank's action returns, a JSON value, on every rank. Collective.
+
+        Raises AlignerError on every rank when it fails, and what it raised on the driving rank.
+        """
+        if self.rank > 0:
+            answer = broadcast_json(None, group=self._group)
+            if "error" in answer:
+                raise AlignerError(f"{what} failed on the rank that drives TensorRT-LLM: {answer['error']}")
+            result: T = answer["value"]
+            return result
+        try:
+            value = action()
+        except BaseException as error:
+            if self.size > 1:
+                broadcast_json({"error": f"{type(error).__name__}: {error}"}, group=self._group)
+            raise
+        if self.size > 1:
+            broadcast_json({"value": value}, group=self._group)
+        return value
+
+    def gather(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank. Collective.
+
+        Raises AlignerError on every rank, naming the ranks that failed, when any does.
+        """
+        if self.size == 1:
+            return [action()]
+        failure: BaseException | None = None
+        try:
+            mine: dict[str, Any] = {"value": action()}
+        except Exception as error:
+            failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
+        answers = gather_json(mine, group=self._group)
+        if failed := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]:
+            raise AlignerError(f"{what} failed on " + "; ".join(failed)) from failure
+        return [answer["value"] for answer in answers]
+
 
 class ReplicaGeneration:
-    """A `Generation`."""
+    """A `Generation`: the same on every rank of the replica."""
 
     def __init__(
         self,
         replica: Replica,
-        client: Client | None,
         check_weights: Callable[[], None],
         requests: Sequence[GenerationRequest],
         options: SamplingOptions,
     ) -> None:
-        """`client`: on the rank that drives; `check_weights` raises when there are none. Collective over the replica."""
-        self._replica, self._client, self._check_weights = replica, client, check_weights
+        """`check_weights` raises when there are none. Collective over the replica."""
+        self._replica, self._check_weights = replica, check_weights
         self._open = {place: Response(request, response_limit(request, options)) for place, request in enumerate(requests)}
         self._tasks: dict[int, Any] = {}
 
-        def start() -> None:
-            assert self._client is not None
-            tasks = self._client.start(list(self._open.values()), options)
+        def start(client: Client) -> None:
+            tasks = client.start(list(self._open.values()), options)
             self._tasks = dict(zip(self._open, tasks, strict=True))
 
-        replica.lead("starting responses", start)
+        replica.drive("starting responses", start)
 
     @property
     def done(self) -> bool:
@@ -46,7 +105,7 @@ class ReplicaGeneration:
         if self.done:
             return []
         samples = []
-        for place, *drawn in self._replica.lead("generating", self._wait):
+        for place, *drawn in self._replica.drive("generating", self._wait):
             response = self._open.pop(place)
             response.tokens, response.logprobs, response.versions, response.finish_reason = drawn
             samples.append((place, response.sample()))
@@ -59,20 +118,18 @@ class ReplicaGeneration:
     def cancel(self) -> None:
         """Drop what is not complete."""
 
-        def cancel() -> None:
-            assert self._client is not None
-            self._client.cancel({task: self._open[place] for place, task in self._tasks.items()})
+        def cancel(client: Client) -> None:
+            client.cancel({task: self._open[place] for place, task in self._tasks.items()})
 
         if not self.done:
-            self._replica.lead("cancelling responses", cancel)
+            self._replica.drive("cancelling responses", cancel)
         self._tasks.clear()
         self._open.clear()
 
-    def _wait(self) -> list[list[Any]]:
-        assert self._client is not None
+    def _wait(self, client: Client) -> list[list[Any]]:
         if not any(task.done() for task in self._tasks.values()):
             self._check_weights()
-            self._client.wait(list(self._tasks.values()))
+            client.wait(list(self._tasks.values()))
         complete = [place for place, task in self._tasks.items() if task.done()]
         answers = []
         for place in complete:

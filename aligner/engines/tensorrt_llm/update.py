@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.weight_files import assemble
+from aligner.engines.tensorrt_llm.generation import Replica
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import TensorSpec, stored_tensors
+from aligner.resharding.weight_update import WeightFormat
 
 
-class Receiver(Protocol):
+@dataclass(frozen=True)
+class UpdateSteps:
     """What an update does to its engine."""
 
-    def together(self, what: str, action: Callable[[], None]) -> None:
-        """Do something on every rank of the replica. Raises AlignerError on all of them when it fails on any."""
-        ...
-
-    def overwrite(self) -> None:
-        """The old weights are about to go."""
-        ...
-
-    def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors by their names in a file, for every worker."""
-        ...
-
-    def finish(self) -> None:
-        """All tensors have been handed over."""
-        ...
-
-    def close(self) -> None:
-        """The update is over, whether or not it was finished."""
-        ...
+    overwrite: Callable[[], None]
+    """The old weights are about to go."""
+    hand_over: Callable[[Mapping[str, Tensor]], None]
+    """Whole tensors by their names in a file, for every worker."""
+    finish: Callable[[], None]
+    """All tensors have been handed over."""
+    close: Callable[[], None]
+    """The update is over, whether or not it was finished."""
 
 
 class StreamedUpdate:
@@ -42,14 +37,13 @@ class StreamedUpdate:
 
     def __init__(
         self,
-        receiver: Receiver,
+        steps: UpdateSteps,
+        replica: Replica,
         table: Sequence[TensorSpec],
-        *,
-        group_bytes: int,
+        weight_format: WeightFormat,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
-        self._receiver, self._device, self._dtype, self._group_bytes = receiver, device, dtype, group_bytes
+        self._steps, self._replica, self._format, self._device = steps, replica, weight_format, device
         self._specs = {spec.name: spec for spec in table}
         self._missing = stored_tensors(table)
         self._views: dict[str, Tensor] = {}
@@ -57,34 +51,29 @@ class StreamedUpdate:
         self._overwrites = False
         self._open = True
 
-    @property
-    def group_bytes(self) -> int | None:
-        """Bytes of the bucket."""
-        return self._group_bytes
-
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
         self._check_open()
         known = [name for name in names if name in self._specs]
         for name in known:
-            self._views[name] = torch.empty(self._specs[name].shape, dtype=self._dtype, device=self._device)
+            self._views[name] = torch.empty(self._specs[name].shape, dtype=self._format.dtype, device=self._device)
         return {name: self._views[name] for name in known}
 
     def load(self, names: Sequence[str]) -> None:
         """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""
         taken: dict[str, Tensor] = {}
-        self._receiver.together("taking weights", lambda: taken.update(self._take(names)))
+        self._replica.gather("taking weights", lambda: taken.update(self._take(names)))
         if not self._overwrites:
             self._overwrites = True
-            self._receiver.overwrite()
+            self._steps.overwrite()
         if taken:
-            self._receiver.hand_over(taken)
+            self._steps.hand_over(taken)
 
     def commit(self) -> None:
         """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were not loaded."""
-        self._receiver.together("ending the update", self._check_complete)
+        self._replica.gather("ending the update", self._check_complete)
         try:
-            self._receiver.finish()
+            self._steps.finish()
         finally:
             self._end()
 
@@ -119,8 +108,24 @@ class StreamedUpdate:
         self._open = False
         self._views.clear()
         self._written.clear()
-        self._receiver.close()
+        self._steps.close()
 
     def _check_open(self) -> None:
         if not self._open:
             raise AlignerError("this update is over; begin another one")
+
+
+def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:
+    """Handles by which the worker on the GPU `device_uuid` opens these tensors: {uuid: base64 of a pickled list}.
+
+    The list's entries are (name, (function, arguments)); function(*arguments) gives the tensor. A CUDA tensor is not
+    copied: the receiver opens its memory, so the tensors have to live, unchanged, until it has answered; after that
+    `torch.cuda.ipc_collect()` frees what it gave back. CPU tensors travel by value.
+    Raises AlignerError naming the tensors and their devices when they lie on several.
+    """
+    devices = sorted({str(tensor.device) for tensor in tensors.values()})
+    if len(devices) > 1:
+        where = ", ".join(f"{name} ({tensor.device})" for name, tensor in tensors.items())
+        raise AlignerError(f"tensors for GPU {device_uuid} lie on several devices, one is allowed: {where}")
+    entries = [(name, reduce_tensor(tensor.detach())) for name, tensor in tensors.items()]
+    return {device_uuid: base64.b64encode(pickle.dumps(entries)).decode()}

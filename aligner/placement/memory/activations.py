@@ -1,6 +1,10 @@
 """What a pipeline stage holds while a model is trained, or only asked: what its layers keep, and what an operation needs.
 
-How many micro-batches are in flight is Korthikanti et al. 2022, section 4.2.3: as many as there are stages behind, and
+The accounting is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (sections
+4.1 and 4.2): what each operator saves, and how tensor and sequence parallelism cut it. It differs from their
+s·b·h·(34/t + 5·a·s/(h·t)) bytes where our layers do: attention is fused and keeps no scores, there is no dropout, keys and
+values may have fewer heads than queries, feed-forward networks may be gated, and micro-batches are packed, so that it is
+tokens that are counted. How many micro-batches are in flight is section 4.2.3: as many as there are stages behind, and
 (P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
 """
 
@@ -12,11 +16,105 @@ from dataclasses import dataclass
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, stage_layers
 from aligner.placement.devices import Device
-from aligner.placement.memory.layer import FP32, Layer
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
+FP32 = 4
 _CPU_BLOCK = 1 << 21
 """Logits that a CPU works on at a time: `megatron/logprobs.py`."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer on one rank. Its properties are bytes a token of the rank's micro-batches."""
+
+    shape: ModelShape
+    layout: ParallelConfig
+    device: Device
+    row: int
+    """Tokens of the longest sequence: as long are the rows that attention computes on."""
+    tokens: int
+    """Of a micro-batch, on one context rank."""
+
+    @property
+    def input(self) -> float:
+        """The residual stream, all that recompute=full keeps."""
+        return self.device.itemsize * self._stream
+
+    @property
+    def outside(self) -> float:
+        """All but the attention core's part, which recompute=selective computes anew."""
+        norm_inputs = 1 if self.shape.parallel_residual else 2
+        network = self._experts if self.shape.num_experts else self.between
+        return norm_inputs * self.norm + 2 * self.input + self._projections + network
+
+    @property
+    def core(self) -> float:
+        """Queries, keys and values in rows of one sequence each, the result, its normalizers, and a mask if there is one."""
+        queries, keys = self._heads
+        numbers = 2 * queries + 2 * keys * self.layout.context + self._mask
+        return self.device.itemsize * numbers + FP32 * self.shape.num_heads / self.layout.tensor
+
+    @property
+    def norm(self) -> float:
+        """The input of a norm. torch's RMS norm on a CPU is made of several operators, which compute and keep fp32."""
+        composite = self.shape.normalization == "rms" and not self.device.gpus
+        return self._stream * (2 * FP32 if composite else self.device.itemsize)
+
+    @property
+    def between(self) -> float:
+        """What lies between the two matrices of a feed-forward network: what is activated and what the second takes."""
+        return self.device.itemsize * self._activated / self.layout.tensor
+
+    @property
+    def _stream(self) -> float:
+        return self.shape.hidden_size / (self.layout.tensor if self.layout.sequence else 1)
+
+    @property
+    def _heads(self) -> tuple[float, float]:
+        """Numbers of the rank's queries, and of its keys; values are as many."""
+        width = self.shape.head_dim / self.layout.tensor
+        return self.shape.num_heads * width, self.shape.num_kv_heads * width
+
+    @property
+    def _projections(self) -> float:
+        """Queries, keys and values on their way to the attention core, and its result as the next matrix takes it."""
+        (queries, keys), rotary = self._heads, self.shape.position == "rotary"
+        fused = queries + 2 * keys
+        if self.layout.context > 1:  # keys and values of all context ranks
+            numbers = queries + 2 * keys * self.layout.context
+        else:
+            numbers = fused + (queries + keys if rotary else 0)
+        if rotary:  # sine and cosine, for queries and for keys, on every tensor rank
+            numbers += 4 * self.shape.head_dim * self.shape.rotary_fraction
+        if self.shape.qk_norm:
+            numbers += queries + (fused if self.layout.context > 1 else 0)
+            numbers += 0 if self.device.gpus else queries + keys
+        return self.device.itemsize * (numbers + queries)
+
+    @property
+    def _mask(self) -> float:
+        """Numbers: context ranks tell each query which keys it sees; a window is one mask for all rows of a micro-batch."""
+        if self.layout.context > 1:
+            return self.row
+        window = self.shape.sliding_window
+        return self.row**2 / self.tokens if window is not None and window < self.row else 0
+
+    @property
+    def _activated(self) -> int:
+        """Numbers. Gate and up are two; on GPUs the activated gate is kept too."""
+        fused = self.shape.activation == "silu" and not self.shape.linear_bias and not self.device.gpus
+        parts = 2 if not self.shape.gated else 3 if fused else 4
+        return parts * self.shape.ffn_hidden_size
+
+    @property
+    def _experts(self) -> float:
+        """A copy of the token for each of its experts, and what lies inside these, which are taken to be used evenly."""
+        inside = self.layout.expert_tensor_size
+        copies = self.shape.experts_per_token * inside / self.layout.tensor
+        weighted = self.shape.ffn_hidden_size if self.device.gpus else 0
+        numbers = self.shape.hidden_size + (self._activated + weighted) / inside
+        choice = (FP32 + 1) * self.shape.num_experts + 4 * FP32 * self.shape.experts_per_token
+        return self.device.itemsize * copies * numbers + choice / self.layout.tensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +169,7 @@ class Stage:
         work, sent = self._backward_work, self._layout.virtual_pipeline
         if self._is_last:
             # The head's part is gone when the first layer is computed anew.
-            again, work, sent = max(again, self._ending), max(work, self._head_work), sent - 1
+            again, work, sent = max(again, self._head_kept), max(work, self._head_work), sent - 1
         return Activations(int(saved + again), int(in_flight * layer.input * sent), int(work))
 
     def scoring(self) -> int:
@@ -119,7 +217,7 @@ class Stage:
         return chunk * self.shape.vocab_size / self._layout.tensor
 
     @property
-    def _ending(self) -> float:
+    def _head_kept(self) -> float:
         """Bytes that the last norm and the head keep: the states that are projected, and logits of the last chunk."""
         norm = self._tokens * self._layer.norm
         if self.head == "scalar":

@@ -18,7 +18,7 @@ from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import States, frozen_states, trained_states
 from aligner.placement.roles import has_generator, server_ranks
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import rows_together
+from aligner.schema.derived import rows_together, samples_learned_from
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,19 @@ class RoleMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_needs(config: Config, shape: ModelShape, coming: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
+def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
     """Every role that has a model; the configuration must be one that `check` accepts."""
     roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
     if has_generator(config):
         roles.append(_generator(config, shape))
-    rewards = list(reward_shapes(config, coming).values())
+    rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
-    if rewards and not config.critic.with_reward:
+    if rewards and not config.critic_scores:
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
         fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
         roles += [replace(fullest, role=server) for server in servers]
     return tuple(roles)
-
-
-def section_shapes(config: Config, shape: ModelShape, coming: ExpectedInputs, section: str) -> list[ModelShape]:
-    """The models that run at a section's layout, `shape` being that of `model`."""
-    if section == "reward":
-        return list(reward_shapes(config, coming).values())
-    if section == "critic":
-        return [critic_shape(config, shape), *(reward_shapes(config, coming).values() if config.critic.with_reward else ())]
-    return [critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape]
 
 
 def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
@@ -89,7 +80,7 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
-    (shape,) = section_shapes(config, shape, NOTHING_EXPECTED, "actor")
+    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
     device = device_of(config, actor.precision)
     part = Stage(shape, head, actor, stage, _policy_load(config), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
@@ -190,9 +181,8 @@ def _policy_load(config: Config) -> Load:
 
 def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
     """Of a minibatch of a step's samples."""
-    rollout, algorithm = config.rollout, config.algorithm
-    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
-    return _load(settings, rollout.prompts_per_step * kept // algorithm.minibatches, _longest(config))
+    rows = config.rollout.prompts_per_step * samples_learned_from(config)
+    return _load(settings, rows // config.algorithm.minibatches, _longest(config))
 
 
 def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
@@ -231,7 +221,38 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     return table
 
 
-def describe_phase(phase: Phase) -> str:
+def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs) -> Iterator[str]:
+    """One line for each role that needs more than `cluster.device_memory_gib`; nothing where that is not given."""
+    limit = config.cluster.device_memory_gib
+    if limit is None:
+        return
+    for role in memory_needs(config, shape, expected):
+        if role.peak.total <= limit * GIB or "." in role.role:  # replicas of the reward are alike
+            continue
+        where = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
+        yield (
+            f"cluster.device_memory_gib={limit:g}: {role.role} needs {role.peak.total / GIB:.1f} GiB a device"
+            f" in {role.peak.name}{where}: {_describe_phase(role.peak)}; what usually helps: {_what_helps(config, role.role)}"
+        )
+
+
+def _what_helps(config: Config, role: str) -> str:
+    """The keys by which a role takes less of a device."""
+    section = {"trainer": "actor", "generator": "engine"}.get(role, role)
+    keys = [f"more ranks in {section}.parallel.tensor" + ("" if section == "engine" else f" or {section}.parallel.pipeline")]
+    if section in ("actor", "critic"):
+        keys += [
+            f"{section}.optimizer.distributed=true",
+            f"a smaller {section}.micro_batch_tokens",
+            f"{section}.recompute=full",
+        ]
+    if section == "engine" or (section == "actor" and config.algorithm.generates and not has_generator(config)):
+        keys += ["engine.sleep=true"] if section == "actor" else []
+        keys += ["engine.update=in_place", "a smaller engine.batch_size or engine.kv_cache_mib"]
+    return ", ".join(keys)
+
+
+def _describe_phase(phase: Phase) -> str:
     """What a phase holds, in GiB."""
     parts = ((column, getattr(phase, column)) for column in COLUMNS[:-1])
     return ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)

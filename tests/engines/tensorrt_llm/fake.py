@@ -1,6 +1,6 @@
 """A TensorRT-LLM without GPUs: it refuses keywords that the contract's table does not list, and it does generate.
 
-Its signatures are those of `aligner.engines.tensorrt_llm.contract`. Its workers cut their share out of the tensors that they
+Its signatures are those of `contract.py`. Its workers cut their share out of the tensors that they
 are handed, fuse it, and nothing else is kept; for generating, the shares are put together again and run by transformers.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.engines.tensorrt_llm import contract
+from tests.engines.tensorrt_llm import contract
 
 RELEASES = {"1.2": "1.2.0", "1.3": "1.3.0rc13"}
 
@@ -187,14 +187,8 @@ class WorkerExtension:
                 raise RuntimeError("out of memory")
             if (uuid := self.report_device_id()) not in ipc_handles:
                 raise ValueError(f"Device UUID {uuid} not found in ipc_handles")
-            given = ipc_handles[uuid]
-            handles = pickle.loads(base64.b64decode(given)) if isinstance(given, str) else given
-            weights = {}
-            for name, (function, arguments) in handles:
-                arguments = list(arguments)
-                if len(arguments) > 6:  # as those of CUDA tensors are
-                    arguments[6] = self.device_id
-                weights[name] = function(*arguments)
+            handles = pickle.loads(base64.b64decode(ipc_handles[uuid]))
+            weights = {name: function(*arguments) for name, (function, arguments) in handles}
             self.engine.model_engine.model_loader.reload(None, weights, allow_partial_loading=True)
 
     def check_weights_updated(self) -> bool:
@@ -420,7 +414,7 @@ def memory_types(version: str) -> type[enum.Enum]:
 
 def modules(version: str) -> dict[str, types.ModuleType]:
     """The release's modules, by name, as far as the contract goes."""
-    names = ("tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch", "_torch.utils")
+    names = ("tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch")
     names = (*names, "_torch.pyexecutor", "_torch.pyexecutor.py_executor")
     names = (*names, "executor", "executor.result", "executor.ray_gpu_worker")
     if version == "1.2":
@@ -448,7 +442,6 @@ def modules(version: str) -> dict[str, types.ModuleType]:
     made["tensorrt_llm.executor.ray_gpu_worker"].RayWorkerWrapper = Worker
     made["tensorrt_llm._torch.pyexecutor.py_executor"].PyExecutor = Executor
     made["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension = WorkerExtension
-    made["tensorrt_llm._torch.utils"].get_device_uuid = lambda device: f"CPU-{device}"
     return made
 
 

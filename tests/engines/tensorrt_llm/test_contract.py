@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.tensorrt_llm import contract, features
+from aligner.engines.tensorrt_llm import llm_arguments
 from tests.engines import engines
+from tests.engines.tensorrt_llm import contract
 from tests.engines.tensorrt_llm.fake import installed
 
 _ARGUMENTS = {"backend": "pytorch", "load_format": "dummy", "max_seq_len": 48}
@@ -113,31 +114,23 @@ def test_the_stand_in_refuses_the_other_releases_keywords(directory, release, un
 @pytest.mark.parametrize("release", contract.VERSIONS)
 def test_detection_finds_what_a_release_has(release):
     with installed(release):
-        accepted = features.llm_keywords()
+        accepted = llm_arguments.llm_keywords()
         assert accepted >= set(contract.symbol("tensorrt_llm.AsyncLLM").keywords(release))
         assert ("sleep_config" in accepted) == (release == "1.3")
-        model, cache = features.memory_tags()
+        model, cache = llm_arguments.memory_tags()
         assert cache == ("kv_cache",)
         assert ("model_weights" in model) == (release == "1.3")
         assert not any(tag.startswith("_") for tag in model)
 
 
-def test_workers_replace_the_device_among_the_arguments_of_a_handle():
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    with installed():
-        place = import_module("aligner.engines.tensorrt_llm.worker").DEVICE_ARGUMENT
-    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[place] == "storage_device"
-
-
 def drift(entry: contract.Symbol, release: str) -> list[str]:
     """Where the package that is importable differs from the table."""
-    found = features.find(entry.path)
+    found = llm_arguments.find(entry.path)
     if found is None:
         return [f"there is no {entry.path}"]
     if not entry.parameters:
         return []
-    accepted = features.keywords(found, features.find(entry.fields) if entry.fields else None)
+    accepted = llm_arguments.keywords(found, llm_arguments.find(entry.fields) if entry.fields else None)
     if entry.fields:
         accepted = {**accepted, "backend": contract.UNCOMPARED}  # accepted beside the fields
     problems = []

@@ -1,0 +1,232 @@
+"""What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from aligner.data.types import FinishReason, Prompt, Sample
+from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import EngineConfig, EngineParallelConfig
+
+SpanListener = Callable[[str, float, float], None]
+"""Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How responses are drawn. Log-probs are always those of the whole distribution at `temperature`."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    """Draw among the k most probable tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    min_new_tokens: int = 0
+    """No stop token is drawn before so many tokens."""
+    greedy: bool = False
+    """Take the most probable token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends with the first of these, which it includes."""
+
+    def __post_init__(self) -> None:
+        wrong = [
+            text
+            for good, text in (
+                (self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1"),
+                (
+                    0 <= self.min_new_tokens <= self.max_new_tokens,
+                    f"min_new_tokens={self.min_new_tokens}: must be within 0 and max_new_tokens={self.max_new_tokens}",
+                ),
+                (self.temperature > 0, f"temperature={self.temperature}: must be above 0; for the likeliest token: greedy"),
+                (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0, which keeps all tokens"),
+                (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
+            )
+            if not good
+        ]
+        if wrong:
+            raise AlignerError("\n".join(wrong))
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response wanted: the prompt, and which of its samples this is."""
+
+    prompt: Prompt
+    sample_index: int
+    max_new_tokens: int | None = None
+    """A limit of this response's own, below the options'."""
+    begun: Sample | None = None
+    """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
+
+
+def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
+    """Most tokens of one response."""
+    limit = options.max_new_tokens
+    return limit if request.max_new_tokens is None else min(request.max_new_tokens, limit)
+
+
+def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:
+    """One line for each thing that is wrong, each naming its prompt; the samples of a prompt share their lines."""
+    problems = [problem for request in requests for problem in _problems(request, options, shape)]
+    if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
+        problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
+    return list(dict.fromkeys(problems))
+
+
+def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
+    prompt, tokens, limit = request.prompt, request.prompt.tokens, response_limit(request, options)
+    if not len(tokens):
+        return [f"prompt {prompt.id} is empty; it needs at least one token"]
+    problems = []
+    if request.sample_index < 0:
+        problems.append(f"prompt {prompt.id}: sample_index={request.sample_index} must be at least 0")
+    if limit < max(1, options.min_new_tokens):
+        problems.append(
+            f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"
+        )
+    if request.begun is not None and len(request.begun.response) >= limit:
+        problems.append(
+            f"prompt {prompt.id}: sample {request.sample_index} goes on from {len(request.begun.response)} tokens, but"
+            f" max_new_tokens={limit} allows it no more"
+        )
+    if len(tokens) + limit > shape.max_positions:
+        problems.append(
+            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds the model's"
+            f" {shape.max_positions} positions: shorten the prompt or the response"
+        )
+    low, high = (int(token) for token in tokens.aminmax())
+    if low < 0 or high >= shape.vocab_size:
+        problems.append(
+            f"prompt {prompt.id} has token ids from {low} to {high}; the vocabulary is [0, {shape.vocab_size}):"
+            " was it tokenized with this model's tokenizer?"
+        )
+    return problems
+
+
+def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
+    """What the engine of these settings, on such devices, will say."""
+    layout = settings.parallel
+    if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
+        return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
+    return WeightFormat(layout, weight_dtype(settings.precision, torch.device(device)), None)
+
+
+def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What the embedded engine's weights are at a precision, on a device."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+@dataclass(eq=False)
+class PartialResponse:
+    """A response so far."""
+
+    request: GenerationRequest
+    limit: int
+    """Most tokens that it may have."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that drew each token."""
+    finish_reason: FinishReason | None = None
+
+    def sample(self) -> Sample:
+        """The response as it is, with its prompt."""
+        prompt = self.request.prompt
+        return Sample(
+            prompt_id=prompt.id,
+            sample_index=self.request.sample_index,
+            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens, dtype=torch.int64))),
+            prompt_length=len(prompt.tokens),
+            engine_logprobs=torch.tensor(self.logprobs),
+            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+            finish_reason=self.finish_reason or "unfinished",
+            metadata=prompt.metadata,
+        )
+
+
+class Generation(Protocol):
+    """Responses under way. Between two steps the weights may change."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every response is complete."""
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """Go on; returns the responses that are complete now, each with its place among the requests.
+
+        May return none. Raises AlignerError when the engine has no weights, or sleeps.
+        """
+
+    def unfinished(self) -> list[tuple[int, Sample]]:
+        """The responses that are not complete as they are now, each with its place among the requests.
+
+        Raises AlignerError where the engine cannot tell.
+        """
+
+    def cancel(self) -> None:
+        """Drop what is not complete."""
+
+
+def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:
+    """Take `steps`, or all that there are; the responses that they completed, by their places among the requests."""
+    samples: dict[int, Sample] = {}
+    for _ in itertools.count() if steps is None else range(steps):
+        if generation.done:
+            break
+        samples |= generation.step()
+    return samples
+
+
+class GenerationEngine(Protocol):
+    """A generator of samples, one object per engine rank.
+
+    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica make the same
+    calls in the same order and return the same samples.
+    """
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """How it takes new weights."""
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
+        and after a sleep that dropped them."""
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
+
+        Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
+        earlier generation is neither done nor cancelled.
+        """
+
+    def begin_update(self, version: int) -> WeightUpdate:
+        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
+
+        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
+        weights has none from the first one on until a commit. Responses that it finds half-way are finished under the old
+        weights, or go on under the new ones, as `engine.in_flight` says. Raises AlignerError when another update is open or
+        the engine sleeps.
+        """
+
+    def sleep(self) -> None:
+        """Free the device memory of keys and values, and of the weights, which are dropped.
+
+        Raises AlignerError while responses are under way. Sleeping twice is sleeping.
+        """
+
+    def wake(self) -> None:
+        """Take the memory back. The weights have to be published again."""
+
+    def shutdown(self) -> None:
+        """End the processes that the engine started, if any; it is not used again."""

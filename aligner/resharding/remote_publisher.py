@@ -1,0 +1,300 @@
+"""The way of weights to a generator with ranks of its own: the trainer's end, beside training, and the generator's."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.resharding.link import Link
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.snapshots import Snapshots
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
+from aligner.resharding.transport import Read
+from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import EngineConfig, ParallelConfig
+
+_log = logging.getLogger(__name__)
+
+_FOREVER = timedelta(days=1000)
+"""Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
+_END_S = 2.0
+"""How long the end of a rank waits for its thread, which may be in the middle of a move that has failed elsewhere."""
+
+
+def plan_between_worlds(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat) -> TransferPlan:
+    """The plan from the trainer's ranks to the generator's, which are counted behind them."""
+    return plan_resharding(shape, trainer, to.layout, first_engine_rank=trainer.ranks, itemsize=to.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class GeneratorCalls:
+    """What the trainer's rank 0 asks of the generator's server; each raises AlignerError where it does not answer."""
+
+    instance: Callable[[], str]
+    """The name of its start that answers."""
+    is_another: Callable[[str], bool]
+    """Whether it has been started again since that start; waits where it is gone."""
+    connect: Callable[[str, int, int], Future[Any]]
+    """Have its ranks join a link over the store at a host and port, by the link's generation."""
+    receive: Callable[[int], Future[Any]]
+    """Have its ranks take the weights that are published meanwhile as a version."""
+
+
+class RemotePublisher:
+    """To the generator role, shard to shard, from copies that each rank of the trainer keeps: training goes on meanwhile.
+
+    Rank 0 decides what moves when, from whichever thread wants a version to serve, and announces it in a store that it
+    hosts; a thread of each other rank follows. A copy is kept until a newer version serves, so that a generator that was
+    lost and started again gets the version that it should have.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        device: torch.device,
+        weight_format: WeightFormat,
+        settings: EngineConfig,
+        *,
+        host: str,
+        read: Read,
+        together: Callable[[Callable[[], Any]], Any],
+        calls: GeneratorCalls | None,
+        listener: Callable[[str, float, float], None] | None = None,
+    ) -> None:
+        """Collective. `rank` is the trainer's, on `device`; `read` gives its source slices. `calls` are rank 0's alone.
+
+        `host` is where rank 0 hosts the store. `together` runs a function on every rank and gives each rank 0's JSON result,
+        or its error. `listener` is told of every move, from when to when in seconds of `time.perf_counter`.
+        """
+        self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
+        self._settings, self._calls, self._together, self._listener = settings, calls, together, listener
+        self._timeout = timedelta(seconds=settings.update_timeout_s)
+        self._snapshots = Snapshots(read, plan.source.get(rank, {}), weight_format.dtype, device)
+        store = None if calls is None else TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._address: tuple[str, int] = host, together(lambda: None if store is None else store.port)
+        self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
+        self._publisher: Publisher | None = None
+        """Of the link to the generator's ranks; None where it is not there, or broken."""
+        self._moves = self._links = 0
+        self._serving, self._wanted, self._instance = -1, -1, ""
+        self._lock = threading.RLock()
+        self._follower: threading.Thread | None = None
+        if calls is None:
+            self._follower = threading.Thread(target=self._follow, name="weights", daemon=True)
+            self._follower.start()
+            atexit.register(self.close)  # also where the run has failed: no thread may wait when the interpreter ends
+
+    @property
+    def served(self) -> int:
+        """As `AsyncWeightPublisher`; a generator that is being brought back is waited for."""
+        with self._lock:
+            return self._serving
+
+    def offer(self, version: int) -> None:
+        """As `AsyncWeightPublisher`: a copy in memory."""
+        self._snapshots.take(version)
+
+    def publish(self, version: int) -> None:
+        """As `WeightPublisher`."""
+        self.offer(version)
+        self._together(lambda: None if self._calls is None else self.serve(version))
+
+    def serve(self, version: int) -> None:
+        """As `AsyncWeightPublisher`."""
+        with self._lock:
+            self._wanted = max(self._wanted, version)
+            self._bring_up_to_date()
+
+    def restore(self) -> int:
+        """As `AsyncWeightPublisher`."""
+        with self._lock:
+            self._serving = -1
+            self._bring_up_to_date()
+            return self._serving
+
+    def close(self) -> None:
+        """As `AsyncWeightPublisher`."""
+        deadline = time.monotonic() + _END_S
+        while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread
+                self._another_client().set(self._key(self._rank), json.dumps({}))
+            self._follower.join(0.2)
+
+    def _bring_up_to_date(self) -> None:
+        calls = self._calls
+        assert calls is not None, "rank 0 decides what moves"
+        while self._serving < self._wanted:
+            known = self._instance
+            try:
+                self._move_to(calls, self._wanted)
+            except AlignerError as error:
+                self._publisher = None
+                if not calls.is_another(known or self._instance):
+                    raise
+                _log.warning("the generator was lost while weights moved, and gets them again: %s", error)
+
+    def _move_to(self, calls: GeneratorCalls, version: int) -> None:
+        """Have the generator take a version, over a new link where the one there was is of another start of it."""
+        instance = calls.instance()
+        if self._publisher is None or instance != self._instance:
+            self._publisher, self._instance = None, instance
+            self._links += 1
+            self._announce(link=self._links)
+            joined = calls.connect(*self._address, self._links)
+            _both(joined, lambda: self._act(link=self._links))
+        start = time.perf_counter()
+        self._announce(version=version)
+        received = calls.receive(version)
+        received.add_done_callback(self._give_up)
+        _both(received, lambda: self._act(version=version))
+        self._serving = version
+        if self._listener is not None:
+            self._listener("publish", start, time.perf_counter())
+
+    def _give_up(self, received: Future[Any]) -> None:
+        """No rank of the trainer waits for a generator that has refused, or is gone."""
+        publisher = self._publisher
+        if received.exception() is not None and publisher is not None:
+            with contextlib.suppress(dist.DistError):
+                publisher.give_up(self._another_client())
+
+    def _another_client(self) -> TCPStore:
+        """Of the store: one that waits for a key does nothing else."""
+        return TCPStore(*self._address, is_master=False, timeout=self._timeout)
+
+    def _key(self, rank: int) -> str:
+        """Of the next move, for a rank that follows."""
+        return f"move/{rank}/{self._moves}"
+
+    def _announce(self, **move: int) -> None:
+        for rank in range(1, len(self._plan.source)):
+            self._store.set(self._key(rank), json.dumps(move))
+        self._moves += 1
+
+    def _follow(self) -> None:
+        while True:
+            key = self._key(self._rank)
+            try:
+                self._store.wait([key], _FOREVER)
+                move = json.loads(self._store.get(key))
+            except dist.DistError:  # rank 0 has ended, and with it the run
+                return
+            if not move:
+                return
+            self._moves += 1
+            try:
+                self._act(**move)
+            except AlignerError as error:  # rank 0 knows: the link has told it
+                self._publisher = None
+                _log.warning("weights did not move: %s", error)
+
+    def _act(self, link: int | None = None, version: int | None = None) -> None:
+        """This rank's part of what was announced. Collective, with the generator's ranks."""
+        if link is not None:
+            self._publisher = self._join(link)
+        elif version is not None:
+            if self._publisher is None:
+                raise AlignerError("there is no link to the generator")
+            self._snapshots.select(version, self._timeout.total_seconds())
+            self._publisher.publish(version)
+            self._snapshots.forget_below(version)
+
+    def _join(self, generation: int) -> Publisher:
+        link = Link(
+            self._store,
+            self._rank,
+            self._plan.labels,
+            timeout=self._timeout,
+            device=self._device,
+            generation=generation,
+            store_host=self._plan.labels[0],
+        )
+        on_cpu = self._device.type == "cpu"
+        return Publisher(
+            self._plan,
+            link,
+            read=self._snapshots.read,
+            begin_update=None,
+            dtype=self._format.dtype,
+            bucket_bytes=self._settings.bucket_mib << 20,
+            verify_every=self._settings.verify_every,
+            group_bytes=self._format.group_bytes,
+            copied=() if on_cpu else self._plan.specs,
+        )
+
+
+def _both(asked: Future[Any], act: Callable[[], None]) -> None:
+    """Act while a server does what it was asked; raises what went wrong at either end."""
+    problem: AlignerError | None = None
+    try:
+        act()
+    except AlignerError as error:
+        problem = error
+    try:
+        asked.result()
+    except AlignerError as error:
+        raise AlignerError(str(error) if problem is None else f"{error}\n{problem}") from error
+    if problem is not None:
+        raise problem
+
+
+class WeightReceiver:
+    """One rank of the generator: its end of the way."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        device: torch.device,
+        weight_format: WeightFormat,
+        settings: EngineConfig,
+        begin_update: Callable[[int], WeightUpdate],
+    ) -> None:
+        """`rank` is the plan's, behind those of the trainer; `begin_update(version)` opens an update of its engine."""
+        self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
+        self._settings, self._begin_update = settings, begin_update
+        self._publisher: Publisher | None = None
+
+    def connect(self, host: str, port: int, generation: int) -> None:
+        """Join the trainer's ranks in a link, over the store that they host. Collective.
+
+        Raises AlignerError where the store or a rank does not answer within `engine.update_timeout_s`.
+        """
+        timeout = timedelta(seconds=self._settings.update_timeout_s)
+        try:
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
+        except RuntimeError as error:
+            raise AlignerError(f"the trainer's store at {host}:{port} does not answer: {error}") from error
+        link = Link(store, self._rank, self._plan.labels, timeout=timeout, device=self._device, generation=generation)
+        self._publisher = Publisher(
+            self._plan,
+            link,
+            read=None,
+            begin_update=self._begin_update,
+            dtype=self._format.dtype,
+            bucket_bytes=self._settings.bucket_mib << 20,
+            verify_every=self._settings.verify_every,
+            group_bytes=self._format.group_bytes,
+        )
+
+    def receive(self, version: int) -> None:
+        """Take the weights that the trainer publishes as `version`. Collective, with the trainer's ranks."""
+        if self._publisher is None:
+            raise AlignerError("the generator is not connected to the trainer: connect comes first")
+        self._publisher.publish(version)

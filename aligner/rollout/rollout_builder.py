@@ -1,0 +1,321 @@
+"""From prompts to samples, with scores and values on their way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from aligner.data.prompts import PromptStream
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, unbegun
+from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.replicas import Enough
+from aligner.errors import AlignerError
+from aligner.rollout.samplers import Sampler
+from aligner.rollout.services import PendingRows, Services
+from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
+from aligner.schema import RolloutConfig
+from aligner.servers.connection import RefusedError
+from aligner.servers.remote_client import RemoteFuture
+
+_log = logging.getLogger(__name__)
+
+Compared = Callable[[Tensor, Sequence[Sample]], Tensor]
+"""From the scores [B] of samples to the numbers [B] by which dynamic sampling tells them apart."""
+
+
+def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+    return scores
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A step's samples, each prompt's in a row; scores [B] and values [B, S] arrive while other work goes on."""
+
+    prompts: list[Prompt]
+    """One a sample."""
+    samples: list[Sample]
+    batch: SampleBatch
+    scores: PendingRows
+    values: PendingRows
+    """Of no rows without a critic."""
+    all_scores: PendingRows
+    """Of everything that was generated for these samples, what dynamic sampling left out included."""
+    deferred: int = 0
+    """Prompts that were left behind, under way, to be trained on in a later step."""
+    skipped: int = 0
+    """Prompts that could not be drawn."""
+
+    def scored_rows(self) -> Tensor:
+        """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
+        return self.scores.result().isfinite().nonzero()[:, 0]
+
+    def scored(self) -> RolloutBatch:
+        """Without the samples that have no score. Collective."""
+        rows = self.scored_rows()
+        return self if len(rows) == len(self.samples) else self.select(rows)
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """Some of the samples (int64 [N]), in that order."""
+        chosen = rows.tolist()
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in chosen],
+            samples=[self.samples[row] for row in chosen],
+            batch=self.batch.select(rows),
+            scores=self.scores.select(rows),
+            values=self.values.select(rows),
+        )
+
+
+@dataclass(frozen=True)
+class DrawnBatch:
+    """A step's samples as they were drawn, not yet padded."""
+
+    prompts: list[Prompt]
+    """One a sample."""
+    samples: list[Sample]
+    scores: PendingRows
+    """Of everything that was generated for these samples."""
+    rows: Tensor
+    """int64 [B]: which of them are these samples'."""
+    values: PendingRows
+    """Of the same rows as the scores, or of none."""
+    deferred: int
+    skipped: int
+
+    def collated(self, pad_token_id: int) -> RolloutBatch:
+        """What is trained on."""
+        return RolloutBatch(
+            self.prompts,
+            self.samples,
+            collate(self.samples, pad_token_id),
+            self.scores.select(self.rows),
+            self.values.select(self.rows),
+            self.scores,
+            self.deferred,
+            self.skipped,
+        )
+
+
+@dataclass
+class _Generated:
+    """What has been generated so far, with the scores and values that were asked for."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    scores: list[RemoteFuture[Tensor]] = field(default_factory=list)
+    values: list[RemoteFuture[Tensor]] = field(default_factory=list)
+
+
+class RolloutBuilder:
+    """Takes each step's samples from an engine, synchronously: every sample is of the newest weights.
+
+    Generation is cut into micro-batches, and a micro-batch's scores and values are asked for before the next one is
+    generated.
+
+    With `spare_prompts` so many more prompts are under way than are wanted, and the first that are complete are taken; the
+    others go on with the next ones, from the tokens that they have. A step leaves a prompt behind `max_deferrals` times at
+    most: then it is waited for. Which are taken follows from the engine's steps, not from time.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        sampler: Sampler,
+        services: Services,
+        settings: RolloutConfig,
+        options: SamplingOptions,
+        pad_token_id: int,
+        *,
+        dynamic_sampling_rounds: int = 0,
+        compared: Compared = _as_they_are,
+        truncate_token: int | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
+        most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared` makes what is compared of their scores. With
+        `truncate_token` responses are cut behind it.
+        What is rank 0's `is_alone` tells no other rank, and asks for scores only: values are the newest critic's.
+        """
+        self._prompts, self._sampler, self._services = prompts, sampler, services
+        self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
+        self._rounds, self._compared = dynamic_sampling_rounds, compared
+        self._truncate_token, self._is_alone = truncate_token, is_alone
+        self.position = 0
+        """Prompts taken from the stream so far: what a resumed run sets."""
+        self._under_way: tuple[Straggler, ...] = ()
+        self._skipped = 0
+        """Prompts of this step that could not be drawn."""
+
+    @property
+    def under_way(self) -> tuple[Straggler, ...]:
+        """The prompts that the last step left behind, in the order of their admission: what a resumed run sets.
+
+        Setting raises AlignerError where they have another number of samples than these rollouts take.
+        """
+        return self._under_way
+
+    @under_way.setter
+    def under_way(self, stragglers: Sequence[Straggler]) -> None:
+        each = self._settings.samples_per_prompt
+        if others := {len(straggler.samples) for straggler in stragglers} - {each}:
+            raise AlignerError(
+                f"rollout.samples_per_prompt={each}: the prompts under way have {max(others)} samples; go on with that number"
+            )
+        self._under_way = tuple(stragglers)
+
+    def take(self) -> RolloutBatch:
+        """The samples of the next training step, equal on every rank. Collective.
+
+        Raises AlignerError when dynamic sampling does not find enough prompts.
+        """
+        return self.draw().collated(self._pad_token_id)
+
+    def draw(self) -> DrawnBatch:
+        """As `take`, before the samples are padded."""
+        generated, self._skipped = _Generated(), 0
+        self._generate_and_ask(generated, self._settings.prompts_per_step)
+        rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
+        self._under_way = left_behind(self._under_way)
+        self._sampler.rest()  # new weights come before the next step
+        return DrawnBatch(
+            prompts=[generated.prompts[row] for row in rows.tolist()],
+            samples=[generated.samples[row] for row in rows.tolist()],
+            scores=PendingRows(tuple(generated.scores)),
+            rows=rows,
+            values=PendingRows(tuple(generated.values)),
+            deferred=len(self._under_way),
+            skipped=self._skipped,
+        )
+
+    def _generate_and_ask(self, generated: _Generated, count: int) -> None:
+        """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
+        settings = self._settings
+        size = settings.prompts_per_micro_batch
+        for _ in range(0, count, size):
+            prompts, samples = self._draw(size)
+            batch = collate(samples, self._pad_token_id)
+            of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
+            metadata = [prompt.metadata for prompt in of_samples]
+            apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
+            generated.prompts += of_samples
+            generated.samples += samples
+            if self._is_alone:
+                generated.scores += self._services.ask_scores(batch, metadata, apart)
+                continue
+            scores, values = self._services.ask(batch, metadata, apart)
+            generated.scores += scores
+            generated.values += values
+
+    def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
+        """The next `count` prompts that are complete, and all their samples; others may stay under way.
+
+        What the generator refuses is asked for again prompt by prompt; those that are refused again are left out, and others
+        take their places.
+        """
+        was_refused, may_skip = False, self._settings.max_skipped_prompts if self._is_alone else 0
+        while True:
+            self._admit(count + self._settings.spare_prompts)
+            try:
+                further = self._taken_further(self._under_way, count)
+                break
+            except RefusedError:
+                if not may_skip:
+                    raise
+                left = len(self._under_way)
+                self._leave_out()
+                if self._skipped > may_skip or (was_refused and len(self._under_way) == left):
+                    raise
+                was_refused = True
+        complete, rest = divided(further, count, self._settings.max_deferrals)
+        self._under_way = tuple(rest)
+        return [one.prompt for one in complete], self._cut([sample for one in complete for sample in one.samples])
+
+    def _admit(self, count: int) -> None:
+        """Have at least `count` prompts under way."""
+        fresh = self._prompts.take(self.position, max(0, count - len(self._under_way)))
+        self.position += len(fresh)
+        self._under_way += tuple(admitted(fresh, self._settings.samples_per_prompt))
+
+    def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
+        """The prompts, at least `count` of them complete, and all that may not be left behind again."""
+        settings, enough = self._settings, None
+        if count < len(stragglers):
+            due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
+            enough = Enough(count, due)
+        samples = [sample for one in stragglers for sample in one.samples]
+        samples = self._sampler.sample(samples, settings.samples_per_prompt, self._options, enough)
+        return taken_further(stragglers, samples)
+
+    def _leave_out(self) -> None:
+        """Drop the prompts that are refused alone too."""
+        kept = []
+        for straggler in self._under_way:
+            try:
+                self._taken_further([straggler], 1)
+                kept.append(straggler)
+            except RefusedError as error:
+                _log.warning("prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error)
+        self._skipped += len(self._under_way) - len(kept)
+        self._under_way = tuple(kept)
+
+    def _informative(self, generated: _Generated) -> Tensor:
+        """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
+        wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
+        for rounds in range(self._rounds + 1):
+            pending = PendingRows(tuple(generated.scores))
+            scores = pending.local() if self._is_alone else pending.result()
+            rows = informative(self._compared(scores, generated.samples), each)
+            found = len(rows) // each
+            if found >= wanted:
+                return rows[: wanted * each]
+            if rounds < self._rounds:
+                self._generate_and_ask(generated, wanted - found)
+        raise AlignerError(
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(generated.samples) // each} prompts only {found} have"
+            f" samples with different scores, and a step takes {wanted}; allow more rounds, draw more samples a prompt"
+            f" (rollout.samples_per_prompt={each}), or choose prompts that are neither solved nor out of reach"
+        )
+
+    def close(self) -> None:
+        """Shut the engine down. Collective."""
+        self._sampler.close()
+
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
+        """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
+        return self._cut(self._sampler.sample(unbegun(prompts, samples_per_prompt), samples_per_prompt, options))
+
+    def _cut(self, samples: list[Sample]) -> list[Sample]:
+        """Complete samples, behind the token that is to end them."""
+        if self._truncate_token is None:
+            return samples
+        return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]
+
+
+def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
+    """Rows, int64 [N], of the prompts whose scores [B] are not all equal."""
+    groups = scores.view(-1, samples_per_prompt)
+    rows = torch.arange(len(scores)).view(-1, samples_per_prompt)
+    return rows[groups.amax(1) > groups.amin(1)].flatten()
+
+
+def truncated(sample: Sample, token_id: int, after: int) -> Sample:
+    """The sample up to the first `token_id` among its response's tokens from `after` on; without one it has no end.
+
+    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
+    """
+    found = (sample.tokens[sample.prompt_length + after :] == token_id).nonzero()
+    if not len(found):
+        return replace(sample, finish_reason="length")
+    kept = after + int(found[0]) + 1
+    return replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length + kept],
+        engine_logprobs=sample.engine_logprobs[:kept],
+        weight_versions=sample.weight_versions[:kept],
+        finish_reason="stop",
+    )

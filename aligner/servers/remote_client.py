@@ -1,0 +1,249 @@
+"""The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.placement.endpoints import Access, Endpoint
+from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
+from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_PARALLEL_REQUESTS = 4
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_SHUTDOWN_S = 10.0
+
+
+class RemoteFuture(Future[T]):
+    """An answer to come. Whoever asked must call `result`: `assert_settled` finds the futures that were dropped."""
+
+    def __init__(self, outstanding: set[Future[Any]]) -> None:
+        """It is `outstanding` until somebody has seen its answer."""
+        super().__init__()
+        self._outstanding = outstanding
+        outstanding.add(self)
+
+    def result(self, timeout: float | None = None) -> T:
+        """The answer. Raises RemoteError; the request's own deadline bounds the wait."""
+        try:
+            return super().result(timeout)
+        finally:
+            if self.done():
+                self._outstanding.discard(self)
+
+    def fulfil(self, function: Callable[..., T], *arguments: Any) -> None:
+        """Become the function's result or error."""
+        try:
+            self.set_result(function(*arguments))
+        except BaseException as error:
+            self.set_exception(error)
+
+
+class RemoteClient:
+    """Requests to the servers of one role, sent from background threads.
+
+    What the transport loses is sent again, to the same server or to another replica, with growing pauses until the
+    request's deadline; what a server refuses is not.
+    """
+
+    def __init__(
+        self, role: str, endpoints: Sequence[Endpoint], access: Access, timeout_s: float, max_batch_size: int
+    ) -> None:
+        """`timeout_s` is a request's deadline, retries included."""
+        self._role = role
+        self._replicas = _Replicas([Connection(role, endpoint, access) for endpoint in endpoints])
+        self._timeout_s = timeout_s
+        self._max_batch_size = max_batch_size
+        self._outstanding: set[Future[Any]] = set()
+        self._closing = threading.Event()
+        self._parallel = ThreadPoolExecutor(_PARALLEL_REQUESTS * len(endpoints), thread_name_prefix=f"{role}-requests")
+
+    def control(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
+        return self._replicas.connections[0].control(self._timeout_s, op, **arguments)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for connection in self._replicas.connections:
+            while True:
+                try:
+                    connection.check_ready(max(0.1, deadline - time.monotonic()))
+                    break
+                except RemoteError as error:
+                    if not isinstance(error, TransportError) or time.monotonic() > deadline:
+                        raise connection.error("NotReady", f"not ready within {timeout_s:g} s; last: {error}") from None
+                time.sleep(0.1)
+
+    def assert_settled(self) -> None:
+        """Raise AlignerError if an answer was asked for and never looked at."""
+        if self._outstanding:
+            raise AlignerError(f"{len(self._outstanding)} answers of the {self._role} server were never consumed")
+
+    def close(self) -> None:
+        """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
+        self._closing.set()
+        self._replicas.close()
+        self._parallel.shutdown()
+        if self._outstanding:
+            warnings.warn(
+                f"{len(self._outstanding)} answers of the {self._role} server were never consumed", ResourceWarning, 2
+            )
+
+    def _future(self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> RemoteFuture[T]:
+        future: RemoteFuture[T] = RemoteFuture(self._outstanding)
+        pool.submit(future.fulfil, function, *arguments)
+        return future
+
+    def _infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
+        return self._retried(lambda connection, left: connection.infer(endpoint, arrays, left))
+
+    def _retried(self, attempt: Callable[[Connection, float], T]) -> T:
+        """`attempt`'s result, given a connection and the seconds left; repeated after a TransportError."""
+        deadline = time.monotonic() + self._timeout_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            if self._closing.is_set():
+                raise self._replicas.connections[0].error("Closed", "the request was not sent: the client is closing")
+            try:
+                with self._replicas.least_busy() as connection:
+                    return attempt(connection, max(0.001, deadline - time.monotonic()))
+            except TransportError as error:
+                if error.kind == "StubLost":
+                    # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
+                    # started anew.
+                    with contextlib.suppress(RemoteError):
+                        connection.control(_SHUTDOWN_S, "shutdown")
+                if time.monotonic() + pause > deadline:
+                    raise error.final(f"after {self._timeout_s:g} s") from None
+                if self._closing.wait(pause):
+                    raise error.final("because the client is closing") from None
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _row_requests(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        sequence_number: int,
+        prompt_lengths: Tensor | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[tuple[slice, dict[str, NDArray]]]:
+        """Requests of at most `max_batch_size` rows each, and which ones; their padding is cut to what they need."""
+        for first in range(0, len(lengths), self._max_batch_size):
+            rows = slice(first, first + self._max_batch_size)
+            arrays = {
+                "tokens": tokens[rows, : int(lengths[rows].max())].contiguous().numpy(),
+                "sequence_lengths": lengths[rows, None].contiguous().numpy(),
+                "sequence_number": np.full((len(lengths[rows]), 1), sequence_number),
+            }
+            if prompt_lengths is not None:
+                arrays["prompt_lengths"] = prompt_lengths[rows, None].contiguous().numpy()
+            if metadata is not None and any(metadata):
+                arrays["metadata"] = np.array([[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object)
+            yield rows, arrays
+
+
+class UnscoredError(RefusedError):
+    """Not one of a request's rows could be scored."""
+
+    def __init__(self, refused: RefusedError, rows: int) -> None:
+        super().__init__(refused.role, refused.address, refused.kind, refused.message)
+        self.rows = rows
+
+
+class RewardClient(RemoteClient):
+    """The reward servers."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], access: Access, timeout_s: float, max_batch_size: int = 256) -> None:
+        super().__init__("reward", endpoints, access, timeout_s, max_batch_size)
+
+    def score(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        rows_apart: int | None = None,
+    ) -> RemoteFuture[Tensor]:
+        """Scores float32 [B] of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
+
+        `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
+        for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
+        """
+        score = self._score if rows_apart is None else functools.partial(self._score_apart, rows_apart)
+        return self._future(self._parallel, score, tokens, lengths, prompt_lengths, metadata)
+
+    def _score_apart(
+        self, count: int, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None
+    ) -> Tensor:
+        try:
+            return self._score(tokens, lengths, prompt_lengths, metadata)
+        except RefusedError as refused:
+            scores = torch.full(lengths.shape, math.nan)
+            for first in range(0, len(scores), count):
+                rows = slice(first, first + count)
+                try:
+                    known = None if metadata is None else metadata[rows]
+                    scores[rows] = self._score(tokens[rows], lengths[rows], prompt_lengths[rows], known)
+                except RefusedError as error:
+                    _log.warning("samples are left out: %s", error)
+            if scores.isnan().all():
+                raise UnscoredError(refused, len(scores)) from None
+            return scores
+
+    def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:
+        # Numbered requests are computed alone, so that scores do not depend on who else asks.
+        requests = self._row_requests(tokens, lengths, 0, prompt_lengths, metadata)
+        answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
+        return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
+
+
+class _Replicas:
+    """The connections to servers that can stand in for each other."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.connections = tuple(connections)
+        self._busy = dict.fromkeys(self.connections, 0)
+        self._failed_at = dict.fromkeys(self.connections, 0.0)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def least_busy(self) -> Iterator[Connection]:
+        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
+        with self._lock:
+            recently = time.monotonic() - _LONGEST_PAUSE_S
+            failed = {connection: max(recently, self._failed_at[connection]) for connection in self.connections}
+            chosen = min(self.connections, key=lambda connection: (failed[connection], self._busy[connection]))
+            self._busy[chosen] += 1
+        try:
+            yield chosen
+        except TransportError:
+            self._failed_at[chosen] = time.monotonic()
+            raise
+        finally:
+            with self._lock:
+                self._busy[chosen] -= 1
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self.connections:
+            connection.close()

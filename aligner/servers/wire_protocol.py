@@ -1,0 +1,238 @@
+"""The wire protocol: every endpoint's tensors, and how errors travel.
+
+Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the same to a reader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aligner.data.types import FinishReason, Sample
+from aligner.errors import AlignerError
+
+PROTOCOL_VERSION = 2
+
+Arrays = Mapping[str, NDArray]
+
+
+class RequestError(AlignerError):
+    """A request that the server refuses; nothing has changed by it."""
+
+
+class InstanceError(AlignerError):
+    """A request for another start of this server: what its sender relies on may be gone. Nothing has changed by it."""
+
+
+class WeightsError(AlignerError):
+    """A request that the weights which serve are too old for. Nothing has changed by it; newer ones may come."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of an endpoint. A dimension is a number or a name: B rows, S tokens, S-1 token transitions."""
+
+    name: str
+    dtype: type[np.generic]
+    shape: tuple[int | str, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """A Triton model: its tensors, and how clients call it."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batching: bool
+    """Batching models are called with `infer_batch` and have B as their first dimension, the others with `infer_sample`."""
+    instances: int = 1
+    """Requests that are taken at a time; for a batching model it is `server.concurrent_requests`."""
+
+
+def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
+    """An optional tensor with one value a request; a batching model wants it in every row."""
+    return TensorSpec(name, dtype, ("B", 1) if batching else (1,), optional=True)
+
+
+def _order(batching: bool) -> tuple[TensorSpec, ...]:
+    """What our clients add: the update a request follows or is, the start of the server it is for, and its trace."""
+    return (
+        _of_request("sequence_number", np.int64, batching),
+        _of_request("instance", np.bytes_, batching),
+        _of_request("trace_id", np.bytes_, batching),
+    )
+
+
+TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
+LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
+REWARDS = TensorSpec("rewards", np.float32, ("B", 1))
+# Where a response begins, and what the data says about its prompt (a JSON object a row).
+RESPONSES = (
+    TensorSpec("prompt_lengths", np.int64, ("B", 1), optional=True),
+    TensorSpec("metadata", np.bytes_, ("B", 1), optional=True),
+)
+
+CRITIC_INFER = EndpointSpec(
+    "critic_infer", (TOKENS, LENGTHS, *_order(batching=True)), (TensorSpec("values", np.float32, ("B", "S")),), batching=True
+)
+CRITIC_INFER_WITH_REWARD = replace(
+    CRITIC_INFER, inputs=(*CRITIC_INFER.inputs, *RESPONSES), outputs=(*CRITIC_INFER.outputs, REWARDS)
+)
+CRITIC_TRAIN = EndpointSpec(
+    "critic_train",
+    (
+        TOKENS,
+        TensorSpec("returns", np.float32, ("B", "S-1")),
+        TensorSpec("prev_values", np.float32, ("B", "S-1")),
+        TensorSpec("mask", np.float32, ("B", "S-1")),
+        TensorSpec("run_id", np.bytes_, (1,), optional=True),
+        *_order(batching=False),
+    ),
+    (TensorSpec("loss_mean", np.float32, (1,)), TensorSpec("stats", np.bytes_, (1,))),
+    batching=False,
+)
+CRITIC_SAVE = EndpointSpec(
+    "critic_save",
+    (TensorSpec("dummy_var", np.int64, (1,)),),
+    (TensorSpec("status", np.int64, (1,)),),
+    batching=False,
+)
+REWARD_MODEL = EndpointSpec(
+    "reward_model",
+    (
+        replace(TOKENS, optional=True),
+        replace(LENGTHS, optional=True),
+        TensorSpec("sentences", np.bytes_, ("B", 1), optional=True),
+        *RESPONSES,
+        _of_request("sequence_number", np.int64, batching=True),
+        _of_request("trace_id", np.bytes_, batching=True),
+    ),
+    (REWARDS,),
+    batching=True,
+)
+_FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}
+# Each prompt's samples in a row: what has been drawn of them.
+DRAWN = (
+    TensorSpec("responses", np.int64, ("N", "R")),
+    TensorSpec("response_lengths", np.int64, ("N", 1)),
+    TensorSpec("logprobs", np.float32, ("N", "R")),
+    TensorSpec("weight_versions", np.int64, ("N", "R")),
+    TensorSpec("stopped", np.int64, ("N", 1)),
+)
+GENERATE = EndpointSpec(
+    "generate",
+    (
+        TOKENS,
+        LENGTHS,
+        TensorSpec("prompt_ids", np.int64, ("B", 1)),
+        TensorSpec("samples_per_prompt", np.int64, (1,)),
+        TensorSpec("options", np.bytes_, (1,)),
+        TensorSpec("weight_version", np.int64, (1,), optional=True),
+        *(replace(spec, optional=True) for spec in DRAWN),
+        TensorSpec("enough", np.int64, (1,), optional=True),
+        TensorSpec("due", np.int64, ("B", 1), optional=True),
+        TensorSpec("instance", np.bytes_, (1,), optional=True),
+        TensorSpec("trace_id", np.bytes_, (1,), optional=True),
+    ),
+    DRAWN,
+    batching=False,
+)
+CONTROL = EndpointSpec(
+    "control",
+    (TensorSpec("request", np.bytes_, (1,)),),
+    (TensorSpec("response", np.bytes_, (1,)),),
+    batching=False,
+    instances=2,  # a trainer has one operation at a time that waits for the ranks; health need not wait for it
+)
+
+
+def text_array(text: str) -> NDArray:
+    """A string as a bytes tensor [1]."""
+    return np.array([text.encode()], dtype=object)
+
+
+def array_text(array: NDArray) -> str:
+    """The string in a bytes tensor [1]. Raises RequestError when it is not UTF-8."""
+    value = array.ravel()[0]
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"got bytes that are not UTF-8 text: {error}") from error
+
+
+def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Their responses, as `DRAWN` names and shapes them; zeros behind a response."""
+    lengths = [len(sample.response) for sample in samples]
+    responses = torch.zeros(len(samples), max(1, *lengths), dtype=torch.int64)
+    versions, logprobs = torch.zeros_like(responses), torch.zeros(responses.shape)
+    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        responses[row, :length] = sample.response
+        versions[row, :length] = sample.weight_versions
+        logprobs[row, :length] = sample.engine_logprobs
+    return {
+        "responses": responses,
+        "response_lengths": torch.tensor(lengths)[:, None],
+        "logprobs": logprobs,
+        "weight_versions": versions,
+        "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
+    }
+
+
+def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The same samples with the responses that `response_tensors` made these of."""
+    reasons = {code: reason for reason, code in _FINISH_CODES.items()}
+    changed = []
+    for row, sample in enumerate(samples):
+        length = int(tensors["response_lengths"][row, 0])
+        prompt = sample.tokens[: sample.prompt_length]
+        changed.append(
+            replace(
+                sample,
+                tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
+                engine_logprobs=tensors["logprobs"][row, :length],
+                weight_versions=tensors["weight_versions"][row, :length],
+                finish_reason=reasons[int(tensors["stopped"][row, 0])],
+            )
+        )
+    return changed
+
+
+_ERROR_MARK = "EndpointError: "
+# gRPC sends errors as metadata, 8 KiB at most in all, where every byte of a non-ASCII character becomes three.
+_MESSAGE_BYTES = 1500
+
+
+class EndpointError(Exception):
+    """An error as the server hands it to Triton, which wraps it in tracebacks: JSON that a client finds in them."""
+
+    def __init__(self, error: Exception) -> None:
+        told = {"type": type(error).__name__, "message": _shortened(str(error))}
+        super().__init__(json.dumps(told, ensure_ascii=False))
+
+
+def _shortened(message: str) -> str:
+    """The message, without its middle where that makes it too long; what is no Unicode is escaped."""
+    text = message = message.encode(errors="backslashreplace").decode()
+    kept = len(message)
+    while len(json.dumps(text, ensure_ascii=False).encode()) > _MESSAGE_BYTES:
+        kept = min(kept, _MESSAGE_BYTES) * 3 // 4
+        begin, end = message[: kept - kept // 2], message[len(message) - kept // 2 :]
+        text = f"{begin} … {len(message) - kept} characters left out … {end}"
+    return text
+
+
+def told_error(text: str) -> tuple[str, str]:
+    """(type, message) of the server's error in Triton's text; ("Triton", text) when Triton itself refused."""
+    _, mark, told = text.partition(_ERROR_MARK)
+    if not mark:
+        return "Triton", text
+    fields, _ = json.JSONDecoder().raw_decode(told)
+    return fields["type"], fields["message"]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from aligner.checks import algorithm
+from aligner.checks.check import check
+from aligner.config.compose import compose_config
+from aligner.errors import ConfigError
+from aligner.placement.roles import placements, server_ranks
+from aligner.schema.derived import rows_together
+
+
+def composed(*overrides):
+    return compose_config(["experiment=tiny_ppo", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=grpo", "rollout.samples_per_prompt=1"], "algorithm.advantage=grpo compares samples of one prompt"),
+        (["algorithm=dapo", "algorithm.advantage=gae", "rollout.samples_per_prompt=1"], "dynamic_sampling_rounds=10 compares"),
+        (["algorithm=best_of_n", "rollout.samples_per_prompt=1"], "algorithm.train_on=best compares samples of one prompt"),
+        (["algorithm.advantage=none"], "algorithm.advantage=none: loss=clip needs an estimator"),
+        (["algorithm.loss=copg"], "algorithm.advantage=gae: loss=copg takes no advantages"),
+        (["algorithm.loss=dpo", "algorithm.advantage=none"], "loss=dpo and train_on=best_and_worst need each other"),
+        (["algorithm=rloo", "algorithm.train_on=best"], "algorithm.train_on=best: advantage=rloo compares all"),
+        (["algorithm=online_dpo", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=dpo is held by"),
+        (["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"], "label_smoothing=0.7: must be at most 0.5"),
+        (
+            ["algorithm=online_dpo", "algorithm.preference.kind=ipo", "algorithm.preference.label_smoothing=0.1"],
+            "label_smoothing=0.1: read with kind=sigmoid only, got kind=ipo",
+        ),
+        (["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no"),
+        (["algorithm=grpo", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1: in the loss its gradient is zero"),
+        (["algorithm=copg", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator=k3: loss=copg is defined with k1"),
+        (["algorithm=rloo", "algorithm.early_stop_kl=0.1"], "algorithm.early_stop_kl=0.1: loss=reinforce has no ratio"),
+        (["algorithm=rloo", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards=true: scores of whole responses"),
+        (["algorithm.kl_target=0"], "algorithm.kl_target=0.0: must be above 0"),
+        (["algorithm.kl_target=1", "algorithm.kl_coefficient=0"], "algorithm.kl_target=1: a coefficient of 0 stays 0"),
+        (["algorithm.kl_target=1", "algorithm.kl_horizon=64"], "algorithm.kl_horizon=64: must be above a step's 64 samples"),
+        (["algorithm.critic_warmup_steps=40"], "algorithm.critic_warmup_steps=40: the run has 40 steps"),
+        (
+            ["algorithm=grpo", "algorithm.critic_warmup_steps=1"],
+            "algorithm.advantage=grpo has no critic",
+        ),
+        (["algorithm.critic_warmup_steps=39", "actor.optimizer.warmup_steps=2"], "the run has 2 optimizer steps"),
+        (
+            ["reward.missing_end_score=-1"],
+            "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
+        ),
+        (
+            ["algorithm=preferences", "reward.missing_end_score=-1"],
+            "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
+        ),
+        (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
+        (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
+        (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3.0: read with loss=clip only"),
+        (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: algorithm.advantage=grpo has no critic"),
+        (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),
+        (
+            ["algorithm=online_dpo", "actor.micro_batch_tokens=40"],
+            "actor.micro_batch_tokens=40: must hold 2 of the longest sequence together, 64 tokens",
+        ),
+        (["algorithm.loss=ppo"], "algorithm.loss=ppo: allowed: clip, cispo"),
+        (["algorithm.advantage=gea"], "algorithm.advantage=gea: allowed: gae, reinforce"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_name(overrides, expected, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check(composed(f"run.dir={tmp_path / 'run'}", *overrides))
+    assert expected in str(caught.value)
+
+
+def test_only_an_algorithm_with_values_has_a_critic():
+    assert list(server_ranks(composed())) == ["critic", "reward"]
+    assert list(server_ranks(composed("algorithm=grpo"))) == ["reward"]
+    assert [place.role for place in placements(composed("algorithm=rloo"))] == ["trainer", "reward"]
+    assert server_ranks(composed("algorithm=sft")) == {}
+
+
+def test_a_critic_that_is_not_there_is_not_checked():
+    assert not list(algorithm.problems(composed("algorithm=rloo"), None, {}))
+    check(composed("algorithm=grpo", "critic.num_layers=99", "critic.micro_batch_tokens=1"))
+
+
+def test_the_loss_sees_pairs_and_prompts_whole():
+    assert [rows_together(composed(f"algorithm={name}")) for name in ("ppo", "online_dpo", "copg", "dpo", "sft")] == [
+        1,
+        2,
+        4,
+        2,
+        1,
+    ]

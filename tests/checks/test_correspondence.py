@@ -1,0 +1,51 @@
+"""A section of the configuration has one name in the schema, in the checks and on the page of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+from aligner import checks, schema
+from aligner.checks.check import SECTIONS
+from aligner.schema import Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+FITS_ALONE = {"model", "dry_run"}
+"""Sections that nothing else constrains: a model is checked by reading its shape."""
+SHARED = {"trained_model"}
+"""What several sections have in common."""
+OF_SCHEMA = {"conditions", "data_sources", "derived", "keys", "options", "references", "reward_sources", "scoring_functions"}
+"""Files of the schema about what several sections say together."""
+
+
+def files(room: object) -> set[str]:
+    (path,) = room.__path__  # type: ignore[attr-defined]
+    return {file.stem for file in Path(path).glob("*.py")} - {"__init__"}
+
+
+def sections() -> list[str]:
+    return [field.name for field in dataclasses.fields(Config) if field.name != "seed"]
+
+
+def test_each_section_has_a_file_of_its_name_in_the_schema() -> None:
+    assert files(schema) == {*sections(), *SHARED, *OF_SCHEMA}
+
+
+def test_each_section_that_others_constrain_has_a_file_of_its_name_in_the_checks() -> None:
+    assert files(checks) == {*sections(), *SHARED, "check"} - FITS_ALONE
+
+
+def test_sections_are_checked_in_the_order_of_the_schema() -> None:
+    checked = [importlib.import_module(f"aligner.checks.{name}").problems for name in sections() if name not in FITS_ALONE]
+    assert list(SECTIONS) == checked
+
+
+def test_each_section_has_a_table_on_the_page_of_keys_in_the_order_of_the_schema() -> None:
+    titles = [line.removeprefix("### ") for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    tables = dict.fromkeys(title.partition(".")[0] for title in titles)
+    assert [title for title in tables if title in sections()] == sections()
+    for name in sections():
+        kind = type(getattr(Config(), name))
+        own = getattr(importlib.import_module(f"aligner.schema.{name}"), kind.__name__)
+        assert own is kind and own.__module__ == f"aligner.schema.{name}"

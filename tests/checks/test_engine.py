@@ -1,0 +1,77 @@
+"""Whether an engine is refused where it can not run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from aligner.checks import engine as engines
+from aligner.checks.check import check
+from aligner.checks.engine import engine_kind_problems, engine_machine_problems
+from aligner.config.compose import compose_config
+from aligner.errors import ConfigError
+from aligner.placement import devices
+from aligner.placement.devices import device_of, uses_gpus
+from aligner.schema import EngineConfig
+from tests.models.test_layouts import DENSE, EXPERTS
+
+TENSORRT_LLM = EngineConfig(kind="tensorrt_llm", update="in_place")
+
+
+@pytest.fixture
+def gpu_image(monkeypatch):
+    """A machine that has what TensorRT-LLM needs."""
+    monkeypatch.setattr(engines, "has_gpu", lambda: True)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+
+
+def problems(**changes):
+    shape = changes.pop("shape", DENSE)
+    engine = dataclasses.replace(TENSORRT_LLM, **changes)
+    return [*engine_machine_problems(engine), *engine_kind_problems(engine, shape)]
+
+
+def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check(compose_config(["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]))
+    packages, gpu = str(caught.value).splitlines()
+    assert packages.startswith("engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM")
+    assert gpu == "engine.kind=tensorrt_llm: this machine has no GPU; use engine=embedded"
+
+
+def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
+    slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
+    check(compose_config([*slurm, "engine=tensorrt_llm"]))
+    config = compose_config(slurm)
+    assert uses_gpus(config) and device_of(config, "auto").itemsize == 2
+    assert device_of(config, "fp32").itemsize == 4
+    assert not uses_gpus(compose_config([*slurm, "cluster.slurm.gpus=none"]))
+    assert not uses_gpus(compose_config(["experiment=tiny_ppo"]))
+
+
+@pytest.mark.usefixtures("gpu_image")
+def test_tensorrt_llm_runs_what_it_can() -> None:
+    assert problems() == problems(shape=EXPERTS) == problems(precision="bf16") == []
+
+
+@pytest.mark.usefixtures("gpu_image")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp32"}, "engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16"),
+        ({"update": "atomic"}, "engine.update=atomic: TensorRT-LLM overwrites its weights; allowed: in_place"),
+        ({"shape": dataclasses.replace(DENSE, family="gpt2")}, "it does not run models of the gpt2 kind, it does: llama,"),
+    ],
+)
+def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
+    (problem,) = problems(**changes)
+    assert message in problem
+
+
+def test_the_embedded_engine_needs_nothing_of_it() -> None:
+    assert problems(kind="embedded", precision="fp32", update="atomic") == []

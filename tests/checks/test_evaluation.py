@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aligner.checks import checkpoint, evaluation
+from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EvaluationConfig
+from aligner.schema.derived import draws_greedily
+
+
+def problems(trainer: str, **sections: Any) -> list[str]:
+    config = Config(algorithm=AlgorithmConfig(trainer=trainer), **sections)
+    return [*evaluation.problems(config, None, {}), *checkpoint.problems(config, None, {})]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sections"),
+    [
+        ("online", {}),
+        ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], samples=4)}),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(every=3, prompts=["a"]), "checkpoint": CheckpointConfig(best_metric="eval/score")},
+        ),
+        ("online", {"checkpoint": CheckpointConfig(best_metric="reward/mean")}),
+        ("sft", {"data": DataConfig(held_out=2), "checkpoint": CheckpointConfig(best_metric="eval/loss")}),
+    ],
+)
+def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
+    assert problems(trainer, **sections) == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sections", "found"),
+    [
+        ("online", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on; give"),
+        ("online", {"evaluation": EvaluationConfig(every=2, prompts=["a", " "])}, "evaluation.prompts: a prompt is empty"),
+        ("online", {"evaluation": EvaluationConfig(path="a.csv")}, "evaluation.path=a.csv: allowed are .jsonl and .txt files"),
+        ("online", {"evaluation": EvaluationConfig(path="a.jsonl")}, "evaluation.path=a.jsonl: no such file"),
+        ("online", {"evaluation": EvaluationConfig(fields={"prompt": 1})}, "evaluation.fields.prompt=1: expected the name"),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(function="nope")},
+            "evaluation.function=nope: must be one of digit_fraction, ",
+        ),
+        ("online", {"evaluation": EvaluationConfig(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
+        ("online", {"checkpoint": CheckpointConfig(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),
+        ("dpo", {"checkpoint": CheckpointConfig(best_metric="eval/loss")}, "never evaluated; give data.held_out=ROWS"),
+        (
+            "preferences",
+            {"evaluation": EvaluationConfig(every=1)},
+            "evaluation.every=1: algorithm.trainer=preferences learns",
+        ),
+        (
+            "sft",
+            {"evaluation": EvaluationConfig(function="math")},
+            "evaluation.function=math: only algorithm.trainer=online is",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], found: str) -> None:
+    (problem,) = problems(trainer, **sections)
+    assert found in problem
+
+
+def test_a_file_and_prompts_in_place_are_too_much(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\n")
+    (problem,) = problems("online", evaluation=EvaluationConfig(path=str(file), prompts=["a"]))
+    assert problem == "evaluation.prompts: evaluation.path is given as well; give one of them"
+
+
+def test_one_response_a_prompt_is_greedy_unless_it_is_said_otherwise() -> None:
+    assert draws_greedily(EvaluationConfig())
+    assert not draws_greedily(EvaluationConfig(samples=2))
+    assert not draws_greedily(EvaluationConfig(greedy=False))

@@ -1,0 +1,343 @@
+"""What is TensorRT-LLM's own: arguments by release, memory in order, updates that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.tensorrt_llm import llm_arguments, llm_client
+from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
+from aligner.errors import AlignerError, ConfigError
+from aligner.schema import EngineConfig
+from tests.engines import engines
+from tests.engines.engines import generate, greedy, prompts, publish, requests, response, write
+from tests.engines.tensorrt_llm.fake import FakeLLM, installed
+
+GREEDY = SamplingOptions(6, greedy=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return engines.save_tiny(tmp_path_factory.mktemp("model"), seed=0, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def wanted(directory) -> list[list[int]]:
+    model = engines.reference_model(directory)
+    return [greedy(model, prompt.tokens, 6) for prompt in prompts()]
+
+
+@pytest.fixture(params=["1.2", "1.3"])
+def release(request) -> Iterator[str]:
+    with installed(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def newest() -> Iterator[None]:
+    with installed():
+        yield
+
+
+def start(directory: Path, settings: EngineConfig = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
+    options = {"device": "cpu", "dtype": torch.float32} | more
+    engine = TensorRTLLMEngine(directory, engines.shape_of(directory), settings, 0, 7, **options)
+    return engine, FakeLLM.made[-1]
+
+
+def texts(engine: TensorRTLLMEngine, options: SamplingOptions = GREEDY) -> list[list[int]]:
+    return [response(sample) for sample in generate(engine, requests(), options)]
+
+
+def test_every_release_gets_the_arguments_that_it_knows(release, directory, wanted):
+    settings = dataclasses.replace(engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24)
+    engine, llm = start(directory, settings, context=40)
+    given = llm.arguments
+    assert ("enable_sleep" in given) == (release == "1.2")
+    assert ("sleep_config" in given) == (release == "1.3")
+    assert given["enable_sleep" if release == "1.2" else "sleep_config"]
+    assert (given["load_format"], given["tensor_parallel_size"], given["dtype"]) == ("dummy", 1, "float32")
+    assert (given["max_seq_len"], given["max_batch_size"]) == (40, 24)
+    assert given["cuda_graph_config"].max_batch_size == 24
+    # 2 (key, value) x 2 layers x 4 heads x 8 dimensions x 4 bytes a token
+    assert given["kv_cache_config"].max_tokens == (1 << 20) // 512
+    publish(engine, directory, 0)
+    assert texts(engine) == wanted
+    engine.sleep()
+    engine.wake()
+    publish(engine, directory, 1)
+    assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_is_off_by_default(directory):
+    engine, llm = start(directory, dataclasses.replace(engines.SETTINGS, sleep=False))
+    cache = llm.arguments["kv_cache_config"]
+    assert (cache.max_tokens, cache.free_gpu_memory_fraction) == (None, 0.4)
+    assert llm.arguments["sleep_config"] is None
+    assert llm.arguments["cuda_graph_config"] is None
+    with pytest.raises(AlignerError, match=r"engine\.sleep=false: .* only if it was started with engine\.sleep=true"):
+        engine.sleep()
+    engine.shutdown()
+
+
+def test_an_argument_that_a_release_lacks_is_left_out_or_named():
+    wanted = {"model": "m", "load_format": "dummy", "sampler_type": "TRTLLMSampler"}
+    known = llm_arguments.known("AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",))
+    assert known == {"model": "m", "load_format": "dummy"}
+    with pytest.raises(AlignerError, match="this release's AsyncLLM has no load_format"):
+        llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
+    with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
+        llm_arguments.sleep_arguments({"model"})
+
+
+def test_without_the_package_the_image_is_named(directory, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    with pytest.raises(AlignerError, match=r"TensorRT-LLM cannot be imported .* docs/tensorrt_llm\.md"):
+        start(directory)
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
+    shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_mib=1: it holds 2048 tokens .* has 4096; at least 2 are needed"):
+        TensorRTLLMEngine(
+            directory,
+            shape,
+            dataclasses.replace(engines.SETTINGS, kv_cache_mib=1),
+            0,
+            7,
+            device="cpu",
+            dtype=torch.float32,
+        )
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
+    engine, _ = start(directory, context=10)
+    publish(engine, directory, 0)
+    with pytest.raises(AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 that exceeds"):
+        generate(engine, requests(), GREEDY)
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory, wanted):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+    assert texts(engine) == wanted
+    llm.calls.clear()
+    engine.sleep()
+    engine.wake()
+    publish(engine, directory, 1)
+    assert llm.calls == ["release", "resume model", "update", "end update", "resume cache"]
+    assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_an_engine_that_woke_without_weights_can_sleep_again(directory, wanted):
+    engine, _ = start(directory)
+    for version in (0, 1):
+        engine.sleep()
+        engine.wake()
+        engine.sleep()
+        engine.wake()
+        publish(engine, directory, version)
+        assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory, wanted):
+    engine, _ = start(directory)
+    publish(engine, directory, 0)
+    update = engine.begin_update(1)
+    update.views(["model.norm.weight"])
+    assert texts(engine) == wanted
+    update.abort()
+    assert engine.version == 0
+    assert texts(engine) == wanted
+    update = engine.begin_update(2)
+    write(engine, update, directory)
+    assert engine.version is None
+    with pytest.raises(AlignerError, match="no weights: the update to version 2 is under way"):
+        texts(engine)
+    update.commit()
+    assert engine.version == 2
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monkeypatch):
+    engine, llm = start(directory)
+    update = engine.begin_update(3)
+    write(engine, update, directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.workers[0], "update_weights", lambda handles: False, raising=False)
+        with pytest.raises(AlignerError, match="worker 0 failed in update_weights: False"):
+            update.commit()
+    assert engine.version is None
+    with pytest.raises(AlignerError, match="the update to version 3 failed"):
+        texts(engine)
+    publish(engine, directory, 4)
+    assert texts(engine) == wanted
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
+    engine, llm = start(directory)
+    workers = llm.workers
+    monkeypatch.setattr(llm, "workers", [])
+    update = engine.begin_update(3)
+    with pytest.raises(AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"):
+        write(engine, update, directory)
+    update.abort()
+    llm.workers = workers
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "device_uuid", lambda self, rank: f"CPU-{rank + 4}")
+    with pytest.raises(AlignerError, match="workers run on the GPUs CPU-4, the replica's ranks on CPU-0"):
+        start(directory)
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "does not end"])
+def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
+    ended = []
+
+    async def fail(self):
+        raise RuntimeError("no GPU is free")
+
+    def shutdown(self):
+        ended.append(self)
+        if not ends:
+            raise RuntimeError("Ray is gone")
+
+    monkeypatch.setattr(FakeLLM, "setup_async", fail)
+    monkeypatch.setattr(FakeLLM, "shutdown", shutdown)
+    threads = set(threading.enumerate())
+    if ends:
+        with pytest.raises(RuntimeError, match="no GPU is free"):
+            start(directory)
+    else:
+        with pytest.raises(AlignerError, match="no GPU is free; then TensorRT-LLM could not be ended: Ray is gone"):
+            start(directory)
+    assert len(ended) == 1
+    assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", lambda call, *more: at_exit.append(call))
+    engine, llm = start(directory)
+    assert llm.workers
+    at_exit[-1]()
+    assert not llm.workers
+    engine.shutdown()
+
+
+def test_a_blocked_event_loop_can_be_closed(monkeypatch):
+    monkeypatch.setattr(llm_client, "_CLOSE_S", 0.1)
+    loop, go_on = llm_client.EventLoop("blocked"), threading.Event()
+
+    async def block():
+        go_on.wait()
+
+    loop.submit(block())
+    begin = time.monotonic()
+    loop.close()
+    assert time.monotonic() - begin < 5
+    go_on.set()
+
+
+@pytest.mark.usefixtures("newest")
+def test_logprobs_may_be_plain_numbers(directory):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+    by_id = [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)]
+    llm.logprobs_by_id = False
+    assert [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)] == by_id
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_request_that_fails_is_named(directory, monkeypatch):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+
+    def fail(sequence, params, generator):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(llm, "draw", fail)
+    with pytest.raises(AlignerError, match="prompt 0, sample 0: illegal memory access"):
+        generate(engine, requests(count=1), GREEDY)
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, monkeypatch):
+    settings = dataclasses.replace(
+        engines.SETTINGS, tensorrt_llm=dataclasses.replace(engines.SETTINGS.tensorrt_llm, timeout_s=0.3)
+    )
+    engine, _ = start(directory, settings)
+    publish(engine, directory, 0)
+
+    async def hang(self):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("tests.engines.tensorrt_llm.fake.Output._draw", hang)
+    generation = engine.start(requests(), GREEDY)
+    with pytest.raises(AlignerError, match=r"gave none of 4 responses a token within 0\.3 s"):
+        generation.step()
+    engine.shutdown()
+
+
+def test_the_workers_inherit_neither_launcher_nor_world_and_see_their_gpus():
+    before = {
+        "HOME": "/h",
+        "SLURM_JOB_ID": "1",
+        "OMPI_COMM": "2",
+        "PMI_RANK": "3",
+        "PMIX_ID": "4",
+        "RANK": "5",
+        "MASTER_PORT": "6",
+    }
+    after = worker_environment(before, (2, 3))
+    assert after["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert after["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "1"
+    assert [name for name in before if name in after] == ["HOME"]
+
+
+def test_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(RuntimeError), environment({"ONLY": "this"}):
+        assert dict(os.environ) == {"ONLY": "this"}
+        raise RuntimeError
+    assert os.environ["SLURM_JOB_ID"] == "7"
+    assert "ONLY" not in os.environ
+
+
+def test_gpus_are_counted_as_the_machine_does():
+    assert device_index({}, 3) == 3
+    assert device_index({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 1) == 5
+    with pytest.raises(AlignerError, match="CUDA_VISIBLE_DEVICES=GPU-1f: TensorRT-LLM needs GPU indices"):
+        device_index({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, 0)

@@ -1,0 +1,358 @@
+"""What every engine does, and refuses: one suite for all of them. TensorRT-LLM itself is a strict stand-in here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.data.types import Prompt, unbegun
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
+from tests.engines import engines
+from tests.engines.engines import generate, greedy, prompts, publish, requests, response, whole_logprobs, write
+
+STOPS = tuple(range(0, engines.VOCABULARY, 6))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return engines.save_tiny(tmp_path_factory.mktemp("first"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def other_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return engines.save_tiny(tmp_path_factory.mktemp("second"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Any:
+    return engines.reference_model(directory)
+
+
+@pytest.fixture(params=engines.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def bare(kind: str, directory: Path) -> Iterator[GenerationEngine]:
+    """An engine without weights."""
+    with engines.engine_of(kind, directory) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(bare: GenerationEngine, directory: Path) -> GenerationEngine:
+    publish(bare, directory, 0)
+    return bare
+
+
+def test_greedy_text_equals_transformers(engine, model):
+    samples = generate(engine, requests(), SamplingOptions(10, greedy=True))
+    for prompt, sample in zip(prompts(), samples, strict=True):
+        assert response(sample) == greedy(model, prompt.tokens, 10)
+        assert torch.equal(sample.tokens[: sample.prompt_length], prompt.tokens)
+        assert (sample.prompt_id, sample.prompt_length) == (prompt.id, len(prompt.tokens))
+        assert sample.finish_reason == "length"
+        assert (sample.tokens.dtype, sample.engine_logprobs.dtype) == (torch.int64, torch.float32)
+        assert sample.weight_versions.tolist() == [0] * 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(8, temperature=0.7),
+        SamplingOptions(8, top_k=5, temperature=1.3),
+        SamplingOptions(8, top_p=0.5),
+        SamplingOptions(8, greedy=True, temperature=0.5),
+        SamplingOptions(8, min_new_tokens=6, stop_token_ids=STOPS),
+    ],
+    ids=["temperature", "top_k", "top_p", "greedy", "min_new_tokens"],
+)
+def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine, model, options):
+    for sample in generate(engine, requests(2), options):
+        torch.testing.assert_close(
+            sample.engine_logprobs, whole_logprobs(model, sample, options.temperature), atol=1e-4, rtol=0
+        )
+
+
+def test_a_sample_depends_on_its_prompt_and_index_alone(kind, directory, engine):
+    wanted = requests(3)
+    together = generate(engine, wanted, SamplingOptions(8))
+    backwards = generate(engine, wanted[::-1], SamplingOptions(8))[::-1]
+    (alone,) = generate(engine, wanted[4:5], SamplingOptions(8))
+    assert [response(sample) for sample in together] == [response(sample) for sample in backwards]
+    assert response(alone) == response(together[4])
+    assert [(sample.prompt_id, sample.sample_index) for sample in together] == [
+        (request.prompt.id, request.sample_index) for request in wanted
+    ]
+    assert len({tuple(response(sample)) for sample in together[:3]}) == 3
+    with engines.engine_of(kind, directory, seed=8) as other:
+        publish(other, directory, 0)
+        assert [response(sample) for sample in generate(other, wanted, SamplingOptions(8))] != [
+            response(sample) for sample in together
+        ]
+
+
+def test_a_narrowed_distribution_gives_the_likeliest_token(engine):
+    wanted = [response(sample) for sample in generate(engine, requests(), SamplingOptions(6, greedy=True))]
+    for options in (SamplingOptions(6, top_k=1), SamplingOptions(6, top_p=1e-6), SamplingOptions(6, temperature=1e-3)):
+        assert [response(sample) for sample in generate(engine, requests(), options)] == wanted
+
+
+def test_a_response_ends_with_its_first_stop_token(engine):
+    free = generate(engine, requests(4), SamplingOptions(12))
+    stopped = generate(engine, requests(4), SamplingOptions(12, stop_token_ids=STOPS))
+    assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
+    for unlimited, sample in zip(free, stopped, strict=True):
+        tokens = response(unlimited)
+        ends = [at for at, token in enumerate(tokens) if token in STOPS]
+        assert response(sample) == (tokens[: ends[0] + 1] if ends else tokens)
+        assert sample.finish_reason == ("stop" if ends else "length")
+        assert len(sample.engine_logprobs) == len(sample.weight_versions) == len(response(sample))
+
+
+def test_no_stop_token_comes_before_the_least_length(engine):
+    samples = generate(engine, requests(4), SamplingOptions(12, min_new_tokens=5, stop_token_ids=STOPS))
+    assert all(token not in STOPS for sample in samples for token in response(sample)[:5])
+    assert any(len(response(sample)) == 6 and sample.finish_reason == "stop" for sample in samples)
+
+
+def test_requests_have_limits_of_their_own(engine, model):
+    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), (3, None, 9, 1), strict=True)]
+    samples = generate(engine, wanted, SamplingOptions(6, greedy=True))
+    assert [len(response(sample)) for sample in samples] == [3, 6, 6, 1]
+    for request, sample in zip(wanted, samples, strict=True):
+        assert response(sample) == greedy(model, request.prompt.tokens, 6)[: len(response(sample))]
+
+
+def test_steps_give_every_response_once_with_its_place(engine):
+    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)]
+    generation = engine.start(wanted, SamplingOptions(9))
+    found: dict[int, Any] = {}
+    while not generation.done:
+        for place, sample in generation.step():
+            assert place not in found
+            found[place] = sample
+    assert generation.step() == []
+    assert next(iter(found)) == 1
+    assert [len(response(found[place])) for place in range(4)] == [9, 1, 4, 2]
+    assert generate(engine, [], SamplingOptions(3)) == []
+
+
+def test_new_weights_stamp_and_change_what_is_drawn(engine, directory, other_directory):
+    options = SamplingOptions(5, greedy=True)
+    before = generate(engine, requests(), options)
+    publish(engine, other_directory, 5)
+    assert engine.version == 5
+    changed = engines.reference_model(other_directory)
+    for prompt, old, new in zip(prompts(), before, generate(engine, requests(), options), strict=True):
+        assert new.weight_versions.tolist() == [5] * 5
+        assert response(new) == greedy(changed, prompt.tokens, 5) != response(old)
+
+
+def _half_way(engine: GenerationEngine) -> Any:
+    """A generation with one response complete and the others under way, and what was given out."""
+    limits = (2, 30, 30, 30)
+    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), limits, strict=True)]
+    generation = engine.start(wanted, SamplingOptions(30, greedy=True))
+    found: dict[int, Any] = {}
+    while not found:
+        found |= generation.step()
+    assert list(found) == [0]
+    return generation, found
+
+
+def test_responses_under_way_are_handed_over_and_taken_or_an_engine_says_that_it_cannot(engine, kind, model):
+    generation, _ = _half_way(engine)
+    options, begun = SamplingOptions(30, greedy=True), unbegun(prompts(), 1)
+    if kind == "tensorrt_llm":
+        with pytest.raises(AlignerError, match="tensorrt_llm: responses under way cannot be handed over; allowed: embedded"):
+            generation.unfinished()
+        generation.cancel()
+        with pytest.raises(AlignerError, match="tensorrt_llm: a response cannot go on from tokens that it is given"):
+            engine.start([dataclasses.replace(requests()[1], begun=begun[1])], options)
+        return
+    for place, sample in generation.unfinished():
+        begun[place] = sample
+    generation.cancel()
+    assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
+    going_on = [dataclasses.replace(one, begun=sample) for one, sample in zip(requests(), begun, strict=True)]
+    for prompt, sample in zip(prompts(), generate(engine, going_on, options), strict=True):
+        assert response(sample) == greedy(model, prompt.tokens, 30)
+
+
+def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, other_directory):
+    generation, found = _half_way(engine)
+    publish(engine, other_directory, 1, "finish")
+    while not generation.done:
+        found |= generation.step()
+    for place, prompt in list(enumerate(prompts()))[1:]:
+        assert found[place].weight_versions.tolist() == [0] * 30
+        assert response(found[place]) == greedy(model, prompt.tokens, 30)
+    assert generate(engine, requests(), SamplingOptions(2))[0].weight_versions.tolist() == [1, 1]
+
+
+def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(engine, model, other_directory):
+    generation, found = _half_way(engine)
+    publish(engine, other_directory, 1, "interrupt")
+    while not generation.done:
+        found |= generation.step()
+    changed = engines.reference_model(other_directory)
+    for place, prompt in list(enumerate(prompts()))[1:]:
+        sample = found[place]
+        versions, tokens = sample.weight_versions.tolist(), response(sample)
+        kept = versions.count(0)
+        assert 0 < kept < 30
+        assert versions == [0] * kept + [1] * (30 - kept)
+        assert tokens[:kept] == greedy(model, prompt.tokens, kept)
+        context = torch.cat((prompt.tokens, torch.tensor(tokens[:kept])))
+        assert tokens[kept:] == greedy(changed, context, 30 - kept)
+        old, new = (whole_logprobs(one, sample, 1.0) for one in (model, changed))
+        torch.testing.assert_close(sample.engine_logprobs, torch.cat((old[:kept], new[kept:])), atol=1e-4, rtol=0)
+
+
+def test_requests_that_can_not_be_served_are_all_named(engine):
+    long, empty, foreign = (
+        GenerationRequest(Prompt(at, "", torch.tensor(tokens, dtype=torch.int64)), 0)
+        for at, tokens in ((41, [1] * 46), (42, []), (43, [5, engines.VOCABULARY]))
+    )
+    with pytest.raises(AlignerError) as caught:
+        generate(engine, [*requests(), long, empty, foreign], SamplingOptions(3))
+    message = str(caught.value)
+    assert "prompt 41 has 46 tokens; with max_new_tokens=3 that exceeds the model's 48 positions" in message
+    assert "prompt 42 is empty" in message
+    assert "prompt 43 has token ids from 5 to 120; the vocabulary is [0, 120)" in message
+    assert len(generate(engine, [long], SamplingOptions(2))[0].tokens) == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5"),
+        ({"max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0"),
+        ({"max_new_tokens": 4, "top_k": -1}, "top_k=-1"),
+        ({"max_new_tokens": 4, "top_p": 0.0}, "top_p=0.0"),
+    ],
+)
+def test_sampling_options_are_checked(options, message):
+    with pytest.raises(AlignerError, match=message):
+        SamplingOptions(**options)
+
+
+def test_stop_tokens_must_be_in_the_vocabulary(engine):
+    with pytest.raises(AlignerError, match=r"stop_token_ids=\[500\]"):
+        engine.start(requests(), SamplingOptions(4, stop_token_ids=(1, 500)))
+
+
+def test_an_engine_without_weights_refuses(bare):
+    assert bare.version is None
+    with pytest.raises(AlignerError, match="the engine has no weights"):
+        generate(bare, requests(), SamplingOptions(3))
+
+
+def test_one_generation_at_a_time(engine):
+    generation = engine.start(requests(), SamplingOptions(20))
+    with pytest.raises(AlignerError, match="generating already"):
+        engine.start(requests(), SamplingOptions(2))
+    with pytest.raises(AlignerError, match="responses are under way"):
+        engine.sleep()
+    generation.cancel()
+    assert generation.done
+    assert generation.step() == []
+    assert len(generate(engine, requests(), SamplingOptions(2))) == 4
+
+
+def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory):
+    options = SamplingOptions(5)
+    before = [response(sample) for sample in generate(engine, requests(), options)]
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(AlignerError, match="wake it first"):
+        generate(engine, requests(), options)
+    with pytest.raises(AlignerError, match="wake it first"):
+        engine.begin_update(1)
+    engine.wake()
+    engine.wake()
+    publish(engine, directory, 1)
+    assert [response(sample) for sample in generate(engine, requests(), options)] == before
+
+
+def test_weights_that_a_sleep_dropped_are_published_again(engine, directory):
+    options = SamplingOptions(5)
+    before = [response(sample) for sample in generate(engine, requests(), options)]
+    engine.sleep()
+    engine.wake()
+    assert engine.version is None
+    with pytest.raises(AlignerError, match="dropped when the engine went to sleep"):
+        generate(engine, requests(), options)
+    publish(engine, directory, 3)
+    assert [response(sample) for sample in generate(engine, requests(), options)] == before
+
+
+def test_one_update_at_a_time(engine, directory):
+    update = engine.begin_update(4)
+    with pytest.raises(AlignerError, match="an update to version 5 can not begin: the one to version 4 is still open"):
+        engine.begin_update(5)
+    with pytest.raises(AlignerError, match="the update to version 4 is open"):
+        engine.sleep()
+    write(engine, update, directory)
+    update.commit()
+    for late in (update.commit, lambda: update.views(["model.norm.weight"]), lambda: update.load(["model.norm.weight"])):
+        with pytest.raises(AlignerError):
+            late()
+    update.abort()
+    assert engine.version == 4
+
+
+def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, directory):
+    update = engine.begin_update(1)
+    assert list(update.views(["model.norm.weight", "model.layers.9.mlp.up_proj.weight"])) == ["model.norm.weight"]
+    write(engine, update, directory, leave_out="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(AlignerError, match=r"lacks .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        update.commit()
+    update.abort()
+    publish(engine, directory, 1)
+    assert engine.version == 1
+
+
+def test_what_an_aborted_update_leaves(kind, engine, directory, other_directory):
+    options = SamplingOptions(4, greedy=True)
+    before = [response(sample) for sample in generate(engine, requests(), options)]
+    update = engine.begin_update(6)
+    views = update.views(["model.norm.weight"])
+    views["model.norm.weight"].copy_(engines.file_tensors(other_directory)["model.norm.weight"])
+    update.load(["model.norm.weight"])
+    update.abort()
+    if kind == "embedded-atomic":
+        assert engine.version == 0
+    else:
+        assert engine.version is None
+        with pytest.raises(AlignerError, match=r"no weights: the update to version 6 .*failed.*publish again"):
+            generate(engine, requests(), options)
+        publish(engine, directory, 7)
+    assert [response(sample) for sample in generate(engine, requests(), options)] == before
+
+
+def test_interrupted_responses_go_on_after_a_failed_update_once_there_are_weights(engine, model, directory):
+    generation, found = _half_way(engine)
+    engine._settings = dataclasses.replace(engine._settings, in_flight="interrupt")
+    update = engine.begin_update(6)
+    update.views(["model.norm.weight"])["model.norm.weight"].zero_()
+    update.load(["model.norm.weight"])
+    update.abort()
+    if engine.version is None:
+        with pytest.raises(AlignerError, match="no weights"):
+            generation.step()
+        publish(engine, directory, 7)
+    while not generation.done:
+        found |= generation.step()
+    for place, prompt in enumerate(prompts()):
+        assert response(found[place]) == greedy(model, prompt.tokens, len(response(found[place])))

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import itertools
+import socket
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.errors import AlignerError
+from aligner.launch.server_ports import free_ports, health_address, is_healthy, local_hosts, pick_endpoints
+from aligner.placement.endpoints import Endpoint, replicas
+from aligner.schema import Config
+
+
+def endpoints_of(config: Config) -> dict[str, Endpoint]:
+    with free_ports(config) as ports:
+        return pick_endpoints(config, local_hosts(config), ports)
+
+
+def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
+    config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
+    with free_ports(config) as ports:
+        endpoints = pick_endpoints(config, local_hosts(config), ports)
+        masters = list(itertools.islice(ports, 4))
+    chosen = [*masters, *(port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics))]
+    assert endpoints["critic"].grpc == 20123
+    assert len(set(chosen)) == 10
+    for port in chosen:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_a_port_that_is_taken_on_loopback_alone_is_no_process_groups_either() -> None:
+    config = compose_config(["experiment=tiny_ppo", "server.interface=127.0.0.2"])
+    with free_ports(config) as ports:
+        taken, free = itertools.islice(ports, 2)
+    with socket.create_server(("127.0.0.1", taken)), free_ports(config, [taken, free]) as ports:
+        assert next(ports) == free
+        with pytest.raises(AlignerError):
+            next(ports)
+
+
+def test_a_configured_port_is_nobody_elses() -> None:
+    config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
+    with free_ports(config, [20123]) as ports, pytest.raises(AlignerError):
+        next(ports)
+
+
+def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
+    config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
+    endpoint = endpoints_of(config)["reward"]
+    assert endpoint.host == "127.0.0.1"
+    assert not is_healthy(config, "reward", endpoint)
+
+
+def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
+    config = compose_config(["experiment=tiny_ppo"])
+    endpoint = endpoints_of(config)["critic"]
+    with socket.socket() as listener:
+        listener.bind((endpoint.host, endpoint.http))
+        listener.listen()
+        assert not is_healthy(config, "critic", endpoint, timeout_s=0.1)
+
+
+def test_every_replica_has_ports_of_its_own() -> None:
+    ports = ("reward.ports.http=20200", "reward.ports.grpc=20201")
+    config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
+    endpoints = endpoints_of(config)
+    assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
+    assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
+    assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12
+
+
+def test_under_tls_health_is_asked_for_over_loopback() -> None:
+    config = compose_config(["experiment=tiny_ppo", "server.interface=192.0.2.1", "server.tls.certificate=server.pem"])
+    assert health_address(config, Endpoint("192.0.2.1", 8000, 8001, 8002)) == "127.0.0.1:8000"

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from aligner.observability.console import LiveProgress, PlainProgress, make_progress, print_summary, summary_table, totals
+from aligner.paths import RunPaths
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
+
+
+def shown(where: Console) -> str:
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_line_with_what_it_measured() -> None:
+    where = console()
+    view = make_progress(10, where)
+    assert isinstance(view, PlainProgress)
+    view.step({"step": 1, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
+    view.step({"step": 2, "reward/mean": 0.5, "time/step": 4.0})
+    assert shown(where).splitlines() == [
+        "step 1/10  reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:18",
+        "step 2/10  reward 0.500  3.00 s/step  ETA 0:00:24",
+    ]
+
+
+def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> None:
+    where = console(terminal=True)
+    view = make_progress(10, where)
+    assert isinstance(view, LiveProgress)
+    view.status("waiting for critic")
+    view.step({"step": 4, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
+    view.samples([{"step": 4, "prompt": "a[b]", "response": "c\x1b[2Jd", "reward": 1}])
+    view.close()
+    text = shown(where)
+    assert "4/10" in text and "reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:12" in text
+    assert "samples of step 4" in text and r"c\x1b[2Jd" in text and "a[b]" in text
+
+
+def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: Path) -> None:
+    metrics = [
+        {"step": n, "reward/mean": n / 10, "time/step": 2.0, "time/train": 1.5, "mismatch/logprob_abs": 1e-5 * (n == 3)}
+        for n in range(1, 13)
+    ]
+    (tmp_path / "metrics.jsonl").touch()
+    where = console()
+    print_summary(metrics, RunPaths(tmp_path), where)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    assert [cell.strip() for cell in rows["reward"]] == ["0.3000", "1.0000", "+0.7000"]
+    assert [cell.strip() for cell in rows["train"]] == ["1.5000", "1.5000", "+0.0000"]
+    assert "response length, tokens" not in rows  # not measured, so not shown
+    assert "largest mismatch/logprob_abs: 1.00e-05 (step 3)" in shown(where)
+    assert "total: 12 steps, 24.0 s" in shown(where)
+    assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(where)
+
+
+def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no_step(tmp_path: Path) -> None:
+    measured = {"eval/score": 0.25, "eval/score_low": 0.125, "eval/score_high": 0.5, "eval/length": 8.0, "time/evaluate": 1.0}
+    last = {
+        **measured,
+        "eval/score": 0.75,
+        "eval/score_low": 0.5,
+        "eval/score_high": 0.875,
+        "reward/mean": 0.5,
+        "time/step": 2.0,
+    }
+    metrics = [{"step": 0, **measured}, {"step": 1, "reward/mean": 0.25, "time/step": 2.0}, {"step": 2, **last}]
+    where = console()
+    print_summary(metrics, RunPaths(tmp_path), where)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    assert [cell.strip() for cell in rows["score"]] == ["0.250 [0.125, 0.500]", "0.750 [0.500, 0.875]", "+0.500"]
+    assert "score_low" not in rows and rows["length"][2].strip() == "+0.000"
+    assert "summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
+
+
+def test_a_short_run_has_a_summary_too() -> None:
+    table = summary_table([{"step": 1, "reward/mean": 0.5}])
+    assert [column.header for column in table.columns] == ["mean of", "first 1", "last 1", "change"]
+    assert totals([{"step": 1, "reward/mean": 0.5}]) == "total: 1 steps, 0.0 s"

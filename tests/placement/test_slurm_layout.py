@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.checks import cluster
+from aligner.config.compose import built_in_directory, compose_config
+from aligner.errors import ConfigError
+from aligner.placement.roles import role_ranks
+from aligner.placement.slurm_layout import Place, slurm_layout
+from aligner.schema import Config
+from aligner.schema.keys import with_values
+
+NODES = "cluster.slurm.roles"
+SCRIPTS = built_in_directory().parent / "launcher_scripts"
+REPLICAS_OF_4 = ("engine=tensorrt_llm", "engine.parallel.tensor=4", "engine.parallel.data=2")
+
+
+def layout(*overrides: str):
+    return slurm_layout(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]))
+
+
+def problems(*overrides: str) -> str:
+    return "\n".join(cluster.problems(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]), None, {}))
+
+
+def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first() -> None:
+    found = layout("actor.parallel.data=16", "critic.parallel.data=4", "reward.replicas=2")
+    assert [(part.role, part.nodes, part.ranks_per_node) for part in found.components] == [
+        ("trainer", 2, 8),
+        ("critic", 1, 4),
+        ("reward", 1, 2),
+    ]
+    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
+    assert found.places["reward.1"] == Place(2, 0, 1, 1, (1,))
+
+
+def test_a_function_needs_no_device_and_a_role_without_devices_asks_for_none() -> None:
+    assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [1, 4, 0]
+    assert [part.devices_per_node for part in layout("cluster.slurm.gpus=none").components] == [0, 0, 0]
+
+
+def test_roles_share_nodes_by_ranges_of_devices() -> None:
+    found = layout(
+        *("actor.parallel.data=6", f"{NODES}.trainer.devices=0-5", "critic.parallel.data=2"),
+        *(f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices=6-7"),
+    )
+    assert [(part.role, part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [
+        ("trainer", 1, 8, 8),
+        ("reward", 1, 1, 0),
+    ]
+    assert found.places["trainer"].devices == (0, 1, 2, 3, 4, 5)
+    assert found.places["critic"] == Place(0, 0, 1, 2, (6, 7))
+
+
+def test_a_function_beside_the_only_role_with_devices_divides_none() -> None:
+    found = layout("algorithm=grpo", "actor.parallel.data=16", "engine.parallel.data=16", f"{NODES}.reward.beside=trainer")
+    assert [(part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [(2, 9, 8)]
+    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
+    assert found.places["reward"] == Place(0, 0, 1, 1, None)
+
+
+def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> None:
+    found = layout("cluster.slurm.heterogeneous=false", "actor.parallel.data=16")
+    assert [(part.nodes, part.ranks_per_node) for part in found.components] == [(4, 8)]
+    assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [range(2), range(2, 3), range(3, 4)]
+
+
+@functools.cache
+def plain() -> Config:
+    return compose_config(["experiment=tiny_ppo", "cluster=slurm"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    trainer=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    critic=st.sampled_from([1, 2, 8, 16]),
+    replicas=st.integers(1, 5),
+    slots=st.sampled_from([1, 2, 4, 8]),
+    heterogeneous=st.booleans(),
+)
+def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
+    trainer: int, critic: int, replicas: int, slots: int, heterogeneous: bool
+) -> None:
+    config = with_values(
+        plain(),
+        {
+            "cluster.devices_per_node": slots,
+            "cluster.slurm.heterogeneous": heterogeneous,
+            "reward.replicas": replicas,
+            "actor.parallel.data": trainer,
+            "critic.parallel.data": critic,
+        },
+    )
+    found = slurm_layout(config)
+    loads: dict[tuple[int, int], int] = {}
+    for group, ranks in role_ranks(config).items():
+        place = found.places[group]
+        assert place.nodes * place.ranks_per_node == ranks
+        for node in place.node_range:
+            assert node < found.components[place.component].nodes
+            loads[place.component, node] = loads.get((place.component, node), 0) + place.ranks_per_node
+    assert max(loads.values()) <= slots
+    assert len(loads) == sum(part.nodes for part in found.components)  # none is asked for in vain
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["actor.parallel.data=9"],
+            "cluster.slurm.roles.trainer.nodes=null: 9 ranks do not go evenly on nodes of 8 devices",
+        ),
+        (["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"], "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go"),
+        (["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"], "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go"),
+        ([f"{NODES}.critic.beside=critic"], "cluster.slurm.roles.critic.beside=critic: name a role with nodes of its own"),
+        (
+            [f"{NODES}.critic.beside=generator"],
+            "roles.critic.beside=generator: the run has no such role; it has trainer, critic, reward",
+        ),
+        (
+            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.nodes=1"],
+            "it runs on the nodes of trainer; leave",
+        ),
+        ([f"{NODES}.critic.beside=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
+        ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
+        (
+            [f"{NODES}.trainer.devices=0-300000000000"],
+            "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones from 0 to 7",
+        ),
+        ([f"{NODES}.trainer.devices=3-0"], "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7"),
+        ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
+        (
+            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
+            "cluster.slurm.roles.critic.devices=0: device 0 is trainer's",
+        ),
+        (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),
+        (["cluster.slurm.image=/nowhere.sqsh"], "cluster.slurm.image=/nowhere.sqsh: no such file"),
+        (["cluster.slurm.image='a b'"], "cluster.slurm.image=a b: neither a file nor an image's name"),
+        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"], "/nowhere:/data: /nowhere does not exist"),
+        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"], "cluster.slurm.mounts: /tmp is not SOURCE:TARGET"),
+        (
+            [*REPLICAS_OF_4, "actor.parallel.data=8", "cluster.devices_per_node=2"],
+            "engine.parallel.tensor=4: a replica of TensorRT-LLM must be on one node, but the trainer has 2 ranks on each of 4"
+            " nodes (cluster.devices_per_node); give more ranks a node, or a size that divides 2",
+        ),
+        (
+            [*REPLICAS_OF_4, "actor.parallel.data=8", f"{NODES}.trainer.devices=0-1"],
+            "the trainer has 2 ranks on each of 4 nodes (cluster.slurm.roles.trainer.devices)",
+        ),
+        (
+            [*REPLICAS_OF_4, "engine.placement=server", "engine.sleep=false", f"{NODES}.generator.nodes=8"],
+            "the generator has 1 ranks on each of 8 nodes (cluster.slurm.roles.generator.nodes)",
+        ),
+        (["server.tls.certificate=a.pem"], "server.tls.certificate: with TLS a server's health"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], problem: str) -> None:
+    run = ["run.dir=/tmp/never-made"]
+    assert problem in problems(*run, *overrides)
+
+
+def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    given = (f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", f"data.path={prompts}")
+    assert f"data.path={prompts}: the container does not see it" in problems(*given)
+    assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
+
+
+def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    (tmp_path / "judge").mkdir()
+    told = problems(
+        *(f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", "reward=combined"),
+        *("data.prompts=[]", f"+data.sources.mine.path={prompts}", f"evaluation.path={prompts}", "evaluation.every=1"),
+        f"+reward.sources.judge={{kind: model, path: {tmp_path}/judge}}",
+    )
+    for key, path in (
+        ("data.sources.mine.path", prompts),
+        ("evaluation.path", prompts),
+        ("reward.sources.judge.path", tmp_path / "judge"),
+    ):
+        assert f"{key}={path}: the container does not see it" in told
+
+
+def test_a_replica_within_a_node_or_of_the_embedded_engine_is_not_refused() -> None:
+    given = ("run.dir=/tmp/never-made", *REPLICAS_OF_4, "actor.parallel.data=8")
+    assert problems(*given, "cluster.devices_per_node=4") == ""
+    assert problems(*given, "cluster.devices_per_node=2", "engine=embedded") == ""
+
+
+def passed_on(tmp_path: Path, cluster: Path) -> list[str]:
+    """What the submit script calls `aligner` with, for a file that describes a cluster."""
+    command = tmp_path / "aligner"
+    command.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_CLUSTER": str(cluster)}
+    called = ["bash", SCRIPTS / "submit_slurm.sh", "tiny_ppo", "run.name=mine"]
+    return subprocess.run(called, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
+    given = passed_on(tmp_path, SCRIPTS / "clusters/example_h100.sh")
+    assert given[0] == "launch"
+    config = compose_config(given[1:])
+    assert config.cluster.slurm.sbatch == ["--exclusive", "--mem=0"]
+    assert (config.cluster.slurm.partition, config.cluster.device_memory_gib, config.run.name) == ("gpu", 76, "mine")
+
+
+def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> None:
+    flags = ["--comment=it's a test", "--comment=two 'words'", r"--comment=a\b \' c\\", "--comment=a,b=[c]", '--comment="d"']
+    cluster = tmp_path / "cluster.sh"
+    cluster.write_text(f"SLURM_SBATCH=({' '.join(map(shlex.quote, flags))})\nSLURM_CONSTRAINT={shlex.quote(flags[0])}\n")
+    slurm = compose_config(passed_on(tmp_path, cluster)[1:]).cluster.slurm
+    assert (slurm.sbatch, slurm.constraint) == (flags, flags[0])
+
+
+def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="9 ranks do not go evenly"):
+        layout("actor.parallel.data=9")

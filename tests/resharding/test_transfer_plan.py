@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from aligner.errors import AlignerError
+from aligner.models.weight_slices import Slice, TensorSpec
+from aligner.resharding import transport
+from aligner.resharding.transfer_plan import TransferPlan, extent, plan_resharding, plan_transfers
+from aligner.schema import EngineParallelConfig, ParallelConfig
+from tests.resharding.layouts import cut, tiny_shape, whole_weights
+
+SIZES = st.sampled_from([1, 2, 4])
+SHAPES = st.builds(
+    tiny_shape,
+    family=st.sampled_from(["llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox"]),
+    tied=st.booleans(),
+    qkv_bias=st.booleans(),
+)
+
+
+def make_plan(trainer: ParallelConfig, engine: EngineParallelConfig, first_engine_rank: int = 0) -> TransferPlan:
+    return plan_resharding(tiny_shape(), trainer, engine, first_engine_rank=first_engine_rank)
+
+
+def bytes_sent(plan: TransferPlan, rank: int) -> int:
+    return plan.itemsize * sum(one.numel for one in plan.transfers if one.source == rank and one.target != rank)
+
+
+@st.composite
+def plans(draw) -> TransferPlan:
+    """Any model at any layouts that its sizes allow, in one world or in two."""
+    shape = draw(SHAPES)
+    tensor, pipeline, data, context = (draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
+    trainer = ParallelConfig(
+        tensor=tensor,
+        sequence=tensor > 1,
+        pipeline=pipeline,
+        virtual_pipeline=draw(st.sampled_from([1, 2])) if pipeline == 2 else 1,
+        data=data,
+        context=context,
+        expert=draw(SIZES) if shape.num_experts else 1,
+        expert_tensor=draw(st.sampled_from([None, 1, 2])) if shape.num_experts else None,
+    )
+    assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
+    engine = EngineParallelConfig(tensor=draw(SIZES), data=draw(SIZES))
+    first = draw(st.sampled_from([0, trainer.ranks]))
+    return plan_resharding(shape, trainer, engine, first_engine_rank=first)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), limit=st.integers(32, 400), small=st.integers(0, 32))
+def test_every_target_byte_is_written_once_and_with_the_right_value(plan, limit, small):
+    whole = whole_weights(plan.table)
+    for target, slices in plan.target.items():
+        views = {name: torch.zeros_like(cut(whole[name], piece)) for name, piece in slices.items()}
+        writes = {name: torch.zeros_like(view) for name, view in views.items()}
+        for source in plan.source:
+            for message in transport.messages(plan.between(source, target), plan.specs, limit, small):
+                assert sum(piece.numel for piece in message) <= limit
+                assert len(message) == 1 or all(piece.numel <= small for piece in message)
+                for piece in message:
+                    rows = slice(piece.start, piece.stop)
+                    given_part = transport.given(
+                        plan, piece.transfer, lambda name, s=source: cut(whole[name], plan.source[s][name])
+                    )
+                    transport.wanted(plan, piece.transfer, views)[rows] = given_part[rows]
+                    transport.wanted(plan, piece.transfer, writes)[rows] += 1
+        for name, piece in slices.items():
+            assert torch.equal(views[name], cut(whole[name], piece)), (target, name)
+            assert torch.equal(writes[name], torch.ones_like(writes[name])), (target, name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_only_what_a_target_lacks_travels(plan):
+    for transfer in plan.transfers:
+        held = plan.source.get(transfer.target, {}).get(transfer.name)
+        if transfer.source != transfer.target and held is not None:
+            low, high = extent(plan.specs[transfer.name], held, transfer.axis)
+            assert transfer.stop <= low or high <= transfer.start, transfer
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_replicas_share_the_sending_to_within_one_tensor(plan):
+    largest = max(spec.numel for spec in plan.table) * plan.itemsize
+    for one, other in combinations(plan.source, 2):
+        if plan.source[one] == plan.source[other]:
+            assert abs(bytes_sent(plan, one) - bytes_sent(plan, other)) <= largest
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), bucket=st.integers(4 * 32 * 4, 4000))
+def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
+    """The i-th batch from one rank to another is the same on both sides, and in the same step of their round."""
+    world = len(plan.labels)
+    steps = {rank: transport.steps(plan, rank, bucket) for rank in range(world)}
+    for rank, mine in steps.items():
+        rounds = [(step.to - rank) % world for step in mine]
+        assert rounds == sorted(rounds)
+        for other in set(range(world)) - {rank}:
+            sent = [step.sending for step in mine if step.to == other]
+            received = [step.receiving for step in steps[other] if step.from_ == rank]
+            assert [batch for batch in sent if batch] == [batch for batch in received if batch]
+            assert all(batch == received[place] for place, batch in enumerate(sent) if batch)
+            assert all(sum(map(transport.numel_of_message, batch)) * plan.itemsize <= bucket // 4 for batch in sent)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plan=plans(), limit=st.integers(1, 5000))
+def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit):
+    groups = plan.groups(limit)
+    assert [spec for group in groups for spec in group.table] == list(plan.table)
+    assert sorted(map(str, plan.transfers)) == sorted(str(transfer) for group in groups for transfer in group.transfers)
+    for group in groups:
+        assert len(group.table) == 1 or sum(spec.numel for spec in group.table) * plan.itemsize <= limit
+        for rank, slices in group.target.items():
+            assert slices == {spec.name: plan.target[rank][spec.name] for spec in group.table}
+
+
+def test_ranks_are_called_by_their_role():
+    assert make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2)).labels == ("trainer rank 0", "trainer rank 1")
+    two_worlds = make_plan(ParallelConfig(data=2), EngineParallelConfig(tensor=2), first_engine_rank=2)
+    assert two_worlds.labels == ("trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1")
+
+
+def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
+    shape = tiny_shape("mixtral")
+    with pytest.raises(AlignerError) as caught:
+        plan_resharding(
+            shape, ParallelConfig(tensor=3, pipeline=3, expert=3, expert_tensor=5), EngineParallelConfig(tensor=7, data=1)
+        )
+    told = str(caught.value)
+    for wanted in (
+        "actor.parallel.tensor=3: the model's 4 attention heads do not divide by 3, 4 key-value heads do not divide by 3",
+        "32 vocabulary entries do not divide by 3",
+        "actor.parallel.expert_tensor=5: the model's 24 feed-forward rows of an expert do not divide by 5",
+        "actor.parallel.pipeline=3: 4 layers do not divide by 3",
+        "actor.parallel.expert=3: the model's 4 experts do not divide by 3",
+        "actor.parallel.expert=3 x expert_tensor=5: they do not divide the 3 ranks of a pipeline stage",
+        "engine.parallel.tensor=7: the model's 4 attention heads do not divide by 7",
+        "engine.parallel.tensor=7: the model's 24 feed-forward rows of an expert do not divide by 7",
+    ):
+        assert wanted in told
+    with pytest.raises(AlignerError, match="leaves 3 of the model's 4 layers, which do not divide over the 2 stages before"):
+        plan_resharding(shape, ParallelConfig(pipeline=3, last_stage_layers=1), EngineParallelConfig())
+
+
+@pytest.mark.parametrize(("family", "key_heads"), [("llama", 3), ("gpt_neox", 9)])
+def test_heads_are_not_cut_in_half(family, key_heads):
+    shape = replace(tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36)
+    with pytest.raises(
+        AlignerError, match=rf"engine\.parallel\.tensor=2: .*9 attention heads .*, {key_heads} key-value heads"
+    ):
+        plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=2))
+    plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=3))
+
+
+def table_of(rows: int) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("w", (rows, 3), 0),)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 30))
+def test_uneven_and_overlapping_slices_are_covered_exactly_once(data, rows):
+    def pieces() -> list[Slice]:
+        edges = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=5))})
+        return [Slice("w", 0, low, high) for low, high in pairwise(edges)]
+
+    held = pieces() + pieces()
+    source = dict(enumerate({"w": piece} for piece in held))
+    target = dict(enumerate({"w": piece} for piece in [*pieces(), Slice("w", None, 0, 0)]))
+    plan = plan_transfers(table_of(rows), source, target)
+    for rank, slices in target.items():
+        piece = slices["w"]
+        low, high = (0, rows) if piece.axis is None else (piece.start, piece.stop)
+        written = [row for t in plan.transfers if t.target == rank for row in range(t.start, t.stop)]
+        assert sorted(written) == list(range(low, high))
+    for transfer in plan.transfers:
+        assert held[transfer.source].start <= transfer.start < transfer.stop <= held[transfer.source].stop
+
+
+def test_a_rank_copies_what_it_holds_itself():
+    plan = make_plan(ParallelConfig(tensor=2, data=2), EngineParallelConfig(tensor=2, data=2))
+    assert all(transfer.source == transfer.target for transfer in plan.transfers)
+    assert all(bytes_sent(plan, rank) == plan.bytes_received(rank) == 0 for rank in range(4))
+    whole = sum(spec.numel * 4 // (1 if spec.axis is None else 2) for spec in plan.table)
+    assert [plan.bytes_local(rank) for rank in range(4)] == [whole] * 4
+
+
+def test_replicas_share_the_sending_evenly():
+    table = tuple(TensorSpec(f"w{index}", (8, 4), 0) for index in range(12))
+    full = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
+    plan = plan_transfers(table, dict.fromkeys(range(3), full), {3: full})
+    assert [bytes_sent(plan, rank) for rank in range(3)] == [4 * 8 * 4 * 4] * 3
+    assert plan.bytes_received(3) == 12 * 8 * 4 * 4
+
+
+def test_an_error_names_every_tensor_that_no_source_holds():
+    table = (*table_of(4), TensorSpec("v", (4,), None), TensorSpec("held", (4,), None))
+    whole = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
+    source = {0: {"w": Slice("w", 0, 0, 2), "held": whole["held"]}}
+    with pytest.raises(
+        AlignerError, match=r"w \[2, 4\) along dimension 0: rank 1 needs it(.|\n)*v: rank 1 needs it"
+    ) as caught:
+        plan_transfers(table, source, {1: whole})
+    assert "held:" not in str(caught.value)
+
+
+def test_slices_along_different_dimensions_are_refused():
+    with pytest.raises(AlignerError, match=r"w .*different dimensions"):
+        plan_transfers(table_of(4), {0: {"w": Slice("w", 0, 0, 4)}}, {0: {"w": Slice("w", 1, 0, 3)}})
+
+
+def test_a_slice_outside_the_tensor_or_of_an_unlisted_one_is_refused():
+    with pytest.raises(AlignerError, match=r"no slice \[2, 5\) along dimension 0"):
+        plan_transfers(table_of(4), {0: {"w": Slice("w", 0, 2, 5)}}, {0: {"w": Slice("w", 0, 2, 4)}})
+    with pytest.raises(AlignerError, match="does not list: x"):
+        plan_transfers(table_of(4), {0: {"x": Slice("x", None, 0, 0)}}, {})

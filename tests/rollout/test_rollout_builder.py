@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from aligner.data.types import Sample
+from aligner.engines.engine_protocol import SamplingOptions
+from aligner.errors import AlignerError
+from aligner.rollout.rollout_builder import RolloutBuilder, informative, truncated
+from aligner.rollout.services import PendingRows
+from aligner.schema import RolloutConfig
+from aligner.servers.connection import RefusedError, RemoteError, TransportError
+from aligner.servers.remote_client import UnscoredError
+from tests.rollout.fakes import Digits, Scorers, Stream
+
+EACH = 2
+
+
+def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, **more):
+    settings = RolloutConfig(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
+    return RolloutBuilder(
+        Stream(),
+        engine or Digits(),
+        services or Scorers(mixed.__contains__),
+        settings,
+        SamplingOptions(max_new_tokens=2),
+        pad_token_id=0,
+        dynamic_sampling_rounds=rounds,
+        **more,
+    )
+
+
+def test_every_prompt_is_taken_once_and_the_position_says_where_the_next_step_begins():
+    source = rollouts(mixed=(), rounds=0)
+    seen = [[prompt.id for prompt in source.take().prompts[::EACH]] for _ in range(3)]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    resumed = rollouts(mixed=(), rounds=0)
+    resumed.position = 8
+    assert [prompt.id for prompt in resumed.take().prompts[::EACH]] == seen[2]
+
+
+def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_stream():
+    source = rollouts(mixed={1, 4, 5, 9, 10}, rounds=3)
+    rollout = source.take()
+    assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
+    assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
+    assert rollout.batch.tokens[:, 1].tolist() == [11, 11, 14, 14, 15, 15, 19, 19]
+    assert len(rollout.all_scores.result()) == EACH * source.position == EACH * 10
+
+
+def test_dynamic_sampling_compares_what_is_made_of_the_scores():
+    def of_ends(scores, samples):
+        return torch.where(torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores)
+
+    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=of_ends)
+    rollout = source.take()
+    assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [5, 9, 10, 12]
+    assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
+
+
+def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
+    source = rollouts(mixed={0, 2}, rounds=2)
+    with pytest.raises(AlignerError) as caught:
+        source.take()
+    message = str(caught.value)
+    assert "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different scores" in message
+    assert "rollout.samples_per_prompt=2" in message
+
+
+class Picky(Digits):
+    """Refuses some prompts always, and as many requests as it is told at first."""
+
+    def __init__(self, refused, at_first=0, error=RefusedError):
+        super().__init__()
+        self.refused, self.at_first, self.error = refused, at_first, error
+
+    def sample(self, samples, samples_per_prompt, options, enough=None):
+        self.at_first -= 1
+        prompts = {sample.prompt_id for sample in samples}
+        if self.at_first >= 0 or self.refused & prompts:
+            raise self.error("generator", "host:1", "AlignerError", f"{len(prompts)} prompts")
+        return super().sample(samples, samples_per_prompt, options, enough)
+
+
+def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(caplog):
+    source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_alone=True)
+    taken = [source.take() for _ in range(2)]
+    assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [[0, 3, 4, 5], [7, 8, 9, 10]]
+    assert [rollout.skipped for rollout in taken] == [2, 1]
+    assert caplog.text.count("is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts") == 3
+
+
+def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out():
+    source = rollouts(mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_alone=True)
+    rollout = source.take()
+    assert [prompt.id for prompt in rollout.prompts[::EACH]] == [3, 4, 5, 6] and rollout.skipped == 3
+
+
+class Unable:
+    """A server that scores the samples of some prompts, asked about each alone."""
+
+    def __init__(self, able):
+        self.able = able
+
+    def ask(self, batch, metadata, rows_apart=None):
+        future, (prompt, *_) = Future(), (batch.tokens[:, 1] - 10).tolist()
+        if prompt in self.able:
+            future.set_result(torch.ones(len(batch.tokens)))
+        else:
+            refused = RefusedError("reward", "host:1", "ScoringError", f"of {prompt} nothing")
+            future.set_exception(UnscoredError(refused, len(batch.tokens)))
+        return (future,), ()
+
+
+def test_what_could_not_be_scored_is_left_out_however_a_step_is_cut_unless_it_is_all_of_it():
+    rollout = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({1, 2})).take()
+    assert rollout.scores.result().isnan().tolist() == [True, True, False, False, False, False, True, True]
+    assert [prompt.id for prompt in rollout.scored().prompts[::EACH]] == [1, 2]
+    none = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({})).take()
+    with pytest.raises(AlignerError, match="ScoringError: of 0 nothing"):
+        none.scored()
+
+
+def test_what_is_refused_once_is_asked_for_again():
+    source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_alone=True)
+    assert source.take().skipped == 0
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [Picky(set(range(99))), Picky({1}, error=TransportError), Picky(set(), at_first=99)],
+    ids=["all", "lost", "at large"],
+)
+def test_what_is_not_about_single_prompts_is_raised(engine):
+    with pytest.raises(RemoteError):
+        rollouts(mixed=(), rounds=0, engine=engine, is_alone=True).take()
+
+
+def test_prompts_whose_scores_are_all_equal_are_not_informative():
+    scores = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.25])
+    assert informative(scores, 2).tolist() == [2, 3, 6, 7]
+
+
+def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
+    rollout = rollouts(mixed={0, 3}, rounds=0).take()
+    chosen = rollout.select(torch.tensor([7, 1]))
+    assert [(sample.prompt_id, sample.sample_index) for sample in chosen.samples] == [(3, 1), (0, 1)]
+    assert [prompt.id for prompt in chosen.prompts] == [3, 0]
+    assert chosen.batch.tokens[:, 1].tolist() == [13, 10]
+    assert chosen.scores.result().tolist() == [1.0, 1.0]
+    assert chosen.select(torch.tensor([1])).scores.result().tolist() == [1.0]
+
+
+def test_an_answer_is_waited_for_once_however_many_ask(monkeypatch):
+    scores: Future = Future()
+    scores.set_result(torch.tensor([0.5, 0.25, 2.0]))
+    pending = PendingRows((scores,))
+    assert pending.select(torch.tensor([2, 0])).result().tolist() == [2.0, 0.5]
+    monkeypatch.setattr(scores, "result", lambda: pytest.fail("asked again"))
+    assert pending.result().tolist() == [0.5, 0.25, 2.0]
+    assert pending.select(torch.tensor([1])).result().tolist() == [0.25]
+
+
+def response(*tokens):
+    return Sample(
+        0, 0, torch.tensor([8, 9, *tokens]), 2, torch.arange(float(len(tokens))), torch.arange(len(tokens)), "length"
+    )
+
+
+def test_a_response_is_cut_behind_the_first_truncation_token_from_the_given_place_on():
+    cut = truncated(response(3, 4, 3, 4, 3), token_id=3, after=1)
+    assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
+    assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [0, 1, 2]
+    assert cut.finish_reason == "stop"
+
+
+def test_a_response_without_the_truncation_token_stays_whole_and_has_no_end():
+    whole = truncated(response(3, 4, 1), token_id=3, after=1)
+    assert whole.tokens.tolist() == [8, 9, 3, 4, 1] and whole.finish_reason == "length"

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from aligner.errors import AlignerError
+from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
+
+
+def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
+    ledger = UpdateLedger()
+    for number in range(3):
+        assert not ledger.is_repeat(number)
+        ledger.record(number, {"loss": float(number)})
+        assert ledger.is_repeat(number)
+    with pytest.raises(SequenceError, match="got 4, a gap; allowed: 3, or 2 again"):
+        ledger.is_repeat(4)
+    with pytest.raises(SequenceError, match="got 1, already applied"):
+        ledger.is_repeat(1)
+
+
+def test_a_run_has_one_trainer_in_charge_the_newest():
+    ledger = UpdateLedger()
+    for run in ("run", "run@2", "run@2"):
+        ledger.check_run(RunId.parse(run))
+        ledger.run = RunId.parse(run)
+    with pytest.raises(SequenceError, match="got 'run@1', but 'run@2' has taken over"):
+        ledger.check_run(RunId("run", 1))
+    with pytest.raises(SequenceError, match="got 'other@0', but this critic serves run 'run'"):
+        ledger.check_run(RunId.parse("other"))
+    assert str(ledger.run) == "run@2"
+
+
+@pytest.mark.parametrize(
+    ("text", "run"), [("a", RunId("a")), ("a@3", RunId("a", 3)), ("a@b", RunId("a@b")), ("@", RunId("@"))]
+)
+def test_a_run_id_is_a_name_and_how_many_trainers_came_before(text, run):
+    assert RunId.parse(text) == run
+
+
+def test_a_saved_ledger_reads_back_and_a_damaged_one_is_refused(tmp_path):
+    path = tmp_path / "ledger.json"
+    ledger = UpdateLedger(RunId("run", 4), 7, {"loss": 0.1})
+    ledger.save(path)
+    assert UpdateLedger.load(path) == UpdateLedger(RunId("run", 0), 7, {"loss": 0.1})
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.json"]
+    for damage in ("", "{", '{"no_such_field": 1}', "[]"):
+        path.write_text(damage)
+        with pytest.raises(AlignerError, match=r"cannot read.*ledger\.json"):
+            UpdateLedger.load(path)

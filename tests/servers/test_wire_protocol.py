@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from aligner.placement.endpoints import Endpoint
+from aligner.servers.connection import Connection, RefusedError, TransportError
+from aligner.servers.validation import Limits, validate
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_MODEL,
+    EndpointError,
+    RequestError,
+    told_error,
+)
+from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
+
+LIMITS = Limits(vocab_size=64, max_sequence_length=40)
+CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
+
+
+@pytest.mark.parametrize("endpoint", [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL], ids=lambda spec: spec.name)
+def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
+    validate(endpoint, good(endpoint), LIMITS)
+
+
+@pytest.mark.parametrize(("endpoint", "wrong", "changes", "told"), CASES, ids=[f"{case[0].name}-{case[1]}" for case in CASES])
+def test_a_bad_request_is_told_by_tensor_got_and_allowed(endpoint, wrong, changes, told):
+    with pytest.raises(RequestError, match=re.escape(told)):
+        validate(endpoint, spoiled(endpoint, changes), LIMITS)
+
+
+def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
+    table = {
+        spec.name: (spec.batching, {t.name: (np.dtype(t.dtype).char, t.shape) for t in spec.inputs if not t.optional})
+        for spec in (CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE)
+    }
+    assert table == {
+        "critic_infer": (True, {"tokens": ("l", ("B", "S")), "sequence_lengths": ("l", ("B", 1))}),
+        "critic_train": (
+            False,
+            {
+                "tokens": ("l", ("B", "S")),
+                "returns": ("f", ("B", "S-1")),
+                "prev_values": ("f", ("B", "S-1")),
+                "mask": ("f", ("B", "S-1")),
+            },
+        ),
+        "critic_save": (False, {"dummy_var": ("l", (1,))}),
+    }
+    assert REWARD_MODEL.batching and all(tensor.optional for tensor in REWARD_MODEL.inputs)
+    assert not CONTROL.batching
+
+
+def test_an_error_is_found_in_whatever_triton_wraps_around_it():
+    error = EndpointError(RequestError('two\nlines with "quotes" and EndpointError: in it'))
+    wrapped = (
+        f"Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
+    )
+    assert told_error(wrapped) == ("RequestError", 'two\nlines with "quotes" and EndpointError: in it')
+    assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
+
+
+@pytest.mark.parametrize("message", ["ä" * 50_000, "\x01" * 50_000, "\\" * 50_000])
+def test_of_a_long_message_the_beginning_and_the_end_are_told(message):
+    error = EndpointError(RequestError(f"begin {message} end"))
+    assert len(str(error).encode()) < 1600
+    kind, told = told_error(f"EndpointError: {error}\n\nAt:")
+    assert kind == "RequestError"
+    assert re.fullmatch(r"begin .* … \d{5} characters left out … .* end", told, re.DOTALL)
+
+
+def test_a_message_that_is_no_unicode_is_told_escaped():
+    error = EndpointError(RequestError("op \ud800"))
+    assert told_error(f"EndpointError: {error}") == ("RequestError", r"op \ud800")
+
+
+def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
+    limits = Limits(vocab_size=64, max_sequence_length=40, max_request_tokens=24)
+    validate(CRITIC_INFER, good(CRITIC_INFER), limits)
+    with pytest.raises(RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"):
+        validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)
+    with pytest.raises(RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"):
+        validate(REWARD_MODEL, {"sentences": np.array([[b"a" * 200], [b"b" * 185]], dtype=object)}, limits)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Failed to process the request(s) for model 'critic_infer_0_3', message: TritonModelException: Model execute error:"
+        " Traceback (most recent call last):\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'",
+        "Stub process 'critic_infer_0_0' is not healthy.",
+    ],
+    ids=["its process is gone", "its helper is gone"],
+)
+def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(message):
+    connection = Connection("critic", Endpoint("host", 1, 2, 3))
+    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
+    assert isinstance(error, TransportError)
+
+
+def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
+    connection = Connection("critic", Endpoint("host", 1, 2, 3))
+    told = EndpointError(RequestError("tokens: got 3"))
+    message = f"Model execute error: Traceback ...\naligner.servers.wire_protocol.EndpointError: {told}"
+    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
+    assert isinstance(error, RefusedError) and error.kind == "RequestError" and error.message == "tokens: got 3"

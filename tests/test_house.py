@@ -1,0 +1,82 @@
+"""The house itself: names that occur once, no circle between files, nothing too long to read."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "aligner"
+MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
+"""Folders that have files of the same names on purpose."""
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_LINES = 400, 60, 29_500
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _place(file: Path) -> str:
+    """The folder of a file, one name for folders that mirror each other."""
+    folder = str(file.parent.relative_to(PACKAGE))
+    return next((mirror[0] for mirror in MIRRORS if folder in mirror), folder)
+
+
+def test_a_file_name_occurs_once_but_where_folders_mirror_each_other() -> None:
+    places = {(file.name, _place(file)) for file in _files() if not file.name.startswith("__")}
+    twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
+    assert not twice, {name: sorted(place for other, place in places if other == name) for name in twice}
+
+
+def test_no_file_and_no_function_is_too_long_and_the_package_stays_small() -> None:
+    lengths = {str(file.relative_to(PACKAGE)): _lines(file) for file in _files()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
+    functions = {
+        f"{file.relative_to(PACKAGE)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for file in _files()
+        for node in ast.walk(_tree(file))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION}
+    assert sum(lengths.values()) <= MOST_LINES
+
+
+def test_every_file_says_what_is_in_it() -> None:
+    assert not [str(file.relative_to(PACKAGE)) for file in _files() if not ast.get_docstring(_tree(file))]
+
+
+def _imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
+    """The package's files that a file imports, wherever in it."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                found = modules.get(f"{node.module}.{name.name}") or modules.get(node.module)
+                if found is not None and found != file:
+                    yield found
+        elif isinstance(node, ast.Import):
+            yield from (modules[name.name] for name in node.names if name.name in modules)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {_module(file): file for file in _files()}
+    left = {file: {*_imports(file, modules)} for file in _files()}
+    while free := [file for file, wanted in left.items() if not wanted & left.keys()]:
+        for file in free:
+            del left[file]
+    assert not {str(file.relative_to(PACKAGE)): sorted(str(each.name) for each in left[file] & left.keys()) for file in left}

@@ -1,0 +1,90 @@
+"""What the worker ranks run for the tests of the evaluator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from aligner.data.model_directory import read_shape
+from aligner.data.streams import ExampleStream
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import AlignerError
+from aligner.megatron import world as worlds
+from aligner.megatron.policy import Policy
+from aligner.megatron.world import World
+from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.services import Services
+from aligner.schema import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    EngineParallelConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from aligner.training.engine_setup import build_engine_ends, build_options
+from aligner.training.evaluator import Evaluator, build_evaluator
+
+RESPONSE_TOKENS = 7
+
+
+def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config:
+    """A run of greedy evaluation by the share of digits, on as many data ranks."""
+    config = Config(
+        run=RunConfig(dir=run, steps=5),
+        model=ModelConfig(path=model),
+        data=DataConfig(prompts=["unused"], max_prompt_tokens=16),
+        rollout=RolloutConfig(max_response_tokens=RESPONSE_TOKENS, temperature=0.7, stop_at_eos=False),
+        actor=ActorConfig(parallel=ParallelConfig(data=ranks)),
+        evaluation=EvaluationConfig(**{"every": 2, "function": "digit_fraction"} | evaluation),
+    )
+    config.engine.parallel = EngineParallelConfig(data=ranks)
+    return config
+
+
+def evaluator(config: Config, world: World) -> Evaluator:
+    """One that evaluates the initial weights. Collective."""
+    directory = Path(str(config.model.path))
+    shape, tokenizer = read_shape(directory), Tokenizer(directory)
+    policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
+    sampler, publisher = build_engine_ends(config, policy, client=None)
+    publisher.publish(version=0)
+    options, services = build_options(config.rollout, shape), Services(None, None)
+    stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
+    builder = RolloutBuilder(stream, sampler, services, config.rollout, options, shape.pad_token_id)
+    built = build_evaluator(config, tokenizer, policy, builder, services)
+    assert built is not None
+    return built
+
+
+def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str, Any]:
+    """Metrics of the initial weights, drawn greedily and not, and what a run does that has been resumed."""
+    config = configuration(model, run, ranks, **evaluation)
+    world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
+    Path(run).mkdir(exist_ok=True)
+    first = evaluator(config, world)
+    found: dict[str, Any] = {"due": [step for step in range(6) if first.is_due(step)]}
+    found["lost"] = _error(first, step=2)
+    found["step 0"] = first.evaluate(0)
+    first._reference_scores = None  # as a resumed run has it
+    found["resumed"] = first.evaluate(2)
+    drawing = replace(first, settings=replace(first.settings, samples=3), options=replace(first.options, greedy=False))
+    found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
+    found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
+    found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
+    samples = first.builder.generate(first.prompts, 1, first.options)
+    found["responses"] = [sample.response.tolist() for sample in samples]
+    worlds.shutdown()
+    return found
+
+
+def _error(of: Evaluator, step: int) -> str | None:
+    try:
+        of.evaluate(step)
+    except AlignerError as error:
+        return str(error)
+    return None

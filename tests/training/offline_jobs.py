@@ -1,0 +1,163 @@
+"""What the worker ranks run for the tests of the offline trainers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
+from aligner.data.streams import ExampleStream
+from aligner.data.tokenizer import Tokenizer
+from aligner.megatron import world as worlds
+from aligner.megatron.value_model import build_reward_model
+from aligner.rollout.services import Services
+from aligner.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+)
+from aligner.servers.reward_server import build_scoring
+from aligner.signals import STOP_SIGNAL
+from aligner.training.offline import OfflineTrainer
+from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.setup import build_task, build_trainer
+from tests.megatron.jobs import Slices, gradients, slices
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
+VOCABULARY = 72
+TASKS = ("sft", "dpo", "reward_model", "steps")
+
+
+def examples(task: str) -> list[Any]:
+    """Six of the kind that a task learns from, of different lengths."""
+    generator = torch.Generator().manual_seed(8)
+
+    def whole(length: int) -> Tensor:
+        return torch.randint(2, VOCABULARY, (length,), generator=generator)
+
+    def answered(prompt: Tensor, length: int) -> Demonstration:
+        return Demonstration(torch.cat([prompt, whole(length)]), prompt.numel())
+
+    made: list[Any] = []
+    for index in range(6):
+        prompt = whole(1 + index)
+        if task == "sft":
+            made.append(answered(prompt, 9 - index))
+        elif task == "steps":
+            labels = torch.tensor([1.0, 0.0, 1.0][: 1 + index % 3])
+            positions = index + torch.tensor([2, 5, 6][: 1 + index % 3])
+            made.append(LabeledSteps(torch.cat([prompt, whole(6)]), prompt.numel(), positions, labels))
+        else:
+            made.append(Preference(answered(prompt, 2 + index), answered(prompt, 7 - index), [None, 0.5, 2.0][index % 3]))
+    return made
+
+
+def configuration(directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any) -> Config:
+    """A run of four steps over all examples."""
+    return Config(
+        run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
+        model=ModelConfig(path=directory),
+        data=DataConfig(**({"batch_size": 6, "shuffle": False} | sections.pop("data", {}))),
+        algorithm=AlgorithmConfig(trainer="reward_model" if task == "steps" else task),
+        actor=ActorConfig(
+            parallel=ParallelConfig(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER
+        ),
+        logging=LoggingConfig(tensorboard=False),
+        **sections,
+    )
+
+
+def run_data(made: Sequence[Any], held_out: int = 0, *, shuffle: bool = False) -> RunData:
+    stream, kept = ExampleStream([made], seed=3, shuffle=shuffle).hold_out(held_out)
+    return RunData(stream, kept, None, ())
+
+
+def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each task: its loss before, two updates with the first one's gradients, and its loss after."""
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
+    found = {}
+    for name in TASKS:
+        made = examples(name)
+        task = build_task(configuration(directory, layout, name), world, run_data(made))
+        rows = task.rows(made)
+        runner = task.model.runner
+        head = slices(runner.weights).get("score.weight")
+        seen: Slices = {}
+        prepare = runner.optimizer.prepare_grads
+
+        def observed(runner: Any = runner, seen: Slices = seen, prepare: Any = prepare) -> Any:
+            seen.update(gradients(runner))
+            return prepare()
+
+        before = task.evaluate(rows, task.count(rows))
+        runner.optimizer.prepare_grads = observed
+        first = task.train(rows)
+        del runner.optimizer.prepare_grads
+        found[name] = {
+            "before": {key: float(value) for key, value in before.items()},
+            "stats": [first, task.train(rows)],
+            "gradients": seen,
+            "head": None if head is None else head[1],
+            "companions": task.companions(),
+            "normalizer": getattr(task, "normalizer", None),
+        }
+    worlds.shutdown()
+    return found
+
+
+def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[float]:
+    """What the reward's ranks make of answers when a run serves the model in a directory."""
+    world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
+    config = Config(
+        model=ModelConfig(path=directory), reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32)
+    )
+    scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
+    rows = demonstration_rows(answers, pad_token_id=0)
+    prompts = torch.tensor([answer.prompt_length for answer in answers])
+    scores = scoring.score(rows.tokens, rows.lengths, prompts).tolist()
+    worlds.shutdown()
+    return scores
+
+
+def train(directory: str, task: str, root: str, told_after: int | None = None, **sections: Any) -> bool:
+    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`, or before any (0);
+    whether it was.
+    """
+    chosen = {
+        "checkpoint": CheckpointConfig(every=2),
+        "evaluation": EvaluationConfig(every=3),
+        "data": {"batch_size": 3, "shuffle": True},
+    }
+    config = configuration(directory, {}, task, root, **(chosen | sections))
+    world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
+    data = run_data(examples(task), held_out=2, shuffle=True)
+    trainer = build_trainer(config, world, Tokenizer(Path(directory)), data, Services(None, None))
+    assert isinstance(trainer, OfflineTrainer)
+    take = trainer.examples.take
+
+    def told(position: int, count: int) -> list[Any]:
+        if told_after is not None and position == (told_after - 1) * count:
+            signal.raise_signal(STOP_SIGNAL)
+        return take(position, count)
+
+    trainer.examples.take = told  # type: ignore[method-assign]
+    if told_after == 0:
+        signal.raise_signal(STOP_SIGNAL)
+    trainer.run()
+    worlds.shutdown()
+    assert not list(Path(root).rglob("*.tmp"))
+    return trainer.stop.is_early

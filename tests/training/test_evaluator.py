@@ -1,0 +1,120 @@
+"""Evaluation in training, at one rank and at several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.data.model_directory import read_shape
+from aligner.data.prompts import open_evaluation_prompts
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.errors import ConfigError
+from aligner.schema import EvaluationConfig
+from tests.megatron.reference import save_llama
+from tests.training import evaluation_jobs
+from tests.worker_pool import WorkerPool
+
+PROMPTS = ["abc", "hello", "1+1="]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_llama(tmp_path_factory.mktemp("llama"), tied=True)
+    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What both of two ranks found, and what one alone did."""
+    run = tmp_path_factory.mktemp("evaluated")
+    first, second = pool.run(evaluation_jobs.evaluations, 2, str(llama), str(run / "two"), 2, prompts=PROMPTS)
+    assert first == second
+    (alone,) = pool.run(evaluation_jobs.evaluations, 1, str(llama), str(run / "one"), 1, prompts=PROMPTS)
+    return {"two": first, "one": alone, "run": run}
+
+
+def test_it_is_due_before_the_first_step_every_so_many_and_after_the_last(found: dict[str, Any]) -> None:
+    assert found["one"]["due"] == [0, 2, 4, 5]
+
+
+@torch.no_grad()
+def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transformers(
+    found: dict[str, Any], llama: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), Tokenizer(llama)
+    logprobs, digits = [], []
+    for text, response in zip(PROMPTS, found["one"]["responses"], strict=True):
+        prompt = tokenizer.encode(text)
+        whole = torch.cat([prompt, torch.tensor(response)])
+        scores = network(whole[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        assert scores.argmax(-1).tolist() == response
+        logprobs += scores.amax(-1).tolist()  # at temperature 1, though the run draws at 0.7
+        said = tokenizer.decode(response)
+        digits.append(sum(character.isdigit() for character in said) / max(len(said), 1))
+    metrics = found["one"]["step 0"]
+    assert metrics["eval/reference_perplexity"] == pytest.approx(torch.tensor(logprobs).mean().neg().exp().item(), rel=1e-4)
+    assert metrics["eval/score"] == pytest.approx(sum(digits) / 3)
+    assert metrics["eval/length"] == evaluation_jobs.RESPONSE_TOKENS
+
+
+def test_the_initial_policy_ties_with_itself_and_a_resumed_run_compares_with_the_same_responses(
+    found: dict[str, Any],
+) -> None:
+    metrics = found["one"]["step 0"]
+    assert metrics["eval/win_rate"] == 0.5
+    assert found["one"]["resumed"] == metrics
+    records = [json.loads(line) for line in (found["run"] / "one" / "references.jsonl").read_text().splitlines()]
+    assert [record["prompt"] for record in records] == PROMPTS
+    assert sum(record["score"] for record in records) / 3 == pytest.approx(metrics["eval/score"])
+
+
+def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, Any]) -> None:
+    first, second = found["one"]["drawn"]
+    assert first == second
+    assert first["eval/reference_perplexity"] != found["one"]["step 0"]["eval/reference_perplexity"]
+    assert "eval/pass@2" in first and "eval/pass@4" not in first
+
+
+@pytest.mark.parametrize("name", ["step 0", "resumed", "responses"])
+def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(found: dict[str, Any], name: str) -> None:
+    if name == "responses":
+        assert found["two"][name] == found["one"][name]
+    else:
+        assert found["two"][name] == pytest.approx(found["one"][name], rel=1e-5)
+
+
+def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_scores_says_so(found: dict[str, Any]) -> None:
+    for ranks in ("one", "two"):
+        assert "references.jsonl: no such file, so that there is nothing to compare" in found[ranks]["lost"]
+        assert "references.jsonl: it has the references of other prompts" in found[ranks]["other prompts"]
+        assert "references.jsonl: it has scores by evaluation.function=" in found[ranks]["other scorer"]
+
+
+def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "held_out.jsonl"
+    file.write_text('{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n')
+    settings = EvaluationConfig(path=str(file), fields={"prompt": "question"}, count=2)
+    prompts = open_evaluation_prompts(settings, Tokenizer(llama), 4)
+    assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"answer": 2}), ("b", {"reference": "c"})]
+    assert [prompt.id for prompt in prompts] == [2**40, 2**40 + 1]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ('{"prompt": "a", "reference": 3}', "needs a `reference` key with a text, not int"),
+        ('{"prompt": "abcdef"}', "has 6 tokens, allowed: 1 to data.max_prompt_tokens=4"),
+    ],
+)
+def test_a_held_out_record_that_can_not_be_used_is_named(llama: Path, tmp_path: Path, record: str, problem: str) -> None:
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{record}\n')
+    with pytest.raises(ConfigError, match=f"{file}:2: .*{problem}"):
+        open_evaluation_prompts(EvaluationConfig(path=str(file)), Tokenizer(llama), 4)

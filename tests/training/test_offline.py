@@ -1,0 +1,262 @@
+"""The offline trainers against transformers and torch alone, at several layouts, and through a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+
+from aligner.data.checkpoint_files import CheckpointReader
+from aligner.data.examples import Demonstration, LabeledSteps
+from aligner.data.export import export, find_source
+from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import character_tokenizer
+from aligner.models.normalization import NORMALIZATION
+from aligner.observability.metrics import read_metrics
+from aligner.paths import RunPaths
+from aligner.rewards.normalizer import RewardNormalizer
+from aligner.schema import CheckpointConfig
+from aligner.training.offline_tasks import demonstration_rows, pair_rows, step_rows
+from aligner.training.run_checkpoints import RunCheckpoints
+from benchmarks.runs import checkpoint_differences, repeatable
+from tests.megatron.reference import save_llama
+from tests.training import offline_jobs
+from tests.training.offline_jobs import TASKS, configuration, examples
+from tests.worker_pool import WorkerPool
+
+LAYOUTS = {
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "dp2": {"data": 2},
+}
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_llama(tmp_path_factory.mktemp("llama"), tied=True)
+    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def single(pool: WorkerPool, llama: Path) -> Found:
+    return pool.run(offline_jobs.two_steps, 1, str(llama), {})[0]
+
+
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens [B, S], padded on the right, and their attention mask."""
+    tokens = pad_sequence(rows, batch_first=True, padding_value=0)
+    return tokens, torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def answer_logprobs(model: Any, answers: list[Demonstration]) -> Tensor:
+    """[B]: summed over each answer's own tokens."""
+    tokens, attended = padded([answer.tokens for answer in answers])
+    logprobs = model(tokens, attention_mask=attended).logits.log_softmax(-1)
+    of_rows = []
+    for row, answer in enumerate(answers):
+        places = torch.arange(answer.prompt_length, len(answer.tokens))
+        of_rows.append(logprobs[row, places - 1, answer.tokens[places]].sum())
+    return torch.stack(of_rows)
+
+
+def values(trunk: Any, head: Tensor, rows: list[Tensor]) -> Tensor:
+    """[B, S]"""
+    tokens, attended = padded(rows)
+    return (trunk(tokens, attention_mask=attended).last_hidden_state @ head.T)[..., 0]
+
+
+def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer | None) -> Tensor:
+    """The loss of all examples, by the formulas of the papers."""
+    made = examples(task)
+    if task == "sft":
+        return -answer_logprobs(model, made).sum() / sum(len(each.tokens) - each.prompt_length for each in made)
+    if task == "steps":
+        found = values(model.model, head, [example.tokens for example in made])
+        at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])
+        return binary_cross_entropy_with_logits(at_steps, torch.cat([example.labels for example in made]))
+    chosen, rejected = [pair.chosen for pair in made], [pair.rejected for pair in made]
+    if task == "dpo":  # the policy is still the reference
+        difference = answer_logprobs(model, chosen) - answer_logprobs(model, rejected)
+        return -logsigmoid(0.1 * (difference - difference.detach())).mean()
+    assert normalizer is not None
+    rewards = []
+    for side in (chosen, rejected):
+        found = values(model.model, head, [answer.tokens for answer in side])
+        last = torch.stack([found[row, len(answer.tokens) - 1] for row, answer in enumerate(side)])
+        rewards.append(normalizer.gain * last + normalizer.bias)
+    margins = torch.tensor([pair.margin or 0.0 for pair in made])
+    return -logsigmoid(rewards[0] - rewards[1] - margins).mean()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: Found, llama: Path, task: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    found = single[task]
+    head = torch.zeros(1, 64) if found["head"] is None else found["head"].clone().requires_grad_()
+    loss = expected(task, model, head, found["normalizer"])
+    loss.backward()
+    assert found["before"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["stats"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()} | {"score.weight": head.grad}
+    for name, (_, gradient) in found["gradients"].items():
+        torch.testing.assert_close(
+            gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert ("score.weight" in found["gradients"]) == (task in ("reward_model", "steps"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_losses_are_the_same_at_every_layout(pool: WorkerPool, llama: Path, single: Found, layout: str) -> None:
+    for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):
+        # Before its first update a policy is its own reference: which answer it prefers is rounding.
+        del found["dpo"]["stats"][0]["accuracy"]
+        for task in TASKS:
+            for got, want in zip(found[task]["stats"], single[task]["stats"], strict=True):
+                assert got == pytest.approx({name: want[name] for name in got}, rel=1e-4, abs=1e-6), task
+            assert found[task]["companions"].keys() == single[task]["companions"].keys()
+            for name, content in single[task]["companions"].items():
+                assert found[task]["companions"][name] == pytest.approx(content, rel=1e-3)
+            if found[task]["head"] is not None:
+                assert torch.equal(found[task]["head"], single[task]["head"])
+
+
+def test_a_new_reward_head_has_the_published_deviation(single: Found) -> None:
+    head = single["reward_model"]["head"]
+    assert float(head.std()) == pytest.approx(65**-0.5, rel=0.3)
+
+
+def test_a_new_reward_models_rewards_of_the_answers_have_mean_0_and_deviation_1(single: Found, llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trunk = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval().model
+    answers = [answer for pair in examples("reward_model") for answer in (pair.chosen, pair.rejected)]
+    with torch.no_grad():
+        found = values(trunk, single["reward_model"]["head"], [answer.tokens for answer in answers])
+    raw = torch.stack([found[row, len(answer.tokens) - 1] for row, answer in enumerate(answers)])
+    rewards = single["reward_model"]["normalizer"](raw)
+    assert float(rewards.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(rewards.std(correction=0)) == pytest.approx(1, rel=1e-4)
+
+
+def test_the_loss_falls(single: Found) -> None:
+    for task in TASKS:
+        first, second = (stats["loss"] for stats in single[task]["stats"])
+        assert second < first, task
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
+    """A whole run of four steps of two of the tasks."""
+    runs = {task: tmp_path_factory.mktemp("whole") / task for task in ("dpo", "reward_model")}
+    for task, run in runs.items():
+        pool.run(offline_jobs.train, 1, str(llama), task, str(run))
+    return {task: RunPaths(run) for task, run in runs.items()}
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward_model"])
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
+    pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path, task: str
+) -> None:
+    paths = RunPaths(tmp_path / task)
+    pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"stop_after": 2})
+    pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"resume": "true"})
+    assert checkpoint_differences(undisturbed[task], paths, 4) == []
+    # A run that ends evaluates where it ends too.
+    trained = [
+        {key: step[key] for key in step if not key.startswith("eval/")} for step in repeatable(read_metrics(paths.metrics))
+    ]
+    assert trained == [
+        {key: step[key] for key in step if not key.startswith("eval/")}
+        for step in repeatable(read_metrics(undisturbed[task].metrics))
+    ]
+
+
+def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_it_goes_on(
+    pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    paths, best = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, best_metric="eval/loss")
+    stopped = pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best)
+    kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=best))
+    assert stopped == [True] and [state.owes_evaluation for state in kept.newest()] == [False, True]
+    assert ["eval/loss" in step for step in read_metrics(paths.metrics)] == [False, True, False]
+    assert kept.best() == 2
+    pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), run={"resume": "true"}, checkpoint=best)
+    whole, resumed = (repeatable(read_metrics(run.metrics)) for run in (undisturbed["dpo"], paths))
+    assert resumed == whole and "eval/loss" in resumed[2]
+    assert not any(state.owes_evaluation for state in kept.newest())
+    losses = {step["step"]: step["eval/loss"] for step in resumed if step["step"] > 1}
+    assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
+
+
+def test_what_is_told_to_stop_before_its_first_step_does_none(pool: WorkerPool, llama: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "sft")
+    assert pool.run(offline_jobs.train, 1, str(llama), "sft", str(paths.root), told_after=0) == [True]
+    assert read_metrics(paths.metrics) == [] and not paths.checkpoints.exists()
+
+
+def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPaths]) -> None:
+    every = {"policy/grad_norm", "policy/lr", "time/step", "time/batch", "time/train", "throughput/tokens_per_s"}
+    for task, paths in undisturbed.items():
+        steps = read_metrics(paths.metrics)
+        assert [step["step"] for step in steps] == [1, 2, 3, 4]
+        for step in steps:
+            assert step.keys() >= every | {f"{task}/{name}" for name in ("loss", "accuracy", "margin")}
+        # Every third step, and at the checkpoints.
+        assert [{"eval/loss", "eval/accuracy"} <= step.keys() for step in steps] == [False, True, True, True]
+
+
+def test_checkpoints_say_where_the_data_stands(llama: Path, undisturbed: dict[str, RunPaths]) -> None:
+    config = configuration(str(llama), {}, "dpo", str(undisturbed["dpo"].root))
+    assert [(state.step, state.position) for state in RunCheckpoints(config).newest()] == [(2, 6), (4, 12)]
+
+
+def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
+    pool: WorkerPool, undisturbed: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    paths = undisturbed["reward_model"]
+    export(find_source(paths.root), tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    trained = CheckpointReader(paths.checkpoint(4, "reward_model"))
+    assert torch.equal(model.score.weight, trained.whole("score.weight"))
+    normalizer = RewardNormalizer(**json.loads((tmp_path / "model" / NORMALIZATION).read_text()))
+    # The stream's own answers but those of the held-out pairs.
+    answers = [answer for pair in examples("reward_model")[:-2] for answer in (pair.chosen, pair.rejected)]
+    with torch.no_grad():
+        rewards = normalizer(torch.cat([model(answer.tokens[None]).logits[:, 0] for answer in answers]))
+    (served,) = pool.run(offline_jobs.served_scores, 1, str(tmp_path / "model"), answers)
+    torch.testing.assert_close(torch.tensor(served), rewards, rtol=1e-4, atol=1e-5)
+    assert float(rewards.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(rewards.std(correction=0)) == pytest.approx(1, rel=1e-4)
+
+
+def test_responses_alone_are_learned_from() -> None:
+    made = examples("sft")
+    for row, example in zip(demonstration_rows(made, pad_token_id=0).mask, made, strict=True):
+        assert row.nonzero()[:, 0].tolist() == list(range(example.prompt_length - 1, len(example.tokens) - 1))
+
+
+def test_a_steps_label_lies_on_its_last_token() -> None:
+    example = LabeledSteps(torch.arange(2, 9), 2, torch.tensor([3, 6]), torch.tensor([1.0, 0.0]))
+    rows = step_rows([example], pad_token_id=0)
+    assert rows.mask.nonzero().tolist() == [[0, 2], [0, 5]]
+    assert rows.labels[0, [2, 5]].tolist() == [1.0, 0.0]
+
+
+def test_a_margin_counts_for_both_rows_of_its_pair() -> None:
+    pairs = examples("dpo")[:3]
+    rows = pair_rows([*pairs, dataclasses.replace(pairs[0], margin=1.5)], pad_token_id=0)
+    assert rows.margins.tolist() == [0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 1.5, 1.5]
+    assert rows.mask.sum(1).tolist() == [1] * 8

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from aligner.data.types import Experience, Prompt, Sample, collate
+from aligner.errors import AlignerError
+from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.rollout.services import PendingRows
+from aligner.schema import RolloutConfig
+from aligner.training.step_metrics import experience_metrics, rollout_metrics, staleness_metrics, update_metrics
+
+
+def measured(engine_over_trainer: list[float]) -> dict[str, float]:
+    """The metrics of a response whose tokens the engine has found so many times as probable, with others before and after."""
+    width = len(engine_over_trainer) + 2
+    trainer, nothing = torch.full((1, width), -2.0), torch.zeros(1, width)
+    engine = trainer + torch.tensor([[9.0, *engine_over_trainer, 9.0]]).log()
+    mask = torch.tensor([[False, *[True] * len(engine_over_trainer), False]])
+    tokens, returns = torch.zeros(1, width + 1, dtype=torch.int64), torch.arange(float(width))[None]
+    one = torch.tensor([1])
+    return experience_metrics(
+        Experience(
+            tokens=tokens,
+            lengths=torch.tensor([width]),
+            mask=mask,
+            prompt_lengths=one,
+            engine_logprobs=engine,
+            weight_versions=nothing.long(),
+            finish_reasons=one - 1,
+            groups=one - 1,
+            scores=torch.zeros(1),
+            rewards=nothing,
+            values=nothing,
+            old_logprobs=trainer,
+            reference_logprobs=trainer,
+            advantages=nothing,
+            returns=returns,
+        )
+    )
+
+
+def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():
+    metrics = measured([1.0, 1.009, 1.011, 0.989])
+    assert metrics["mismatch/fraction_above_1pct"] == 0.5
+    logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
+    assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)
+    assert metrics["mismatch/kl"] == pytest.approx(sum(math.exp(-log) - 1 + log for log in logs) / 4, rel=1e-2)
+
+
+def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
+    trainer_over_engine = (2.0, 0.8, 4.0)
+    expected = sum(ratio - 1 - math.log(ratio) for ratio in trainer_over_engine) / 3
+    assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(expected)
+
+
+def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_versions_behind():
+    drawn_by = ([6, 6, 7], [4])  # a sample that new weights came into, and an old one
+    samples = [
+        Sample(
+            prompt_id=0,
+            sample_index=index,
+            tokens=torch.zeros(3 + len(versions), dtype=torch.int64),
+            prompt_length=3,
+            engine_logprobs=torch.zeros(len(versions)),
+            weight_versions=torch.tensor(versions),
+            finish_reason="length",
+        )
+        for index, versions in enumerate(drawn_by)
+    ]
+    assert staleness_metrics(collate(samples, pad_token_id=0), version=7) == {
+        "staleness/mean": (0 + 1 + 1 + 3) / 4,
+        "staleness/max": 3.0,
+        "staleness/share_0": 0.25,
+        "staleness/share_1": 0.5,
+        "staleness/share_3": 0.25,
+    }
+
+
+def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
+    def future(value):
+        done: Future = Future()
+        done.set_result(torch.tensor(value))
+        return PendingRows((done,))
+
+    nan = math.nan
+    scores, settings = future([1.0, 0.0, nan, nan, 3.0, 0.0]), RolloutConfig(samples_per_prompt=2, spare_prompts=1)
+    sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    samples = [sample] * 6
+    prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
+    whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), scores, deferred=1, skipped=2)
+    scored = whole.scored()
+    assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
+    metrics = rollout_metrics(scored, settings)
+    assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
+    with pytest.raises(AlignerError, match=r"rollout\.max_skipped_prompts=2: 3 prompts of this step"):
+        rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, max_skipped_prompts=2))
+
+
+def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_one_lacks_some():
+    done = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.0, "skipped_total": 3.0}
+    skipped = {"ratio_max": 1.25, "skipped": 1.0, "skipped_total": 4.0}
+    expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
+    for updates in ([done, skipped], [skipped, done]):
+        assert update_metrics("policy", updates) == {f"policy/{name}": value for name, value in expected.items()}
