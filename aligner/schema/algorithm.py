@@ -163,7 +163,7 @@ class AlgorithmConfig:
         minimum=0,
         read=".trainer=online|preferences",
     )
-    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.trainer=dpo or algorithm.loss=dpo|*:*")
+    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.loss=dpo|*:* or algorithm.trainer=dpo")
 
     @property
     def generates(self) -> bool:
