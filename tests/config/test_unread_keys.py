@@ -1,7 +1,7 @@
 """Overrides that the composed run does not read: refused, each by its key and with what would make it count.
 
-To add one: a line in `IDLE` with what is typed behind `aligner validate`, and the key or choice in it that is idle, what makes it
-so, and what would make it count.
+To add one: a line in `IDLE` with what is typed behind `aligner validate`, and the key or choice in it that is idle, what
+makes it so, and what would make it count.
 """
 
 from __future__ import annotations
