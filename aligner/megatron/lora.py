@@ -169,12 +169,10 @@ class LoraWeights(NamedWeights):
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Run as the model was before training, whose weights never change."""
-        self._enable(False)
+        for layer in self._layers:
+            layer.enabled = False
         try:
             yield
         finally:
-            self._enable(True)
-
-    def _enable(self, enabled: bool) -> None:
-        for layer in self._layers:
-            layer.enabled = enabled
+            for layer in self._layers:
+                layer.enabled = True

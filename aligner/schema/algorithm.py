@@ -163,7 +163,7 @@ class AlgorithmConfig:
         minimum=0,
         read=".trainer=online|preferences",
     )
-    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.trainer=dpo or algorithm.loss=dpo|*:*")
+    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.loss=dpo|*:* or algorithm.trainer=dpo")
 
     @property
     def generates(self) -> bool:
@@ -175,3 +175,8 @@ class AlgorithmConfig:
         """Whether a critic is trained beside the policy."""
         wants = self.advantage == "gae" or (self.with_critic and callable_place(self.advantage) is not None)
         return self.trainer == "online" and wants
+
+    @property
+    def policy_starts_after(self) -> int:
+        """Steps before the first that updates the policy."""
+        return self.critic_warmup_steps if self.has_critic else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.schema.critic import TRAINED
 from aligner.schema.options import option, section
 from aligner.schema.reward import OWN_SERVER
 
@@ -39,9 +40,7 @@ class SlurmRolesConfig:
 
     trainer: SlurmRoleConfig = section(SlurmRoleConfig)
     generator: SlurmRoleConfig = section(SlurmRoleConfig, read="cluster.kind=slurm and engine.placement=server")
-    critic: SlurmRoleConfig = section(
-        SlurmRoleConfig, read=("cluster.kind=slurm", "algorithm.with_critic=true or algorithm.advantage=gae")
-    )
+    critic: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", TRAINED))
     reward: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", OWN_SERVER))
 
 

@@ -148,6 +148,11 @@ def is_read(config: Config, name: str) -> bool:
     return not unmet(config, schema_keys()[name].read)
 
 
+def only_read(config: Config) -> Config:
+    """The configuration with the schema's own values of the keys that the run does not read."""
+    return with_values(config, {name: key.default for name, key in schema_keys().items() if unmet(config, key.read)})
+
+
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """The configuration with other values of some dotted keys, entries of mappings among them."""
     for name, value in values.items():

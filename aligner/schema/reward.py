@@ -10,7 +10,7 @@ from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import MegatronModelConfig
 
 OWN_SERVER = (
-    "algorithm.advantage!=gae|*:* or algorithm.with_critic=false or critic.with_reward=false or algorithm.trainer=preferences"
+    "critic.with_reward=false or algorithm.with_critic=false or algorithm.advantage!=gae|*:* or algorithm.trainer=preferences"
 )
 """When the reward has a server of its own: where no critic serves it."""
 

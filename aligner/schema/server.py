@@ -42,7 +42,7 @@ class ServerConfig:
         "key: requests must carry the run's key, made at launch (access_key in the run directory); none: anyone is served",
         choices=("key", "none"),
     )
-    tls: TLSConfig = section(TLSConfig, read=".certificate!=null")
+    tls: TLSConfig = section(TLSConfig)
     accept_unnumbered: bool = option(
         False,
         "serve critic_train requests that carry no sequence number (foreign clients)",

@@ -16,7 +16,7 @@ from aligner.paths import run_paths
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
-from aligner.servers.critic_client import INITIAL, CriticState
+from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
 from aligner.training.loop import StepResult, TrainingLoop
 from aligner.training.run_checkpoints import TrainingState
@@ -90,7 +90,7 @@ class OnlineTrainer(TrainingLoop):
             ]
         )
         with timer.phase("train"):
-            policy_updates = self._train_policy(parts) if step >= settings.critic_warmup_steps else []
+            policy_updates = self._train_policy(parts) if step >= settings.policy_starts_after else []
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}

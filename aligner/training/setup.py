@@ -28,10 +28,10 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services
 from aligner.schema import Config
 from aligner.schema.derived import policy_updates
-from aligner.servers.client import RewardClient
 from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.journal import UpdateJournal
+from aligner.servers.remote_client import RewardClient
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import build_evaluator
 from aligner.training.loop import Recorder, TrainingLoop
@@ -200,7 +200,7 @@ def connect(config: Config, world: World) -> Services:
         critic = CriticClient(
             endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
         )
-    if not config.critic.with_reward:
+    if not config.critic_scores:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
     if has_generator(config):
         generator = GeneratorClient(endpoints["generator"], access, server.request_timeout_s, config.engine.update_timeout_s)

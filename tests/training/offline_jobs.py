@@ -30,7 +30,7 @@ from aligner.schema import (
     RewardConfig,
     RunConfig,
 )
-from aligner.servers.scoring import build_scoring
+from aligner.servers.reward_server import build_scoring
 from aligner.signals import STOP_SIGNAL
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import demonstration_rows
@@ -128,7 +128,7 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
     scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
     rows = demonstration_rows(answers, pad_token_id=0)
     prompts = torch.tensor([answer.prompt_length for answer in answers])
-    scores = scoring.score_tokens(rows.tokens, rows.lengths, prompts).tolist()
+    scores = scoring.score(rows.tokens, rows.lengths, prompts).tolist()
     worlds.shutdown()
     return scores
 
