@@ -25,10 +25,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["algorithm.gamma=1.5"], "algorithm.gamma=1.5: must be at most 1"),
         (["rollout.top_p=0"], "rollout.top_p=0.0: must be above 0"),
         (["rollout.top_p=1.1"], "rollout.top_p=1.1: must be at most 1"),
-        (
-            ["rollout.min_response_tokens=17", "rollout.stop_at_eos=true"],
-            "it is above rollout.max_response_tokens=16",
-        ),
+        (["rollout.min_response_tokens=17"], "min_response_tokens=17: it is above rollout.max_response_tokens=16"),
         (["algorithm.truncated_importance=row"], "algorithm.truncated_importance=row: allowed: none, token, sequence"),
         (
             ["algorithm=ppo_decoupled", "algorithm.truncated_importance_cap=0.5"],

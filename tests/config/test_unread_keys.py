@@ -52,7 +52,6 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic_sft", "rollout.temperature=0.5", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("tiny_ppo", "rollout.truncate_after=4", "rollout.truncate_token=null", "rollout.truncate_token given"),
     ("tiny_ppo", "rollout.max_deferrals=2", "rollout.spare_prompts=0", "rollout.spare_prompts above 0"),
-    ("tiny_ppo", "rollout.min_response_tokens=2", "rollout.stop_at_eos=false", "rollout.stop_at_eos=true"),
     # The algorithm.
     ("arithmetic algorithm=grpo", "algorithm.gamma=0.9", "algorithm.advantage=grpo", "algorithm.advantage=gae or reinforce"),
     ("arithmetic algorithm=dapo", "algorithm.gamma=0.9", "algorithm.advantage=grpo", "algorithm.advantage=gae or reinforce"),
@@ -131,7 +130,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic_sft", "engine=tensorrt_llm", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "engine.parallel.data=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("tiny_ppo", "engine.ports.http=2000", "engine.placement=colocated", "engine.placement=server"),
-    ("tiny_ppo", "engine.in_flight=interrupt", "rollout.max_staleness=0", "rollout.max_staleness above 0"),
+    ("tiny_ppo", "engine.in_flight=interrupt", "engine.placement=colocated", "engine.placement=server"),
     ("tiny_ppo", "engine.tensorrt_llm.max_num_tokens=64", "engine.kind=embedded", "engine.kind=tensorrt_llm"),
     (
         "llama3_8b_ppo engine.kv_cache_mib=1000",
