@@ -107,8 +107,7 @@ def _validate(parsed: argparse.Namespace) -> None:
 
 def _described(plan: RunPlan) -> ExpectedInputs:
     """What is not there yet and goes by the configuration; a person is told of each."""
-    from aligner.config.absent_inputs import absent_inputs
-    from aligner.models.model_source import is_expected
+    from aligner.models.model_source import absent_inputs, is_expected
 
     results = plan.results()
     described = {path: shape for path, shape in absent_inputs(plan.config).items() if not is_expected(path, results)}

@@ -8,8 +8,15 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 
 from aligner.launch.free_ports import PORTS, FreePorts
-from aligner.placement.endpoints import Endpoint
-from aligner.placement.ports import LOOPBACK, client_address, explicit_ports, group_ports, http_address, listening_addresses
+from aligner.placement.addresses import (
+    LOOPBACK,
+    Endpoint,
+    client_address,
+    explicit_ports,
+    group_ports,
+    http_address,
+    listening_addresses,
+)
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from types import TracebackType
 
 from aligner.errors import AlignerError
-from aligner.placement.ports import LOOPBACK, port_is_free
+from aligner.placement.addresses import LOOPBACK, port_is_free
 
 PORTS = range(20000, 32000)
 """Below those that the kernel gives to outgoing connections: such a one would often be gone before a server has started."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aligner.launch.kernel import LAUNCHER_PID
 from aligner.launch.task import IS_TASK
-from aligner.placement.ports import LOOPBACK
+from aligner.placement.addresses import LOOPBACK
 
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""

@@ -160,7 +160,7 @@ def _is_in_queue(config: Config, launcher: RunState | None) -> bool | None:
 
 
 def _roles(config: Config, paths: RunPaths, launcher: RunState, state: str) -> dict[str, RoleStatus]:
-    from aligner.placement.endpoints import load_endpoints
+    from aligner.placement.addresses import load_endpoints
 
     endpoints = load_endpoints(paths.endpoints) if paths.endpoints.is_file() else {}
 

@@ -19,7 +19,7 @@ from aligner.launch.state import StateRecorder
 from aligner.launch.view import RunView
 from aligner.models.model_source import model_directory
 from aligner.paths import RunPaths
-from aligner.placement.endpoints import Endpoint, save_endpoints
+from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
 
 _POLL_S = 0.1

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -19,7 +19,7 @@ from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
-from aligner.models.frozen import frozen_names
+from aligner.models.trained_weights import frozen_names
 
 _NAMED_AT_MOST = 8
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.client import RemoteClient, RemoteFuture, control, response_arrays, sequence_arrays
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.journal import UpdateJournal

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.client import RemoteClient, RemoteFuture, control
 from aligner.servers.connection import TransportError
 from aligner.servers.protocol import GENERATE, text_array

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.placement.endpoints import KEY_HEADER, run_access
+from aligner.placement.addresses import KEY_HEADER, run_access
 from aligner.schema import Config, TLSConfig
 
 _REQUESTS = ("inference", "metadata", "model-config", "statistics")

@@ -17,8 +17,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.endpoints import Endpoint
-from aligner.placement.ports import http_address
+from aligner.placement.addresses import Endpoint, http_address
 from aligner.schema import PortsConfig
 from aligner.servers.environment import ensure_server_environment
 from aligner.servers.guard import Guard

@@ -9,7 +9,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.families import ARCHITECTURES, read_config
-from aligner.models.rope import inverse_frequencies
+from aligner.models.shape import inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 SIZES = {

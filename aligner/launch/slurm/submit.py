@@ -20,7 +20,7 @@ from aligner.launch.slurm.commands import TIMEOUT_S, NoAnswerError, job_of, slur
 from aligner.launch.slurm.script import render_script
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import RunPaths, cache_directory, run_paths
-from aligner.placement.endpoints import create_access_key
+from aligner.placement.addresses import create_access_key
 from aligner.schema import Config
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
