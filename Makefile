@@ -4,14 +4,22 @@ VENV ?= .venv
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
+pytest := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types install clean
+.PHONY: demo test test-rest test-all lint types install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
 
+# Two rounds: `test` covers every room, a whole run and every command; `test-rest` is what it leaves out.
 test: $(installed)
-	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(pytest) -m "not slow"
+
+test-rest: $(installed)
+	$(pytest) -m slow
+
+test-all: $(installed)
+	$(pytest)
 
 lint: $(installed)
 	$(bin)/ruff check .

@@ -1,15 +1,12 @@
-"""The errors that a user sees, and the exit code each one becomes."""
+"""The errors that a user sees; `aligner.exit_codes` says which code each one becomes."""
 
 from __future__ import annotations
 
-RESUMABLE = 75
-"""Exit code of a run that was told to stop, and has taken a checkpoint to go on from: EX_TEMPFAIL of sysexits.h, try again."""
+import signal
 
 
 class AlignerError(Exception):
-    """Something that went wrong in a run, told in one message. Exit code 1."""
-
-    exit_code = 1
+    """Something that went wrong in a run, told in one message."""
 
     def __init__(self, message: str, *, summary: str | None = None) -> None:
         """`summary` is the message in a line, where it has several and the first does not say it all."""
@@ -22,12 +19,20 @@ class UnavailableError(AlignerError):
 
 
 class TransientError(AlignerError):
-    """A failure that a new start may well not meet again. Exit code 75."""
-
-    exit_code = RESUMABLE
+    """A failure that a new start may well not meet again."""
 
 
 class ConfigError(AlignerError):
-    """A mistake in the configuration, known before anything starts. Exit code 2."""
+    """A mistake in the configuration, known before anything starts."""
 
-    exit_code = 2
+
+class Stopped(Exception):
+    """A run ends before its last step, and can go on: why, in words."""
+
+
+class Interrupted(Exception):
+    """A signal has ended a run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from aligner.launch.free_ports import FreePorts
+from aligner.launch.server_ports import FreePorts
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import MegatronModelConfig, ParallelConfig
@@ -87,9 +87,8 @@ def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Par
     before, peaks = own_memory(), []
     begin = time.perf_counter()
     with peak_memory(peaks):
-        weights = NamedWeights(
-            build_model(shape, world, "vocabulary", MegatronModelConfig(parallel=layout)), shape, world, "vocabulary"
-        )
+        chunks = build_model(shape, world, "vocabulary", MegatronModelConfig(parallel=layout))
+        weights = NamedWeights(chunks, shape, world, weight_table(shape))
         weights.load_directory(Path(directory))
     seconds = time.perf_counter() - begin
     sizes = [weights.read(name).numel() * 4 for name in weights]

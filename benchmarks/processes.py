@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.launch.free_ports import FreePorts
+from aligner.launch.server_ports import FreePorts
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import TensorSpec, weight_table
+from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
@@ -243,7 +243,7 @@ def report(args: argparse.Namespace, plan: TransferPlan, moved: int, figures: di
 def make_plan(args: argparse.Namespace) -> TransferPlan:
     shape = shape_of(args.model)
     first = 0 if args.colocated else args.source.ranks
-    return plan_resharding(weight_table(shape), shape.num_layers, args.source, args.target, first_engine_rank=first)
+    return plan_resharding(shape, args.source, args.target, first_engine_rank=first)
 
 
 def layout(text: str, allowed: Sequence[str]) -> dict[str, Any]:

@@ -31,7 +31,23 @@ def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
     advantages = torch.randn(mask.shape, generator=generator)
     old = torch.full(mask.shape, -float(torch.tensor(float(vocab_size)).log()))
     zeros = torch.zeros(mask.shape)
-    return Experience(tokens, counts, mask, old, old, old, zeros, zeros, advantages, zeros)
+    return Experience(
+        tokens=tokens,
+        lengths=counts,
+        mask=mask,
+        prompt_lengths=torch.full_like(counts, PROMPT_TOKENS),
+        engine_logprobs=old,
+        weight_versions=torch.zeros_like(mask, dtype=torch.int64),
+        finish_reasons=torch.zeros_like(counts),
+        groups=torch.arange(len(lengths)),
+        scores=torch.zeros(len(lengths)),
+        rewards=zeros,
+        values=zeros,
+        old_logprobs=old,
+        reference_logprobs=old,
+        advantages=advantages,
+        returns=zeros,
+    )
 
 
 def _loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,13 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PAR
 
 from tests.worker_pool import WorkerPool
 
+_LONGEST_FIRST = ("system", "servers", "launch")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs, which take longest, come first: `make test` gives two processes a file at a time."""
-    items.sort(key=lambda item: item.get_closest_marker("system") is None)
+    """What takes longest comes first: `make test` gives two processes a file at a time."""
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in _LONGEST_FIRST)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.files import append, full_disk, write_file
+from aligner.files import (
+    append,
+    create_private_file,
+    finish_directory,
+    full_disk,
+    new_directory,
+    new_file,
+    start_directory,
+    unfinished,
+    write_file,
+)
 from tests.small_disk import small_disk
 
 
@@ -49,3 +59,45 @@ def test_any_other_error_is_not_one_of_a_full_disk(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         append(tmp_path / "gone" / "file", "text")
     assert full_disk(caught.value) is None
+
+
+def test_a_file_that_is_written_bit_by_bit_is_there_when_it_is_complete(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with new_file(path) as file:
+        file.write(b"one\n")
+        assert not path.exists()
+        file.write(b"two\n")
+    with pytest.raises(ValueError), new_file(path) as file:
+        file.write(b"half")
+        raise ValueError
+    assert path.read_text() == "one\ntwo\n" and [*tmp_path.iterdir()] == [path]
+
+
+def test_of_two_private_files_the_first_stays(tmp_path):
+    for content in ("first", "second"):
+        create_private_file(tmp_path / "key", content)
+    assert [*tmp_path.iterdir()] == [tmp_path / "key"] and (tmp_path / "key").read_text() == "first"
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp_path):
+    with new_directory(tmp_path / "new" / "model") as directory:
+        (directory / "a").write_text("first")
+        assert [*(tmp_path / "new").iterdir()] == [directory]
+    with pytest.raises(FileExistsError, match="by someone else"), new_directory(tmp_path / "new" / "model") as directory:
+        (directory / "a").write_text("second")
+    with pytest.raises(ValueError), new_directory(tmp_path / "new" / "other"):
+        raise ValueError
+    assert [*(tmp_path / "new").iterdir()] == [tmp_path / "new" / "model"]
+    assert (tmp_path / "new" / "model" / "a").read_text() == "first"
+
+
+def test_a_directory_that_several_fill_takes_the_place_of_an_older_one(tmp_path):
+    for content in ("old", "new"):
+        unfinished(tmp_path / "part").mkdir()
+        (unfinished(tmp_path / "part") / "what a killed one left").touch()
+        start_directory(tmp_path / "part")
+        (unfinished(tmp_path / "part") / "a").write_text(content)
+        finish_directory(tmp_path / "part")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["part", "part/a"]
+    assert (tmp_path / "part" / "a").read_text() == "new"

@@ -1,14 +1,22 @@
-"""Advantage estimators: from rewards a token, or from scores a response, to what each token is worth.
+"""Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
 
 In a grouped estimator the `group_size` responses to one prompt are next to each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from aligner.algorithms.whitening import masked_whiten
+from aligner.data.types import ScoredSamples
+from aligner.schema import AlgorithmConfig
+
+Estimate = Callable[[ScoredSamples, AlgorithmConfig], Tensor | tuple[Tensor, Tensor]]
+"""From a step's samples and the configuration's `algorithm` to advantages, one a response [B] or one a token [B, S-1]; with a
+critic also to returns, [B, S-1], which the critic learns."""
 
 _GRPO_EPSILON = 1e-4
 """Added to a group's standard deviation, which is 0 where all its scores are equal."""
@@ -104,3 +112,24 @@ def _check_groups(rows: int, group_size: int) -> None:
         raise ValueError(f"group_size={group_size}: a response is compared with others to its prompt, so it must be 2 or more")
     if rows % group_size:
         raise ValueError(f"{rows} rows do not make groups of group_size={group_size}")
+
+
+def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
+    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward."""
+    return lambda samples, settings: of_scores(samples.rewards.sum(1), samples.samples_per_prompt)
+
+
+def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    assert samples.values is not None, "gae has a critic"
+    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam)
+
+
+ESTIMATORS: Mapping[str, Estimate] = {
+    "gae": _with_critic,
+    "reinforce": lambda samples, settings: reinforce(samples.rewards, samples.mask, settings.gamma),
+    "reinforce_plus_plus": lambda samples, settings: reinforce_plus_plus(samples.rewards, samples.mask, settings.gamma),
+    "rloo": _of_responses(rloo),
+    "grpo": _of_responses(grpo),
+    "dr_grpo": _of_responses(dr_grpo),
+    "none": lambda samples, settings: torch.zeros_like(samples.rewards),
+}

@@ -1,18 +1,15 @@
-"""Kullback–Leibler estimators and the controllers of the KL coefficient."""
+"""Kullback–Leibler estimators and the controller of the KL coefficient."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
 
-
-def approximate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
+def approximate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """Per-token estimate of KL(policy ‖ reference) from samples of the policy; any shape, element by element.
 
     With d = logprobs - reference_logprobs: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL
@@ -28,44 +25,26 @@ def approximate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEs
     raise ValueError(f"unknown KL estimator {estimator!r}; known: k1, k2, k3")
 
 
-class KLController(Protocol):
-    """Keeps the weight of the KL penalty."""
-
-    coefficient: float
-
-    def update(self, current: float, steps: int) -> None:
-        """Take note of the KL per sequence that `steps` sequences showed."""
-        ...
-
-
 @dataclass
-class FixedKLController:
-    """A coefficient that stays."""
-
-    coefficient: float
-
-    def update(self, current: float, steps: int) -> None:
-        """Nothing changes."""
-
-
-@dataclass
-class AdaptiveKLController:
-    """A coefficient that moves so that the KL per sequence approaches `target`.
+class KLController:
+    """Keeps the weight of the KL penalty: as it is or, with a target, so that the KL per sequence approaches that.
 
     error = clip(KL / target - 1, ±0.2), coefficient ← coefficient · (1 + error · steps / horizon) (Ziegler et al. 2019,
     section 2.2). Raises ValueError for a target or a horizon that is not above 0.
     """
 
     coefficient: float
-    target: float
-    horizon: int
+    target: float | None = None
+    horizon: int = 1
 
     def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon <= 0:
+        if self.target is not None and (self.target <= 0 or self.horizon <= 0):
             raise ValueError(f"target={self.target} and horizon={self.horizon} must be above 0")
 
     def update(self, current: float, steps: int) -> None:
-        """Move the coefficient after `steps` sequences whose mean KL was `current`."""
+        """Take note of `steps` sequences whose mean KL was `current`. Raises ValueError where that is not finite."""
+        if self.target is None:
+            return
         if not math.isfinite(current):
             raise ValueError(f"the KL is {current}")
         error = min(max(current / self.target - 1.0, -0.2), 0.2)

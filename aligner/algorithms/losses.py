@@ -16,41 +16,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from aligner.algorithms.preference_losses import (
-    PreferenceKind,
-    dpo_loss,
-    dpo_stats,
-    pairwise_reward_loss,
-    pairwise_reward_stats,
-)
+from aligner.data.types import Stats
 
-__all__ = [
-    "AboveCap",
-    "PreferenceKind",
-    "RatioLevel",
-    "Stats",
-    "WeightLevel",
-    "behavior_weights",
-    "cispo_loss",
-    "contrastive_policy_gradient_loss",
-    "cross_entropy_loss",
-    "dpo_loss",
-    "dpo_stats",
-    "pairwise_reward_loss",
-    "pairwise_reward_stats",
-    "policy_loss",
-    "reinforce_loss",
-    "token_label_loss",
-    "value_loss",
-]
-
-Stats = dict[str, Tensor]
 RatioLevel = Literal["token", "sequence", "sequence_product"]
 WeightLevel = Literal["token", "sequence"]
 AboveCap = Literal["drop", "truncate"]
 
 _LARGEST_LOG_RATIO = 20.0
 """A ratio is at most exp of this: the product of a long response's ratios must not overflow, whose gradient is NaN."""
+
+
+def total_over(mask: Tensor, weights: Tensor | None, denominator: float | None) -> Callable[[Tensor], Tensor]:
+    """The sum of terms [B, T] over a bool mask, times `weights` [B, T], over the denominator: the mask's count where None."""
+    count = mask.sum().clamp(min=1) if denominator is None else denominator
+    inside = None if weights is None else torch.where(mask, weights, 0.0)
+
+    def total(terms: Tensor) -> Tensor:
+        chosen = torch.where(mask, terms, 0.0)
+        return (chosen if inside is None else chosen * inside).sum() / count
+
+    return total
 
 
 def policy_loss(
@@ -93,7 +78,7 @@ def policy_loss(
     if behavior_weight_cap is not None and proximal_logprobs is None:
         raise ValueError(f"behavior_weight_cap={behavior_weight_cap} has nothing to cap: give proximal_logprobs as well")
     mask = mask.bool()
-    total = _total_over(mask, weights, denominator)
+    total = total_over(mask, weights, denominator)
     difference = _difference(logprobs, old_logprobs if proximal_logprobs is None else proximal_logprobs, mask)
     advantages = torch.where(mask, advantages, 0.0)
     ratio = _ratio(difference, mask, ratio_level)
@@ -160,7 +145,7 @@ def cispo_loss(
     `policy_loss`; `clip_fraction` are the tokens whose weight was clipped.
     """
     mask = mask.bool()
-    total = _total_over(mask, weights, denominator)
+    total = total_over(mask, weights, denominator)
     difference = _difference(logprobs, old_logprobs, mask).detach()
     ratio = _ratio(difference, mask, "token")
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -183,7 +168,7 @@ def reinforce_loss(
     """
     mask = mask.bool()
     terms = -torch.where(mask, advantages, 0.0) * torch.where(mask, logprobs, 0.0)
-    loss = _total_over(mask, weights, denominator)(terms)
+    loss = total_over(mask, weights, denominator)(terms)
     return loss, {"loss": loss.detach()}
 
 
@@ -237,7 +222,7 @@ def value_loss(
     (tokens whose clipped term is the larger).
     """
     mask = mask.bool()
-    total = _total_over(mask, None, denominator)
+    total = total_over(mask, None, denominator)
     values = torch.where(mask, values, 0.0)
     old_values = torch.where(mask, old_values, 0.0)
     returns = torch.where(mask, returns, 0.0)
@@ -247,10 +232,11 @@ def value_loss(
     return loss, {"loss": loss.detach(), "clip_fraction": total(clipped_error > plain_error)}
 
 
-def cross_entropy_loss(logprobs: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
+def cross_entropy_loss(
+    logprobs: Tensor, mask: Tensor, denominator: float | None = None, weights: Tensor | None = None
+) -> Tensor:
     """-logprobs of the tokens to be imitated; log-probs and mask [B, T], to a scalar."""
-    mask = mask.bool()
-    return -_total_over(mask, None, denominator)(logprobs)
+    return -total_over(mask.bool(), weights, denominator)(logprobs)
 
 
 def token_label_loss(values: Tensor, labels: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
@@ -261,19 +247,7 @@ def token_label_loss(values: Tensor, labels: Tensor, mask: Tensor, denominator: 
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
     errors = binary_cross_entropy_with_logits(values, torch.where(mask, labels, 0.0).to(values.dtype), reduction="none")
-    return _total_over(mask, None, denominator)(errors)
-
-
-def _total_over(mask: Tensor, weights: Tensor | None, denominator: float | None) -> Callable[[Tensor], Tensor]:
-    """The sum of terms [B, T] over a bool mask, weighted, over the denominator: its count where None."""
-    count = mask.sum().clamp(min=1) if denominator is None else denominator
-    inside = None if weights is None else torch.where(mask, weights, 0.0)
-
-    def total(terms: Tensor) -> Tensor:
-        chosen = torch.where(mask, terms, 0.0)
-        return (chosen if inside is None else chosen * inside).sum() / count
-
-    return total
+    return total_over(mask, None, denominator)(errors)
 
 
 def _difference(logprobs: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:

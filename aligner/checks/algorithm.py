@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config, PreferenceConfig
-from aligner.schema.derived import rows_together
+from aligner.schema.derived import rows_together, samples_learned_from
+from aligner.schema.options import callable_place
 
 _GROUPED = ("rloo", "grpo", "dr_grpo")
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
@@ -41,24 +42,29 @@ def _preference_problems(config: Config) -> Iterator[str]:
 
 
 def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
-    loss = settings.loss
+    loss, is_own_loss = settings.loss, callable_place(settings.loss) is not None
+    if settings.with_critic and not settings.has_critic:
+        yield f"algorithm.with_critic=true: advantage={settings.advantage} reads no values; give advantage=module:callable"
     if loss in _OWN_TARGET and settings.advantage != "none":
         yield f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give advantage=none"
-    if loss not in _OWN_TARGET and settings.advantage == "none":
+    if loss not in _OWN_TARGET and not is_own_loss and settings.advantage == "none":
         yield f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo"
     pairs = settings.train_on == "best_and_worst"
     if (loss == "dpo") != pairs:
         yield f"algorithm.train_on={settings.train_on}: loss=dpo and train_on=best_and_worst need each other, got loss={loss}"
-    if settings.train_on == "best" and loss != "cross_entropy":
+    if settings.train_on == "best" and loss != "cross_entropy" and not is_own_loss:
         yield f"algorithm.train_on=best: the samples left have no others beside them; give loss=cross_entropy, not {loss}"
     if settings.whiten_over == "prompt" and settings.train_on != "all":
         yield f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's samples"
-    if settings.advantage in _GROUPED and settings.train_on != "all":
-        yield f"algorithm.train_on={settings.train_on}: advantage={settings.advantage} compares all of a prompt's samples"
+    if (settings.advantage in _GROUPED or loss == "copg") and settings.train_on != "all":
+        comparing = f"advantage={settings.advantage}" if settings.advantage in _GROUPED else "loss=copg"
+        yield f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's samples"
     if loss == "dpo":
         yield from _preference_loss_problems(settings.preference)
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
+    if is_own_loss:
+        return
     if loss != "clip":
         for name, plain in (("ratio_level", "token"), ("dual_clip", None)):
             if getattr(settings, name) != plain:
@@ -90,7 +96,7 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         yield "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"
     if loss == "copg" and settings.kl_estimator != "k1":
         yield f"algorithm.kl_estimator={settings.kl_estimator}: loss=copg is defined with k1"
-    if settings.early_stop_kl is not None and loss not in ("clip", "cispo"):
+    if settings.early_stop_kl is not None and loss not in ("clip", "cispo") and callable_place(loss) is None:
         yield f"algorithm.early_stop_kl={settings.early_stop_kl:g}: loss={loss} has no ratio to measure; give clip or cispo"
     if settings.whiten_rewards and (settings.advantage in _GROUPED or loss == "copg"):
         yield "algorithm.whiten_rewards=true: scores of whole responses are compared, and theirs would depend on length"
@@ -124,8 +130,7 @@ def _sample_problems(config: Config) -> Iterator[str]:
         yield (
             f"rollout.samples_per_prompt={samples}: algorithm.{comparing[0]} compares samples of one prompt; give at least 2"
         )
-    kept = {"all": samples, "best": 1, "best_and_worst": 2}[settings.train_on]
-    units = config.rollout.prompts_per_step * kept // rows_together(config)
-    if units % settings.minibatches:
+    units = config.rollout.prompts_per_step * samples_learned_from(config) // rows_together(config)
+    if callable_place(settings.train_on) is None and units % settings.minibatches:
         what = {1: "samples", 2: "pairs"}.get(rows_together(config), "prompts")
         yield f"algorithm.minibatches={settings.minibatches}: a step's {units} {what} do not divide by {settings.minibatches}"

@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from aligner.cli.errors import print_error
-from aligner.cli.ranks import add_ranks
-from aligner.cli.runs import add_launch, add_report, add_supervise, add_validate
-from aligner.cli.stored_models import add_convert, add_evaluate, add_generate
-from aligner.errors import AlignerError
+from aligner.cli.command_table import COMMANDS, parse_arguments
+from aligner.errors import AlignerError, Interrupted, Stopped
+from aligner.exit_codes import exit_code
 from aligner.files import full_disk
-from aligner.launch.status import add_status
-from aligner.launch.task import adopt_task
-from aligner.observability.logs import log_failure
-from aligner.planner.command import add_plan
+from aligner.observability.logs import REPORTED, log_failure
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    parser = _parser()
-    parsed, rest = parser.parse_known_args(arguments)
-    # argparse gives up on positionals that follow an option.
-    if flags := [text for text in rest if text.startswith("-")]:
-        parser.error(f"unknown option {flags[0]}")
-    if rest and not hasattr(parsed, "overrides"):
-        parser.error(f"unexpected argument {rest[0]}")
-    if rest:
-        parsed.overrides += rest
-    code = 0
+    parsed, ended_by = parse_arguments(arguments), None
     try:
-        adopt_task()
-        code = parsed.run(parsed) or 0
-    except AlignerError as error:
-        if not log_failure(error, str(error)):
-            print_error(str(error))
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print_error("interrupted")
-        code = 128 + signal.SIGINT
-    except Exception as error:
-        code, told = 1, full_disk(error)
-        if not log_failure(error, told):
-            if told is None:
-                traceback.print_exc()
-            else:
-                print_error(told)
+        COMMANDS[parsed.command].run(parsed)
+    except (Exception, KeyboardInterrupt) as error:
+        _report(error, parsed)
+        ended_by = error
+    code = exit_code(ended_by)
     if code and "RANK" in os.environ:
         # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
         for stream in (sys.stdout, sys.stderr):
@@ -61,17 +35,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_launch(commands)
-    add_validate(commands)
-    add_status(commands)
-    add_report(commands)
-    add_plan(commands)
-    add_generate(commands)
-    add_evaluate(commands)
-    add_convert(commands)
-    add_supervise(commands)
-    add_ranks(commands)
-    return parser
+def _report(error: BaseException, parsed: argparse.Namespace) -> None:
+    """Tell why the command ends: in a rank's log in its format, elsewhere on standard error."""
+    if isinstance(error, Interrupted | Stopped):  # told by the launcher
+        return
+    if isinstance(error, KeyboardInterrupt):
+        output = getattr(parsed, "output", None)
+        _print_error("interrupted" if output is None else f"interrupted; {output} was not written")
+        return
+    message = str(error) if isinstance(error, AlignerError) else full_disk(error)
+    if log_failure(error, message):
+        return
+    if message is None:
+        traceback.print_exception(error)
+    else:
+        _print_error(message)
+
+
+def _print_error(message: str) -> None:
+    """In red on a terminal."""
+    colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    before, after = ("\033[31m", "\033[0m") if colored else ("", "")
+    with suppress(OSError):  # the log's disk may be full; the exit code says the rest
+        print(f"{before}{REPORTED} {message}{after}", file=sys.stderr, flush=True)

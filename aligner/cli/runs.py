@@ -1,99 +1,56 @@
-"""The commands of a run: check it, start it or queue it, draw what came of it."""
+"""The commands of a run: check it, start it or queue it, tell and draw what comes of it."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import asdict
 
-from aligner.cli.configured import add_configured, run_plan
+from rich.console import Console
+
+from aligner.config.compose import compose_config
+from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
+from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
+from aligner.launch.local import launch as launch_here
+from aligner.launch.slurm.job import supervise as supervise_job
+from aligner.launch.slurm.submit import checked_script, submit
+from aligner.launch.status import OVER, describe_status, read_status
+from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
+from aligner.observability.report import write_report
+from aligner.placement.memory.role_memory import memory_needs, memory_table
+from aligner.placement.roles import describe_model, placement_table
 
-if TYPE_CHECKING:
-    from aligner.config.prerequisites import RunPlan
-    from aligner.models.model_source import ExpectedInputs
-
-
-def add_launch(commands: Any) -> None:
-    """Add `aligner launch` to a parser's subcommands."""
-    what = "start every role of a run and wait for its end; with cluster=slurm queue it as a job"
-    command = add_configured(commands, "launch", _launch, what)
-    command.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing (cluster=slurm)")
-
-
-def add_validate(commands: Any) -> None:
-    """Add `aligner validate` to a parser's subcommands."""
-    add_configured(
-        commands, "validate", _validate, "check a configuration and print the placement of its roles; start nothing"
-    )
+_WATCH_S = 5.0
 
 
-def add_supervise(commands: Any) -> None:
-    """Add `aligner supervise` to a parser's subcommands."""
-    what = "run a run directory's configuration inside its Slurm job; the job's script calls it"
-    _add_of_run(commands, "supervise", what).set_defaults(run=_supervise)
-
-
-def add_report(commands: Any) -> None:
-    """Add `aligner report` to a parser's subcommands."""
-    what = "draw a run's metrics, timeline and samples, finished or not, as one HTML page that opens without a network"
-    command = _add_of_run(commands, "report", what)
-    command.add_argument("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given")
-    command.set_defaults(run=_report)
-
-
-def _add_of_run(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-    command.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
-    return command
-
-
-def _launch(parsed: argparse.Namespace) -> int:
-    plan = run_plan(parsed)
+def launch(parsed: argparse.Namespace) -> None:
+    """Start every role of a run and wait for its end, or queue it as a Slurm job."""
+    plan, is_dry = _plan(parsed), parsed.dry_run
     if plan.config.dry_run.scale != "none":
-        if parsed.dry_run:
+        if is_dry:
             raise ConfigError("--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of both")
-        from aligner.launch.dry_run import launch_dry_run
-
-        return launch_dry_run(plan)
-    if plan.config.cluster.kind == "slurm":
-        return _submit(plan, is_dry=parsed.dry_run)
-    if parsed.dry_run:
+        launch_dry_run(plan)
+    elif plan.config.cluster.kind == "slurm":
+        if is_dry:
+            print(checked_script(plan, _described(plan)), end="")
+        else:
+            submit(plan)
+    elif is_dry:
         raise ConfigError("--dry-run prints a Slurm job's script; give cluster=slurm, or see `aligner validate`")
-    from aligner.launch.local import launch
-
-    return launch(plan)
-
-
-def _submit(plan: RunPlan, *, is_dry: bool) -> int:
-    from aligner.launch.slurm.submit import checked_script, submit
-
-    if is_dry:
-        print(checked_script(plan, _described(plan)), end="")
     else:
-        submit(plan)
-    return 0
+        launch_here(plan)
 
 
-def _supervise(parsed: argparse.Namespace) -> int:
-    from aligner.launch.slurm.job import supervise
-
-    return supervise(parsed.run_directory)
-
-
-def _validate(parsed: argparse.Namespace) -> None:
-    plan = run_plan(parsed)
+def validate(parsed: argparse.Namespace) -> None:
+    """Check a configuration and print where its roles run and what memory they take; start nothing."""
+    plan = _plan(parsed)
     if plan.config.dry_run.scale != "none":
-        from aligner.launch.dry_run import validate_dry_run
-
         validate_dry_run(plan)
         return
-    from rich.console import Console
-
-    from aligner.placement.memory.role_memory import memory_needs, memory_table
-    from aligner.placement.roles import describe_model, placement_table
-
     results, described = plan.results(), _described(plan)
     shape = plan.check(described)
     for first in plan.prerequisites:
@@ -105,19 +62,37 @@ def _validate(parsed: argparse.Namespace) -> None:
     print(describe_model(plan.config, shape))
 
 
+def supervise(parsed: argparse.Namespace) -> None:
+    """Run a run directory's configuration inside its Slurm job."""
+    supervise_job(parsed.run_directory)
+
+
+def status(parsed: argparse.Namespace) -> None:
+    """Print how a run is, once or until it has ended."""
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end --watch
+        while True:
+            now = read_status(parsed.run_directory)
+            print(json.dumps(asdict(now)) if parsed.json else describe_status(now), flush=True)
+            if not parsed.watch or now.state in OVER:
+                return
+            time.sleep(_WATCH_S)
+
+
+def report(parsed: argparse.Namespace) -> None:
+    """Write a run's page, and print where it is."""
+    print(write_report(parsed.run_directory, parsed.output))
+
+
+def _plan(parsed: argparse.Namespace) -> RunPlan:
+    """The configuration that a command line asks for, and the experiments whose results it needs."""
+    return plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
+
+
 def _described(plan: RunPlan) -> ExpectedInputs:
     """What is not there yet and goes by the configuration; a person is told of each."""
-    from aligner.models.model_source import absent_inputs, is_expected
-
     results = plan.results()
     described = {path: shape for path, shape in absent_inputs(plan.config).items() if not is_expected(path, results)}
     for path, shape in described.items():
         how = "its records are not checked" if shape is None else "its shape is taken from the configuration"
         print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)
     return described
-
-
-def _report(parsed: argparse.Namespace) -> None:
-    from aligner.observability.report import write_report
-
-    print(write_report(parsed.run_directory, parsed.output))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from aligner.data.records import (
     Record,
     convert,
     given_examples,
-    parse_line,
     read_examples,
     read_lines,
     source_examples,
@@ -30,16 +29,6 @@ from aligner.schema.data_sources import DataSource
 
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
-
-
-@dataclass(frozen=True)
-class PromptText:
-    """A prompt before it is tokenized."""
-
-    text: str
-    origin: str
-    """Where it was read, for messages: FILE:LINE, DIRECTORY[INDEX] or data.prompts[INDEX]."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PromptStream(ExampleStream[Prompt]):
@@ -75,10 +64,10 @@ def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, ma
         return parse(record)
 
     if settings.path is None:
-        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", checked, skip=False)
+        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", checked)
     else:
         source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
-        prompts, _ = source_examples(source, checked, skip=False)
+        prompts, _ = source_examples(source, checked)
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
@@ -87,9 +76,7 @@ def _parser(
 ) -> Callable[[Record], Prompt]:
     def parse(record: Record) -> Prompt:
         text = _between(prompt_text(record, tokenizer), after, before, record.origin)
-        prompt = PromptText(text, record.origin, _metadata(record))
-        tokens = tokenize(prompt, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
-        return Prompt(id=0, text=prompt.text, tokens=tokens, metadata=prompt.metadata)
+        return to_prompt(record, text, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
 
     return parse
 
@@ -113,16 +100,23 @@ def _between(text: str, after: str | None, before: str | None, origin: str) -> s
     return text
 
 
-def read_prompts(path: Path, key: str, kind: str | None = None) -> list[PromptText]:
-    """The plain-text prompts of a file, or of standard input where the path is `-`, in their order.
+def read_prompts(path: Path, key: str, kind: str | None = None) -> list[Record]:
+    """Records with a plain-text prompt of a file, or of standard input where the path is `-`, in their order.
 
     `kind` and `key` are those of `read_lines`. Raises ConfigError for what cannot be read or is empty, with its place.
     """
 
-    def parse(record: Record) -> PromptText:
-        return PromptText(record.text("prompt"), record.origin, _metadata(record))
+    def checked(record: Record) -> Record:
+        record.text("prompt")
+        _metadata(record)
+        return record
 
-    return convert(read_lines(path, key, kind), lambda line: parse(parse_line(line)), f"{key}{path}", skip=False)[0]
+    return convert(read_lines(path, key, kind), checked, f"{key}{path}")[0]
+
+
+def to_prompt(record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
+    """The prompt that a record's text is, with what else the record has as its metadata; raises as `tokenize_text` does."""
+    return Prompt(id, text, tokenize_text(text, "prompt", record.origin, tokenizer, limit, allowed), _metadata(record))
 
 
 def _metadata(record: Record) -> dict[str, Any]:
@@ -136,15 +130,13 @@ def _metadata(record: Record) -> dict[str, Any]:
     return metadata
 
 
-def tokenize(prompt: PromptText, tokenizer: Tokenizer, limit: int, allowed: str) -> Tensor:
-    """int64 [P], at least one token and at most `limit`, which messages call `allowed`; BadRecord for what is not so."""
-    return tokenize_text(prompt.text, "prompt", prompt.origin, tokenizer, limit, allowed)
-
-
 def tokenize_text(
     text: str, name: str, origin: str, tokenizer: Tokenizer, limit: int, allowed: str, *, ended: bool = False
 ) -> Tensor:
-    """`tokenize`, of any field of a record; with `ended`, with an end of sequence last."""
+    """A record's field as tokens, int64 [P], with an end of sequence last if it is to be `ended`.
+
+    Raises BadRecord for none, and for more than `limit`, which messages call `allowed`.
+    """
     try:
         tokens = tokenizer.ended(tokenizer.encode(text)) if ended else tokenizer.encode(text)
     except AlignerError as error:

@@ -75,54 +75,51 @@ def read_examples(data: DataConfig, parse: Callable[[Record], Example]) -> tuple
     `parse` raises BadRecord for a record that it cannot use: an error, or left out and noticed with
     `data.skip_bad_records`. Raises ConfigError for a source that cannot be read or has nothing to use.
     """
-    sources = data_sources(data)
+    sources, skip = data_sources(data), data.skip_bad_records
+    loaded = [source_examples(source, parse, skip=skip) for source in sources]
     if not sources:
-        examples, notices = given_examples(data.prompts, "data.prompts", parse, skip=data.skip_bad_records)
-        return [examples], [1.0], notices
-    loaded: list[list[Example]] = []
-    notices = []
-    for source in sources:
-        examples, noticed = source_examples(source, parse, skip=data.skip_bad_records)
-        loaded.append(examples)
-        notices += noticed
-    return loaded, [source.weight for source in sources], notices
+        loaded = [given_examples(data.prompts, "data.prompts", parse, skip=skip)]
+    notices = [notice for _, noticed in loaded for notice in noticed]
+    return [examples for examples, _ in loaded], [source.weight for source in sources] or [1.0], notices
 
 
-def source_examples(source: DataSource, parse: Callable[[Record], Example], *, skip: bool) -> tuple[list[Example], list[str]]:
+def source_examples(
+    source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
+) -> tuple[list[Example], list[str]]:
     """One source's examples and notices, as `read_examples`."""
     lines = read_lines(source.path, f"{source.key}.path=")
-    return convert(lines, _parser(source, parse), source.given_as, skip=skip)
+    return convert(lines, parse, source.given_as, skip=skip, fields=source.fields)
 
 
 def given_examples(
-    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool
+    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool = False
 ) -> tuple[list[Example], list[str]]:
     """Those of prompts that are given in place as the configuration's `key`, as `read_examples`."""
     lines = [Line({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)]
-    return convert(lines, lambda line: parse(parse_line(line)), key, skip=skip)
+    return convert(lines, parse, key, skip=skip)
 
 
 def first_record(data: DataConfig) -> Record:
     """The first record that is a JSON object, to see what kind they are. Raises ConfigError as `read_examples` does."""
     source = data_sources(data)[0]
-    parse = _parser(source, lambda record: record)
     for line in read_lines(source.path, f"{source.key}.path="):
         try:
-            return parse(line)
+            return _record(line, source.fields)
         except BadRecord:
             if not data.skip_bad_records:
                 raise
     raise ConfigError(f"{source.given_as}: no record can be read")
 
 
-def _parser(source: DataSource, parse: Callable[[Record], Example]) -> Callable[[Line], Example]:
-    return lambda line: parse(_renamed(parse_line(line), source))
-
-
 def convert(
-    lines: Iterable[Line], parse: Callable[[Line], Example], what: str, *, skip: bool
+    lines: Iterable[Line],
+    parse: Callable[[Record], Example],
+    what: str,
+    *,
+    skip: bool = False,
+    fields: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], list[str]]:
-    """What becomes of the lines, and a notice if any was left out.
+    """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields to the data's own.
 
     A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`. Raises ConfigError where all
     were; `what` is where the lines are from.
@@ -131,7 +128,7 @@ def convert(
     bad: list[BadRecord] = []
     for line in lines:
         try:
-            kept.append(parse(line))
+            kept.append(parse(_record(line, fields or {})))
         except BadRecord as error:
             if not skip:
                 raise
@@ -209,30 +206,30 @@ def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
         yield Line({name: value for name, value in values.items() if value is not None}, f"{path}[{index}]")
 
 
-def parse_line(line: Line) -> Record:
-    """A line's fields. Raises BadRecord for one that is no UTF-8 text, or no JSON object."""
+def _record(line: Line, names: Mapping[str, str]) -> Record:
+    """A line's fields under our names, `names` being ours to the data's. Raises BadRecord where it has none, or lacks one."""
+    theirs = _fields(line)
+    values = {name: value for name, value in theirs.items() if name not in names.values()}
+    for ours, name in names.items():
+        if name not in theirs:
+            raise missing(line.origin, name, f" for `{ours}` (fields)", theirs)
+        values[ours] = theirs[name]
+    return Record(values, line.origin)
+
+
+def _fields(line: Line) -> Mapping[str, Any]:
     if not isinstance(line.content, bytes):
-        return Record(line.content, line.origin)
+        return line.content
     try:
         text = line.content.decode()
     except UnicodeDecodeError as error:
         raise BadRecord(f"{line.origin}: not UTF-8 text: {error}") from error
     if not line.is_json:
-        return Record({"prompt": text}, line.origin)
+        return {"prompt": text}
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"{line.origin}: not a JSON object: {error}") from error
     if not isinstance(values, dict):
         raise BadRecord(f"{line.origin}: not a JSON object but {type(values).__name__}")
-    return Record(values, line.origin)
-
-
-def _renamed(record: Record, source: DataSource) -> Record:
-    """A record under our names for its fields."""
-    values = {name: value for name, value in record.values.items() if name not in source.fields.values()}
-    for ours, theirs in source.fields.items():
-        if theirs not in record.values:
-            raise missing(record.origin, theirs, f" for `{ours}` (fields)", record.values)
-        values[ours] = record.values[theirs]
-    return Record(values, record.origin)
+    return values

@@ -17,6 +17,7 @@ Stats = dict[str, Tensor]
 
 FinishReason = Literal["stop", "length", "unfinished"]
 """Why a response ended; an unfinished one is under way, and can go on from the tokens that it has."""
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -121,26 +122,6 @@ _RowsT = TypeVar("_RowsT", bound=Rows, contravariant=True)
 
 
 @dataclass(frozen=True)
-class Experience(Rows):
-    """A step's samples with what an online algorithm makes of them; the mask is that of the responses."""
-
-    engine_logprobs: Tensor
-    """float32 [B, S-1]"""
-    old_logprobs: Tensor
-    """float32 [B, S-1]"""
-    reference_logprobs: Tensor
-    """float32 [B, S-1]"""
-    values: Tensor | None
-    """float32 [B, S-1]; None without a critic"""
-    rewards: Tensor
-    """float32 [B, S-1]: what the advantage estimator saw, a KL penalty in the reward included"""
-    advantages: Tensor
-    """float32 [B, S-1]"""
-    returns: Tensor | None
-    """float32 [B, S-1]: what the values should have been; None without a critic"""
-
-
-@dataclass(frozen=True)
 class SampleBatch(Rows):
     """Samples; the mask is that of the responses."""
 
@@ -150,6 +131,44 @@ class SampleBatch(Rows):
     """float32 [B, S-1], 0 outside the mask"""
     weight_versions: Tensor
     """int64 [B, S-1], 0 outside the mask"""
+    finish_reasons: Tensor
+    """int64 [B]: places in FINISH_REASONS"""
+    groups: Tensor
+    """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Rows of each prompt. Raises ValueError where prompts have different numbers of them."""
+        counts = self.groups.unique_consecutive(return_counts=True)[1].unique().tolist()
+        if len(counts) > 1:
+            raise ValueError(f"prompts have {' or '.join(map(str, counts))} samples each, must have the same number")
+        return counts[0] if counts else 1
+
+
+@dataclass(frozen=True)
+class ScoredSamples(SampleBatch):
+    """A step's samples with what is known of them before anything is learned: what an advantage estimator sees."""
+
+    scores: Tensor
+    """float32 [B], after penalties"""
+    rewards: Tensor
+    """float32 [B, S-1]: the score on the last response token, less a KL penalty in the reward; 0 outside the mask"""
+    values: Tensor | None
+    """float32 [B, S-1]; None without a critic"""
+    old_logprobs: Tensor
+    """float32 [B, S-1]: the trainer's, before the step's first update"""
+    reference_logprobs: Tensor
+    """float32 [B, S-1]: the initial model's"""
+
+
+@dataclass(frozen=True)
+class Experience(ScoredSamples):
+    """A step's samples with what an online algorithm makes of them: what a loss sees."""
+
+    advantages: Tensor
+    """float32 [B, S-1]"""
+    returns: Tensor | None
+    """float32 [B, S-1]: what the values should have been; None without a critic"""
 
 
 class PolicyLoss(Protocol[_RowsT]):
@@ -182,4 +201,6 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         logprobs[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.engine_logprobs
         versions[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.weight_versions
     mask = response_mask(lengths, prompt_lengths, width)
-    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions)
+    reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
+    groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
+    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)

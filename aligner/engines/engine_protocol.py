@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
-InFlight = Literal["finish", "interrupt"]
-"""What becomes of responses that an update finds half-way: they are finished under the old weights, or continued under
-the new ones from the tokens they have."""
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
@@ -129,31 +126,55 @@ def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
+@dataclass(eq=False)
+class PartialResponse:
+    """A response so far."""
+
+    request: GenerationRequest
+    limit: int
+    """Most tokens that it may have."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that drew each token."""
+    finish_reason: FinishReason | None = None
+
+    def sample(self) -> Sample:
+        """The response as it is, with its prompt."""
+        prompt = self.request.prompt
+        return Sample(
+            prompt_id=prompt.id,
+            sample_index=self.request.sample_index,
+            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens, dtype=torch.int64))),
+            prompt_length=len(prompt.tokens),
+            engine_logprobs=torch.tensor(self.logprobs),
+            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+            finish_reason=self.finish_reason or "unfinished",
+            metadata=prompt.metadata,
+        )
+
+
 class Generation(Protocol):
     """Responses under way. Between two steps the weights may change."""
 
     @property
     def done(self) -> bool:
         """Whether every response is complete."""
-        ...
 
     def step(self) -> list[tuple[int, Sample]]:
         """Go on; returns the responses that are complete now, each with its place among the requests.
 
         May return none. Raises AlignerError when the engine has no weights, or sleeps.
         """
-        ...
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The responses that are not complete as they are now, each with its place among the requests.
 
         Raises AlignerError where the engine cannot tell.
         """
-        ...
 
     def cancel(self) -> None:
         """Drop what is not complete."""
-        ...
 
 
 def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:
@@ -166,15 +187,6 @@ def advance(generation: Generation, steps: int | None = None) -> dict[int, Sampl
     return samples
 
 
-def run(generation: Generation, count: int) -> list[Sample]:
-    """Step until every one of `count` requests is answered; their samples, in order. A failure drops the rest."""
-    try:
-        samples = advance(generation)
-    finally:
-        generation.cancel()
-    return [samples[index] for index in range(count)]
-
-
 class GenerationEngine(Protocol):
     """A generator of samples, one object per engine rank.
 
@@ -185,13 +197,11 @@ class GenerationEngine(Protocol):
     @property
     def weight_format(self) -> WeightFormat:
         """How it takes new weights."""
-        ...
 
     @property
     def version(self) -> int | None:
         """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
         and after a sleep that dropped them."""
-        ...
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
         """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
@@ -199,32 +209,24 @@ class GenerationEngine(Protocol):
         Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
         earlier generation is neither done nor cancelled.
         """
-        ...
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """`start`, and step until done: one sample per request, in order."""
-        ...
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> WeightUpdate:
+    def begin_update(self, version: int) -> WeightUpdate:
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
 
         Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
-        weights has none from the first one on until a commit. Raises AlignerError when another update is open or
-        the engine sleeps.
+        weights has none from the first one on until a commit. Responses that it
+        finds half-way are finished under the old weights, or go on under the new ones, as `engine.in_flight` says.
+        Raises AlignerError when another update is open or the engine sleeps.
         """
-        ...
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the device memory of keys and values, and of the weights: kept in host memory, or dropped.
 
         Raises AlignerError while responses are under way. Sleeping twice is sleeping.
         """
-        ...
 
     def wake(self) -> None:
         """Take the memory back. Weights that were dropped have to be published again."""
-        ...
 
     def shutdown(self) -> None:
         """End the processes that the engine started, if any; it is not used again."""
-        ...

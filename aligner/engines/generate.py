@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import torch
 
 from aligner.data.export import Source
-from aligner.data.prompts import PromptText, tokenize
+from aligner.data.prompts import to_prompt
+from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
@@ -68,7 +69,7 @@ class Job:
 
 def plan_job(
     source: Source,
-    prompts: Sequence[PromptText],
+    prompts: Sequence[Record],
     *,
     samples: int,
     seed: int,
@@ -101,8 +102,7 @@ def plan_job(
     tokenizer = Tokenizer(source.companions)
     allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
     tokenized = [
-        Prompt(place, prompt.text, tokenize(prompt, tokenizer, longest, allowed), prompt.metadata)
-        for place, prompt in enumerate(prompts)
+        to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place) for place, record in enumerate(prompts)
     ]
     return Job(source, shape, tokenizer, tokenized, samples, options, seed)
 

@@ -43,7 +43,11 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
     """The error of a rank: the message with the last lines of its log and its path; in short, with the error in that log."""
     error = _error_line(rank)
     summary = f"{message}: {textwrap.shorten(error, _LONGEST_ERROR, placeholder=' …')}" if error else message
-    return AlignerError(_with_log(message, rank), summary=summary)
+    messages = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
+    before = f"what started it says:\n{messages}\n" if messages else ""
+    lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
+    told = f"{message}; {before}the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+    return AlignerError(told, summary=summary)
 
 
 def _error_line(rank: Rank) -> str | None:
@@ -54,14 +58,7 @@ def _error_line(rank: Rank) -> str | None:
             return lines[number].removeprefix(REPORTED)
         if lines[number] == _TRACEBACK:
             return next((line for line in lines[number + 1 :] if line and not line.startswith(" ")), None)
-    return next(iter(rank.starter_said.splitlines()), None)
-
-
-def _with_log(message: str, rank: Rank) -> str:
-    said = _quoted(rank.starter_said.splitlines()[-TAIL_LINES:])
-    lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    before = f"what started it says:\n{said}\n" if said else ""
-    return f"{message}; {before}the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+    return next(iter(rank.starter_messages.splitlines()), None)
 
 
 def _quoted(lines: Sequence[str]) -> str:

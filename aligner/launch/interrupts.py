@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+from rich.console import Console
+
+from aligner.errors import Interrupted, Stopped
+from aligner.launch.run_view import print_line
 from aligner.signals import STOP_SIGNAL
 
 
-class Interrupted(Exception):
-    """The launcher was asked to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-class Stopped(Exception):
-    """The run ends before its end, and can go on: why, in words."""
-
-
 class Interrupts:
-    """Notes signals inside a `with` block, so that stopping is never itself interrupted."""
+    """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells of an early end."""
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL)
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console, goes_on: str = "with run.resume=auto") -> None:
+        """`goes_on` is told of a run that was stopped: how it goes on."""
+        self._console, self._goes_on = console, goes_on
         self._received: int | None = None
         self.told_to_stop = False
         """Whether the run should end with a checkpoint."""
@@ -42,6 +36,10 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if isinstance(error, Interrupted):
+            print_line(self._console, f"{error}; every process of the run has ended")
+        elif isinstance(error, Stopped):
+            print_line(self._console, f"stopped; the run goes on {self._goes_on}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == STOP_SIGNAL:
@@ -58,4 +56,9 @@ class Interrupts:
         """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that would be lost."""
         self.check()
         if self.told_to_stop:
-            raise Stopped("told to stop before it trained")
+            self.stop("told to stop before it trained")
+
+    def stop(self, why: str) -> NoReturn:
+        """Tell why the run ends early, at once, for its processes may take long to end, and raise Stopped."""
+        print_line(self._console, why)
+        raise Stopped(why)

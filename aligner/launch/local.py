@@ -2,89 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 
 from aligner.config.prerequisites import RunPlan
-from aligner.launch.endpoints import free_ports, local_hosts, pick_endpoints
-from aligner.launch.free_ports import FreePorts
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import refuse_locked
-from aligner.launch.prerequisites import complete
-from aligner.launch.processes import Processes
-from aligner.launch.ranks import Rank, append_restart
-from aligner.launch.roles import Command, rank_environment, role_command
-from aligner.launch.run import interruptible, run_directory
-from aligner.launch.state import StateRecorder
+from aligner.launch.prerequisite_runs import complete
+from aligner.launch.processes import Processes, RankProcess
+from aligner.launch.rank_environment import Command, role_command, world_environment
+from aligner.launch.ranks import Ranks, log_of
+from aligner.launch.server_ports import FreePorts, local_hosts
 from aligner.launch.supervisor import Supervisor
-from aligner.paths import RunPaths, run_paths
+from aligner.paths import run_paths
+from aligner.placement.addresses import LOOPBACK
 from aligner.placement.roles import role_ranks, threads_per_rank
 from aligner.schema import Config
-from aligner.signals import STOP_SIGNAL
 
 
-def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> int:
-    """Run a whole configuration on this machine, what it needs first; returns the exit code: 0, 75 when told to stop with a
-    checkpoint, or 128 + signal when told to end at once.
+def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> None:
+    """Run a whole configuration on this machine, what it needs first.
 
     Prints the run directory first, and then what `tell` does. Raises ConfigError before any role starts, with nothing left
-    behind, and AlignerError when a role fails; by then every process has ended.
+    behind, AlignerError when a role fails, Stopped when told to stop, with a checkpoint, and Interrupted when told to end
+    at once; by then every process has ended.
     """
-    print(f"run directory: {run_paths(plan.config).root}", flush=True)
-    refuse_locked(run_paths(plan.config).root)
+    root, console = run_paths(plan.config).root, Console()
+    print(f"run directory: {root}", flush=True)
+    refuse_locked(root)
     plan.check()
-    console = Console()
     if tell is not None:
         tell(console)
+    with Interrupts(console) as interrupts:
 
-    def work(interrupts: Interrupts) -> bool:
-        def run(config: Config) -> bool:
-            return _run(config, command, interrupts, console)
+        def run(config: Config) -> None:
+            RunPlan(config, ()).check()
+            Supervisor(config, console, interrupts, partial(LocalRanks, command), local_hosts(config)).run()
 
-        return all(complete(first, run, interrupts, console) for first in plan.prerequisites) and run(plan.config)
-
-    return interruptible(work, console)
-
-
-def _run(config: Config, command: Command, interrupts: Interrupts, console: Console) -> bool:
-    """One run, from its check to its summary; whether it is at its end."""
-    RunPlan(config, ()).check()
-    paths = run_paths(config)
-    with (
-        run_directory(config, console) as config,
-        StateRecorder(paths.status, role_ranks(config)) as state,
-        free_ports(config) as ports,
-        LocalRanks(config, paths, command, ports) as ranks,
-    ):
-        supervisor = Supervisor(config, paths, ranks, state, interrupts, console)
-        return supervisor.run(lambda: pick_endpoints(config, local_hosts(config), ports))
+        for first in plan.prerequisites:
+            complete(first, run, interrupts, console)
+        run(plan.config)
 
 
-class LocalRanks(Processes):
-    """The ranks of a run as processes of this machine; leaving the `with` block ends all of them."""
+class LocalRanks(Processes, Ranks):
+    """The ranks of a run as processes of this machine."""
 
-    def __init__(self, config: Config, paths: RunPaths, command: Command, ports: FreePorts) -> None:
+    def __init__(self, command: Command, config: Config, ports: FreePorts) -> None:
         super().__init__(config.cluster.stop_timeout_s)
         self._config = config
-        self._paths = paths
         self._command = command
-        self._threads = threads_per_rank(config)
-        self._sizes = {"prepare": 1, **role_ranks(config)}
         self._ports = ports
 
-    def start(self, role: str, restarts: int = 0) -> list[Rank]:
+    def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
-        command, port, ranks = self._command(role, self._paths.config), next(self._ports), self._sizes[role]
-        started: list[Rank] = []
+        ranks, started = role_ranks(self._config).get(role, 1), []
+        command = self._command(role, run_paths(self._config).config)
+        world = world_environment(ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config))
         for rank in range(ranks):
-            log = self._paths.log(role, rank)
-            if restarts:
-                append_restart(log, role, rank, restarts, self._config)
-            environment = rank_environment(rank, ranks, port, self._threads)
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **world}
+            log = log_of(self._config, role, rank, restarts)
             started.append(self.spawn(role, rank, command, environment, log, restarts))
         return started
-
-    def tell_to_stop(self, ranks: Sequence[Rank]) -> None:
-        """See `Ranks`."""
-        self.send(STOP_SIGNAL, ranks)

@@ -6,116 +6,127 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from aligner.errors import RESUMABLE, ConfigError
-from aligner.launch.endpoints import health_address
-from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
-from aligner.launch.interrupts import Interrupts, Stopped
+from aligner.errors import ConfigError, Stopped
+from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE
+from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error, root_failure
+from aligner.launch.interrupts import Interrupts
+from aligner.launch.launcher_state import StateRecorder
 from aligner.launch.ranks import Rank, Ranks
-from aligner.launch.servers import GRACE_S, ServerGroup
-from aligner.launch.state import StateRecorder
-from aligner.launch.view import RunView
+from aligner.launch.run_directory import run_directory
+from aligner.launch.run_view import RunView, print_line
+from aligner.launch.server_ports import FreePorts, free_ports, is_healthy, pick_endpoints
 from aligner.models.model_source import model_directory
-from aligner.paths import RunPaths
+from aligner.paths import run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0
 """A trainer rank that is still starting does not hear that it should stop: it is told again."""
+_GRACE_S = 1.0
+"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
+_HEALTH_POLL_S = 0.5
+_FIRST_BACKOFF_S = 1.0
 
 
+@dataclass
 class Supervisor:
-    """The run of one configuration, from its model's preparation to its trainer's end."""
+    """One start of a run, from its directory's lock to its summary."""
 
-    def __init__(
-        self,
-        config: Config,
-        paths: RunPaths,
-        ranks: Ranks,
-        state: StateRecorder,
-        interrupts: Interrupts,
-        console: Console,
-    ) -> None:
-        self._config = config
-        self._paths = paths
-        self._ranks = ranks
-        self._state = state
-        self._interrupts = interrupts
-        self._console = console
-        self._groups: list[ServerGroup] = []
-        self._trainers: list[Rank] = []
+    config: Config
+    console: Console
+    interrupts: Interrupts
+    make_ranks: Callable[[Config, FreePorts], Ranks]
+    hosts: Mapping[str, str]
+    """Where each server group is reached."""
+    job: str | None = None
+    """The cluster's job that the run is."""
+    requeue: Callable[[], None] | None = None
+    """Has the job queued again; called where the run is stopped before its end."""
+    patience_s: float = 0.0
+    """For another launch to let go of the run's directory."""
+    _ranks: Ranks = field(init=False)
+    _state: StateRecorder = field(init=False)
+    _groups: list[ServerGroup] = field(default_factory=list)
+    _trainers: Sequence[Rank] = ()
+    _tell_at: float = 0.0
+    """When the trainer is to be told again to stop; 0: it was not told yet."""
 
-    def run(self, endpoints: Callable[[], Mapping[str, Endpoint]]) -> bool:
-        """Prepare, then train, with the servers where `endpoints` says that they listen.
+    def run(self) -> None:
+        """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
 
-        Returns whether the run is at its end: false when it was stopped before that. One that was told to stop has taken a
-        checkpoint then, if it had begun to train.
+        Raises AlignerError for a role that failed, Interrupted, and Stopped where the run was stopped before its end; one
+        that was told to has taken a checkpoint then, if it had begun to train.
         """
-        try:
-            self._prepare()
-            self._train(endpoints())
-        except Stopped as stopped:
-            self._console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
-            self._state.stopped_early(str(stopped))
-            return False
-        return True
+        with (
+            run_directory(self.config, self.console, self.patience_s) as self.config,
+            StateRecorder(self.config, self.job) as self._state,
+            free_ports(self.config) as ports,
+            closing(self.make_ranks(self.config, ports)) as self._ranks,
+        ):
+            try:
+                self._prepare()
+                self._train(pick_endpoints(self.config, self.hosts, ports))
+                self._drain()
+            except Stopped as stopped:
+                if self.requeue is not None:  # first of all: a grace period may end before what else is to be done
+                    self.requeue()
+                    self._state.queued_again(stopped)
+                raise
 
     def _prepare(self) -> None:
         """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
-        directory = model_directory(self._config)
-        timeout = self._config.server.start_timeout_s
+        directory = model_directory(self.config)
+        timeout = self.config.server.start_timeout_s
         (rank,) = self._ranks.start("prepare")
         what = "checking" if directory.exists() else "making"
-        self._console.print(f"{what} the model: {directory}", markup=False, highlight=False, soft_wrap=True)
+        print_line(self.console, f"{what} the model: {directory}")
         deadline = time.monotonic() + timeout
         while rank.exit_code is None:
             self._tick()
-            self._interrupts.check_before_training()
+            self.interrupts.check_before_training()
             if time.monotonic() > deadline:
                 raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
-        if rank.exit_code == ConfigError.exit_code:
+        if rank.exit_code == REFUSED:
             raise ConfigError(reported_error(rank))
-        if rank.exit_code != 0:
+        if rank.exit_code != FINISHED:
             self._linger()
-            _stop_if_ended_from_outside([rank])
+            self._stop_if_ended_from_outside([rank])
             raise failure_error([rank])
-        self._ranks.forget([rank])
-        self._interrupts.check_before_training()
+        self._ranks.kill([rank])  # and what came of it
+        self.interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Start every role, wait for the trainer's end, and let the servers finish what they have taken."""
-        save_endpoints(dict(endpoints), self._paths.endpoints)
-        with closing(RunView(self._config, self._paths, self._console)) as view:
-            self._groups = [self._server(group, endpoint, view.note) for group, endpoint in endpoints.items()]
+        """Start every role, and wait for the trainer's end."""
+        save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
+        with closing(RunView(self.config, self.console)) as view:
+            for name, endpoint in endpoints.items():
+                self._groups.append(ServerGroup(name, endpoint, self.config, self._ranks, view.note))
             self._trainers = self._ranks.start("trainer")
-            stragglers, stop = _Stragglers(self._config), _Stop(self._ranks, self._interrupts, view.note)
             while not all(_has_done(rank) for rank in self._trainers):
                 self._tick()
                 self._raise_failures()
-                stragglers.check(self._trainers)
+                self._check_stragglers()
                 if all(group.was_healthy for group in self._groups):
-                    stop.pass_on(self._trainers)
+                    self._pass_on_stop(view)
                 else:
-                    self._interrupts.check_before_training()
+                    self.interrupts.check_before_training()
                 for group in self._groups:
                     group.poll()
                     self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
                 view.waiting_for([group.name for group in self._groups if not group.was_healthy])
                 view.update()
-            view.finish()
-        if any(rank.exit_code != 0 for rank in self._trainers):
+        if any(rank.exit_code == RESUMABLE for rank in self._trainers):
             # Without the servers' draining: who is told to stop has little time.
-            raise Stopped("told to stop, with all that it trained in a checkpoint")
-        self._drain()
-
-    def _server(self, group: str, endpoint: Endpoint, tell: Callable[[str], None]) -> ServerGroup:
-        return ServerGroup(group, health_address(self._config, endpoint), self._config, self._ranks, tell)
+            self.interrupts.stop("told to stop, with all that it trained in a checkpoint")
 
     def _tick(self) -> None:
-        self._interrupts.check()
+        self.interrupts.check()
         self._state.beat()
         time.sleep(_POLL_S)
         self._ranks.poll()
@@ -127,7 +138,7 @@ class Supervisor:
         if not self._fatal():
             return
         self._linger()
-        _stop_if_ended_from_outside(self._trainers)
+        self._stop_if_ended_from_outside(self._trainers)
         fatal = self._fatal()
         if not fatal:  # what ended first was a consequence of what may be started again
             return
@@ -136,7 +147,7 @@ class Supervisor:
 
     def _linger(self) -> None:
         """Wait for what comes together with a rank's end: other ends, or a signal to this process, for all of them."""
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             self._tick()
 
@@ -144,60 +155,123 @@ class Supervisor:
         lost = [rank for group in self._groups if group.lost for rank in group.ended]
         return [*lost, *(rank for rank in self._trainers if rank.exit_code is not None and not _has_done(rank))]
 
+    def _stop_if_ended_from_outside(self, ranks: Sequence[Rank]) -> None:
+        """Raise Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
+
+        So begins a preemption with a grace time, but without the signal to stop: Slurm sends it to a job's steps, not its
+        script.
+        """
+        for rank in ranks:
+            if rank.exit_code == -signal.SIGTERM:
+                self.interrupts.stop(f"{describe_end(rank)}, which came from outside")
+
+    def _check_stragglers(self) -> None:
+        """Raise AlignerError where a trainer rank still runs long after the first has ended: they end together."""
+        timeout = self.config.cluster.collective_timeout_s
+        ends = [rank.ended_at for rank in self._trainers if rank.ended_at is not None]
+        running = [rank for rank in self._trainers if rank.exit_code is None]
+        if ends and running and time.monotonic() - min(ends) > timeout:
+            raise rank_error(f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended", running[0])
+
+    def _pass_on_stop(self, view: RunView) -> None:
+        """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
+        now = time.monotonic()
+        if not self.interrupts.told_to_stop or now < self._tell_at:
+            return
+        if not self._tell_at:
+            view.note("told to stop: the run takes a checkpoint after this step, and ends")
+        self._tell_at = now + _TELL_AGAIN_S
+        self._ranks.send(STOP_SIGNAL, self._trainers)
+
     def _drain(self) -> None:
         """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is ended with the run."""
         servers = [rank for group in self._groups for rank in group.ranks]
-        self._ranks.terminate(servers)
-        deadline = time.monotonic() + self._config.server.drain_timeout_s
+        self._ranks.send(signal.SIGTERM, servers)
+        deadline = time.monotonic() + self.config.server.drain_timeout_s
         while time.monotonic() < deadline and any(rank.exit_code is None for rank in servers):
             self._tick()
 
 
-def _stop_if_ended_from_outside(ranks: Sequence[Rank]) -> None:
-    """Raise Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
-
-    So begins a preemption with a grace time, but without the signal to stop: Slurm sends it to a job's steps, not its script.
-    """
-    ended = [rank for rank in ranks if rank.exit_code == -signal.SIGTERM]
-    if ended:
-        raise Stopped(f"{describe_end(ended[0])}, which came from outside")
-
-
 def _has_done(trainer: Rank) -> bool:
     """Whether a trainer rank has ended as it should: at the run's end, or when it was told to."""
-    return trainer.exit_code in (0, RESUMABLE)
+    return trainer.exit_code in (FINISHED, RESUMABLE)
 
 
-class _Stragglers:
-    """Trainer ranks end together; one that does not follow the others is named."""
+class ServerGroup:
+    """The ranks of one server. When one of them ends all are replaced: the others have lost their world."""
 
-    def __init__(self, config: Config) -> None:
-        self._timeout_s = config.cluster.collective_timeout_s
-
-    def check(self, trainers: Sequence[Rank]) -> None:
-        """Raise AlignerError when a rank still runs long after the first has ended."""
-        ends = [rank.ended_at for rank in trainers if rank.ended_at is not None]
-        running = [rank for rank in trainers if rank.exit_code is None]
-        if ends and running and time.monotonic() - min(ends) > self._timeout_s:
-            message = f"trainer rank {running[0].rank} still runs {self._timeout_s:g} s after another rank ended"
-            raise rank_error(message, running[0])
-
-
-class _Stop:
-    """Passes on to the trainer that the run should stop."""
-
-    def __init__(self, ranks: Ranks, interrupts: Interrupts, tell: Callable[[str], None]) -> None:
-        self._ranks = ranks
-        self._interrupts = interrupts
+    def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        """Starts the ranks."""
+        self.name = name
+        self.restarts = 0
+        """How often it was started again."""
+        self.was_healthy = False
+        """Whether it has been healthy since the run began."""
+        self._endpoint = endpoint
+        self._config = config
+        self._all = ranks
         self._tell = tell
-        self._next = 0.0
+        self._kill_at = 0.0
+        self._start()
 
-    def pass_on(self, trainers: Sequence[Rank]) -> None:
-        """Do so where the launcher was told, until the trainer has ended."""
-        now = time.monotonic()
-        if not self._interrupts.told_to_stop or now < self._next:
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it is, or was when it was last asked."""
+        return self._healthy and not self._told
+
+    @property
+    def ended(self) -> list[Rank]:
+        """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
+        return [rank for rank in self.ranks if rank.ended_at is not None and not self._told]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended and may not be started again: too often, or at a first start that would fail again."""
+        may_pass = self.was_healthy or any(rank.exit_code == RESUMABLE for rank in self.ended)
+        return bool(self.ended) and not (may_pass and self.restarts < self._config.server.max_restarts)
+
+    def poll(self) -> None:
+        """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
+        ended = [rank.ended_at for rank in self.ranks if rank.ended_at is not None]
+        if ended:
+            self._replace(min(ended))
+        elif not self._healthy:
+            self._check_health()
+
+    def _start(self) -> None:
+        self.ranks = self._all.start(self.name, self.restarts)
+        self._healthy = False
+        self._told = False  # that a rank has ended, and that all will be started again
+        self._started = self._next_check = time.monotonic()
+
+    def _check_health(self) -> None:
+        now, timeout = time.monotonic(), self._config.server.start_timeout_s
+        if now < self._next_check:
             return
-        if not self._next:
-            self._tell("told to stop: the run takes a checkpoint after this step, and ends")
-        self._next = now + _TELL_AGAIN_S
-        self._ranks.tell_to_stop(trainers)
+        self._next_check = now + _HEALTH_POLL_S
+        if is_healthy(self._config, self.name, self._endpoint):
+            if self.was_healthy:
+                self._tell(f"{self.name} is healthy again")
+            self._healthy = self.was_healthy = True
+        elif now - self._started > timeout:
+            which = f" after restart {self.restarts}" if self.restarts else ""
+            raise rank_error(f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}", self.ranks[0])
+
+    def _replace(self, ended_at: float) -> None:
+        """End what is left of the ranks, then start them again."""
+        now = time.monotonic()
+        if now < ended_at + _GRACE_S:
+            return
+        if not self._told:
+            cause = describe_end(root_failure(self.ended))
+            self._told, self.restarts = True, self.restarts + 1
+            self._tell(f"{cause}; starting {self.name} again ({self.restarts} of {self._config.server.max_restarts})")
+            self._all.send(signal.SIGTERM, self.ranks)
+            self._kill_at = now + self._config.cluster.stop_timeout_s
+        running = any(rank.exit_code is None for rank in self.ranks)
+        if running and now < self._kill_at:
+            return
+        # What a killed rank leaves behind holds its ports: a new one could not listen there.
+        gone = self._all.kill(self.ranks)
+        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
+            self._start()

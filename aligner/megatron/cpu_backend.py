@@ -8,11 +8,12 @@ its reason, so that a new megatron-core release is one file to check.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -91,6 +92,44 @@ def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]
     return reduce_scatter
 
 
+# megatron-core's fused element-wise functions, called where autograd does not record: in place where they can be, since fresh
+# memory is what costs on a CPU. Each keeps the name and signature of the one that megatron-core compiles for GPUs.
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """silu(gate) * up of y [..., 2F], the gates in the first half (Shazeer 2020)."""
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """Gradient [..., 2F] of `swiglu`, given its output's g [..., F]."""
+    gate, up = y.chunk(2, -1)
+    gradient = torch.empty_like(y)
+    for_gate, for_up = gradient.chunk(2, -1)
+    torch.mul(g, up, out=for_gate)
+    torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)
+    torch.ops.aten.silu.out(gate, out=for_up).mul_(g)
+    return gradient
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """`swiglu` of each token times its weight [..., 1], in y's type."""
+    return (swiglu(y) * weights).to(y.dtype)
+
+
+def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `weighted_swiglu` for y and for the weights."""
+    for_weights = (swiglu(y) * g.to(weights.dtype)).sum(-1, keepdim=True)
+    return swiglu_back((g * weights).to(y.dtype), y), for_weights.to(weights.dtype)
+
+
+def scale_tensors(_: int, overflow: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float) -> None:
+    """Write the first list's tensors times `scale` into the second list's."""
+    for source, target in zip(tensors[0], tensors[1], strict=True):
+        torch.mul(source, scale, out=target)
+
+
 def install() -> None:
     """Redirect megatron-core to the CPU; call before a model is built. Harmless to call again."""
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "answers_cpu", False):
@@ -145,8 +184,6 @@ def install() -> None:
     # These are compiled for GPUs, or make a temporary a tensor.
     from megatron.core.fusions import fused_bias_swiglu
 
-    from aligner.megatron import cpu_kernels
-
-    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
-        setattr(fused_bias_swiglu, name, getattr(cpu_kernels, name))
-    clip_grads.multi_tensor_scale_impl = cpu_kernels.scale_tensors
+    for function in (swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back):
+        setattr(fused_bias_swiglu, function.__name__, function)
+    clip_grads.multi_tensor_scale_impl = scale_tensors

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -17,15 +19,19 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from aligner.megatron.architecture import architecture_settings, gpt_arguments, set_rotary_frequencies
-from aligner.megatron.heads import install_head
-from aligner.megatron.layers import decoder_submodules
+from aligner.megatron.layers import decoder_submodules, install_head
 from aligner.megatron.world import World
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -33,9 +39,69 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def _finalize_gradients(model: list[MegatronModule], num_tokens: torch.Tensor | None = None, **_: object) -> None:
+def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
     # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
     finalize_model_grads(model, None)
+
+
+def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a TransformerConfig that the model's shape decides."""
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
+        "layernorm_epsilon": shape.norm_epsilon,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[shape.activation],
+        "add_bias_linear": shape.linear_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        # Ours counts the token itself, megatron-core's the tokens before it and after it.
+        "window_size": None if window is None else (window - 1, 0),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **(_expert_settings(shape) if shape.num_experts else {}),
+    }
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen sum to one.
+        "moe_router_pre_softmax": not shape.normalize_expert_weights,
+        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers compute in.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Grouped products need transformer-engine and put all experts in one parameter: one module an expert instead.
+        "moe_grouped_gemm": False,
+    }
+
+
+def _gpt_arguments(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a GPTModel that the model's shape decides, apart from its layers and head."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "max_sequence_length": shape.max_positions,
+        "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"}[shape.position],
+        "rotary_percent": shape.rotary_fraction,
+    }
+
+
+def _set_rotary_frequencies(model: GPTModel, shape: ModelShape) -> None:
+    """Give the model the frequencies that the engines use too, every scaling included; call before its first forward pass.
+
+    They stay float32 whatever the model's type: positions of long contexts need the digits.
+    """
+    if shape.position == "rotary":
+        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
 
 
 def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
@@ -62,7 +128,7 @@ def transformer_config(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
-            **architecture_settings(shape),
+            **_architecture_settings(shape),
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
@@ -77,7 +143,7 @@ def transformer_config(
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
-            # On a GPU transformer-engine has its own; cpu_kernels has these.
+            # On a GPU transformer-engine has its own; cpu_backend has these.
             bias_activation_fusion=_is_plain_swiglu(shape) and not torch.cuda.is_available(),
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
@@ -113,14 +179,14 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
         model = GPTModel(
             config=config,
             transformer_layer_spec=decoder_submodules(shape, config, stage),
-            **gpt_arguments(shape),
+            **_gpt_arguments(shape),
             pre_process=world.is_first_stage and chunk == 0,
             post_process=holds_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
             parallel_output=True,
             vp_stage=stage,
         )
-    set_rotary_frequencies(model, shape)
+    _set_rotary_frequencies(model, shape)
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if holds_head:
@@ -171,7 +237,7 @@ def _let_gradients_through(chunk: GPTModel) -> None:
         chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
 
 
-def _asking_for_gradients(hidden: torch.Tensor) -> torch.Tensor:
+def _asking_for_gradients(hidden: Tensor) -> Tensor:
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
 
 
@@ -185,5 +251,5 @@ def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
             for name, value in vars(dispatcher).items() if dispatcher is not None else ():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(dispatcher, name, None)

@@ -1,14 +1,21 @@
-"""The layers of a pipeline stage: megatron-core's own around the modules that it lets us choose."""
+"""The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention and our heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,8 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.megatron.attention import PackedAttention
+from aligner.megatron.logprobs import vocab_parallel_logprobs
+from aligner.megatron.packing import PackedSequences
 from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Head
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:
@@ -41,6 +50,75 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         _mark_for_sequence_parallelism(self, config)
+
+
+class PackedAttention(nn.Module):
+    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels.
+
+    `config.window_size` (left, 0) limits a query to the `left` keys before it and its own.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.scale = config.softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Attend; query [T, heads, dim], key and value [T, key/value heads, dim] to [T, heads·dim].
+
+        The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token from seeing padding, so
+        no mask tensor is made for whole sequences. Only attention sees the padding of rows; every matrix product runs on
+        packed tokens. Under context parallelism the T tokens are this rank's, and keys and values of all context ranks are
+        gathered (their gradients are summed and scattered back).
+        """
+        if not isinstance(packed_seq_params, PackedSequences):
+            raise TypeError(f"attention runs on packed micro-batches only, got {type(packed_seq_params).__name__}")
+        packed, grouped = packed_seq_params, query.shape[1] != key.shape[1]
+        if packed.context_group is not None:
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=packed.context_group)
+            key, value = both.chunk(2, 1)
+        mask = self._mask(packed, query.device)
+        attended = F.scaled_dot_product_attention(
+            _to_rows(query, packed.query_index, packed.query_rows),
+            _to_rows(key, packed.key_index, packed.key_rows),
+            _to_rows(value, packed.key_index, packed.key_rows),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=grouped,
+        )
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)[packed.query_index]
+
+    def _mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
+        """Which keys each query sees, bool [N or 1, 1, L/C, L]; None for plain causal rows."""
+        width = packed.key_rows[1]
+        window = self.window if self.window is not None and self.window < width - 1 else None
+        keys = torch.arange(width, device=device)
+        if packed.query_positions is not None:
+            queries = packed.query_positions[..., None]
+        elif window is not None:
+            queries = keys[None, :, None]
+        else:
+            return None
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys >= queries - window
+        return seen[:, None]
+
+
+def _to_rows(tensor: Tensor, index: Tensor, rows: tuple[int, int]) -> Tensor:
+    """[T, heads, dim] to [N, heads, L, dim], zeros at the padding; `index` int64 [T] is each token's place in [N·L]."""
+    padded = tensor.new_zeros(rows[0] * rows[1], *tensor.shape[1:]).index_copy(0, index, tensor)
+    return padded.view(*rows, *tensor.shape[1:]).transpose(1, 2)
 
 
 class ParallelResidualLayer(TransformerLayer):
@@ -83,3 +161,99 @@ def _own_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
     # megatron-core 0.16's router asks whether this is None, but names it only where transformer-engine is.
     moe_utils.te_general_gemm = None
     return layer, norm
+
+
+class VocabularyHead(ColumnParallelLinear):
+    """The vocabulary projection, put off until it is known which tokens to score.
+
+    The model's output is the final hidden states; `logprobs` projects them, a chunk of tokens at a time. The weight [V/TP, H]
+    stays where megatron-core put it: here, or in the embedding when that is tied and on the same stage.
+    """
+
+    def __init__(self, replaced: ColumnParallelLinear, tied_weight: nn.Parameter | None = None) -> None:
+        super().__init__(
+            replaced.input_size,
+            replaced.output_size,
+            config=replaced.config,
+            init_method=replaced.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=replaced.tp_group,
+        )
+        self.weight = replaced.weight
+        # In a tuple, which keeps a tied embedding from being counted as this module's too.
+        self._projection = (replaced.weight if tied_weight is None else tied_weight,)
+
+    @property
+    def projection(self) -> nn.Parameter:
+        """The weight [V/TP, H], wherever it lies."""
+        return self._projection[0]
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """The hidden states as they are, with megatron-core's (output, bias) convention."""
+        return hidden, None
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and entropies if asked for.
+
+        `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are float32 [M], equal on
+        every tensor rank and differentiable.
+        """
+        if self.sequence_parallel:
+            chosen = gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(0, index)
+        else:
+            chosen = copy_to_tensor_model_parallel_region(hidden.index_select(0, index), group=self.tp_group)
+        return vocab_parallel_logprobs(
+            chosen,
+            self.projection,
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            group=self.tp_group,
+            with_entropy=with_entropy,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's part of the vocabulary's logits of every token, [T, V/TP], all of them at once: for small models."""
+        return super().forward(hidden, weight=self.projection)[0]
+
+
+class ScalarHead(nn.Module):
+    """One number a token, in the place of the vocabulary projection; the whole head lives on every tensor rank."""
+
+    def __init__(self, hidden_size: int, *, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+        # Tells megatron-core to add this weight's gradients up over the tensor ranks when each saw part of the tokens.
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self._gather = sequence_parallel
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H] to [T, 1, 1] with megatron-core's (output, bias) convention; from [T/TP, 1, H] if sequence parallel."""
+        values = F.linear(hidden, self.weight)
+        if self._gather:
+            # Every tensor rank computes the same loss of the whole, so each takes its own tokens' gradients.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def install_head(model: GPTModel, head: Head) -> None:
+    """Put our head in the place of a last stage's output layer; call before the model is wrapped for training."""
+    if head == "vocabulary":
+        tied = model.output_layer.weight is None
+        model.output_layer = VocabularyHead(model.output_layer, model.embedding.word_embeddings.weight if tied else None)
+    else:
+        model.output_layer = ScalarHead(model.config.hidden_size, sequence_parallel=model.config.sequence_parallel)

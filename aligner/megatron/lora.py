@@ -25,11 +25,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from aligner.errors import AlignerError
-from aligner.megatron.named_weights import NamedWeights, global_parameters
+from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import Adapter, adapter_map, adapter_table
-from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, trainer_slices
+from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, trainer_slices, weight_table
 from aligner.schema import LoraConfig
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
@@ -105,23 +105,6 @@ def initial_down(spec: TensorSpec, seed: int) -> Tensor:
     return torch.empty(spec.shape).uniform_(-bound, bound, generator=generator)
 
 
-class AdapterWeights(NamedWeights):
-    """This rank's slices of the adapters, by name: `<weight>.lora_A.weight` and `<weight>.lora_B.weight`, as PEFT's."""
-
-    def __init__(
-        self,
-        chunks: Sequence[GPTModel],
-        shape: ModelShape,
-        world: World,
-        table: tuple[TensorSpec, ...],
-        slices: dict[str, Slice],
-    ) -> None:
-        self.table, self.slices = table, slices
-        self.specs = {spec.name: spec for spec in table}
-        self._shape = shape
-        self._parameters = global_parameters(chunks, shape, world)
-
-
 class LoraWeights(NamedWeights):
     """A model's weights with adapters: `write` and `load_directory` set the frozen ones, `read` gives them merged."""
 
@@ -133,7 +116,7 @@ class LoraWeights(NamedWeights):
         Raises AlignerError where a layer is not megatron-core's own: transformer-engine's may hold the norm before it, and
         then what goes into the layer is not what goes into its weight.
         """
-        super().__init__(chunks, shape, world, head)
+        super().__init__(chunks, shape, world, weight_table(shape, head))
         self._map = adapter_map(self.table, lora)
         self._scale = lora.alpha / lora.rank
         table = adapter_table(self._map)
@@ -141,7 +124,8 @@ class LoraWeights(NamedWeights):
         for chunk in chunks:
             chunk.requires_grad_(False)
         self._layers = self._attach(chunks, slices, lora, groups=shape.num_kv_heads // world.layout.tensor)
-        self.adapters = AdapterWeights(chunks, shape, world, table, slices)
+        self.adapters = NamedWeights(chunks, shape, world, table)
+        """By their names in PEFT: `<weight>.lora_A.weight` and `<weight>.lora_B.weight`."""
         for spec in table:
             if spec.name in slices and spec.name.endswith(".lora_A.weight"):
                 cut, whole = slices[spec.name], initial_down(spec, seed)
@@ -150,7 +134,7 @@ class LoraWeights(NamedWeights):
     def _attach(
         self, chunks: Sequence[GPTModel], slices: dict[str, Slice], lora: LoraConfig, groups: int
     ) -> list[_LayerAdapter]:
-        holders = {id(module.weight): module for chunk in chunks for module in chunk.modules() if _holds_weight(module)}
+        holders = {id(module.weight): module for chunk in chunks for module in chunk.modules() if hasattr(module, "weight")}
         fused: dict[int, list[Adapter]] = {}
         for name in self:
             if name in self._map:
@@ -194,7 +178,3 @@ class LoraWeights(NamedWeights):
     def _enable(self, enabled: bool) -> None:
         for layer in self._layers:
             layer.enabled = enabled
-
-
-def _holds_weight(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "weight", None), nn.Parameter)

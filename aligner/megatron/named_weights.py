@@ -17,7 +17,7 @@ from aligner.data.weight_files import read_slices
 from aligner.megatron.world import World
 from aligner.models.families import Part
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, stage_layers, trainer_slices, weight_table
+from aligner.models.weight_slices import Slice, TensorSpec, cut_shape, stage_layers, trainer_slices
 
 # transformer-engine's linear layers hold the norm before them.
 _TRANSFORMER_ENGINE = (
@@ -31,7 +31,7 @@ def _count_up(name: str, what: str, first: int) -> str:
     return re.sub(rf"(?<=\b{what}\.)\d+", lambda match: str(int(match[0]) + first), name)
 
 
-def global_parameters(chunks: Sequence[GPTModel], shape: ModelShape, world: World) -> dict[str, nn.Parameter]:
+def _global_parameters(chunks: Sequence[GPTModel], shape: ModelShape, world: World) -> dict[str, nn.Parameter]:
     """The model's parameters by megatron-core name, layers and experts counted over the whole model."""
     layers = stage_layers(shape.num_layers, world.layout, world.place.pipeline)
     first_expert = world.place.expert * (shape.num_experts // world.layout.expert)
@@ -57,14 +57,14 @@ def _part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
 
 
 class NamedWeights:
-    """This rank's slices of the model's weights, by Hugging Face name, in Hugging Face orientation."""
+    """This rank's slices of the weights in a table (a model's, its adapters'), by name, in Hugging Face orientation."""
 
-    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, head: Head) -> None:
-        self.table: tuple[TensorSpec, ...] = weight_table(shape, head)
-        self.slices: dict[str, Slice] = trainer_slices(self.table, shape.num_layers, world.layout, world.rank)
-        self.specs = {spec.name: spec for spec in self.table}
+    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, table: tuple[TensorSpec, ...]) -> None:
+        self.table = table
+        self.slices: dict[str, Slice] = trainer_slices(table, shape.num_layers, world.layout, world.rank)
+        self.specs = {spec.name: spec for spec in table}
         self._shape = shape
-        self._parameters = global_parameters(chunks, shape, world)
+        self._parameters = _global_parameters(chunks, shape, world)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slices)

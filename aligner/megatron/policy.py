@@ -1,4 +1,4 @@
-"""The policy being trained and the frozen reference beside it."""
+"""The policy being trained, the frozen reference beside it, and log-probs under a model that is stored."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from aligner.data.checkpoint_files import describe_model
+from aligner.data.export import Source
 from aligner.data.types import PolicyLoss, Rows, Stats
-from aligner.megatron.heads import VocabularyHead
+from aligner.megatron import world as worlds
+from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
+from aligner.models.families import read_config
 from aligner.models.shape import ModelShape
-from aligner.schema import ActorConfig
+from aligner.schema import ActorConfig, MegatronModelConfig
+
+_CHUNK_TOKENS = 1024
+"""Logits of a stored model exist for so many tokens at a time."""
 
 
 class Policy(CheckpointedModel):
@@ -53,11 +59,8 @@ class Policy(CheckpointedModel):
 
         `temperature` is the sampling temperature where None.
         """
-
-        def read(output: Tensor, batch: PackedBatch) -> Tensor:
-            return batch.unpack_targets(self._score(output, batch, temperature=temperature)[0])
-
-        return self.runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
+        chosen = self.temperature if temperature is None else temperature
+        return _logprobs(self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens)
 
     def reference_logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
@@ -80,7 +83,7 @@ class Policy(CheckpointedModel):
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
-            logprobs, entropy = self._score(output, batch, with_entropy=True)
+            logprobs, entropy = _score(self.runner, output, batch, self.temperature, self._chunk_tokens, with_entropy=True)
             assert entropy is not None
             entropies = batch.unpack_targets(entropy)
             value, stats = loss(batch.unpack_targets(logprobs), entropies, rows, shared)
@@ -88,18 +91,49 @@ class Policy(CheckpointedModel):
 
         return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
 
-    def _score(
-        self, output: Tensor, batch: PackedBatch, *, with_entropy: bool = False, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        head: VocabularyHead = self.runner.chunks[-1].output_layer
-        return head.logprobs(
-            output[0],
-            batch.target_index,
-            batch.targets,
-            temperature=self.temperature if temperature is None else temperature,
-            chunk_tokens=self._chunk_tokens,
-            with_entropy=with_entropy,
-        )
+
+def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Log-probability of each next token at temperature 1 under a stored language model, in this process alone.
+
+    int64 [B, S] and [B] to float32 [B, S-1]. No world may be there: one is made, and left at the end. Raises AlignerError for
+    a sequence that is longer than the model's positions.
+    """
+    world = worlds.initialize_alone(seed=1)
+    try:
+        runner = ModelRunner(read_config(source.config, "the model's config.json"), world, source.head, settings)
+        for weights in source.weights():
+            for name, tensor in weights.items():
+                runner.weights.write(name, tensor)
+        return _logprobs(runner, tokens, lengths, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+    finally:
+        worlds.shutdown()
+
+
+def _logprobs(runner: ModelRunner, tokens: Tensor, lengths: Tensor, *, temperature: float, chunk_tokens: int) -> Tensor:
+    def read(output: Tensor, batch: PackedBatch) -> Tensor:
+        return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens)[0])
+
+    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
+
+
+def _score(
+    runner: ModelRunner,
+    output: Tensor,
+    batch: PackedBatch,
+    temperature: float,
+    chunk_tokens: int,
+    *,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    head: VocabularyHead = runner.chunks[-1].output_layer
+    return head.logprobs(
+        output[0],
+        batch.target_index,
+        batch.targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+    )
 
 
 def _only_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,67 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.offload import OffloadedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Head
+from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
 # Model output [1, T, …] of a micro-batch to what is wanted of it.
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
 # Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators.
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
+
+
+class OffloadedWeights:
+    """Parameters whose memory on the device is given up until `restore`.
+
+    The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
+    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers mean nothing between updates and
+    are given up without a copy; optimizer state stays.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        self._weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
+        self._gradients = [
+            (storage, storage.nbytes())
+            for storage in _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
+        ]
+        for storage in (*(storage for storage, _ in self._weights), *(storage for storage, _ in self._gradients)):
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Bring the weights back, bit for bit; gradient buffers hold anything."""
+        for storage, host in self._weights:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host)
+        for storage, size in self._gradients:
+            storage.resize_(size)
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
+    """Each storage once, however many of the tensors lie in it."""
+    seen = set()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    on_gpu = storage.device.type == "cuda"
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+    return host.copy_(_bytes(storage))
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The storage as uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class ModelRunner:
@@ -50,7 +99,7 @@ class ModelRunner:
     ) -> None:
         self.world, self.shape, self.settings = world, shape, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
-        self.weights = self.trained = NamedWeights(self.chunks, shape, world, head)
+        self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))

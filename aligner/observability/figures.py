@@ -175,16 +175,10 @@ def _lines(metrics: Metrics, panel: Panel) -> go.Figure:
         line, marker = {"color": color, "width": 1.6}, {"color": color, "size": 4}
         figure.add_trace(go.Scatter(x=steps, y=values, name=panel.metrics[key], mode=mode, line=line, marker=marker))
     if panel.logarithmic:
-        figure.update_yaxes(type="log", exponentformat="e", dtick=_decades(metrics, drawn))
+        figure.update_yaxes(type="log", exponentformat="e")
     elif min(min(trace.y) for trace in figure.data) >= 0:
         figure.update_yaxes(rangemode="nonnegative")
     return figure
-
-
-def _decades(metrics: Metrics, keys: Sequence[str]) -> int:
-    """Powers of ten between the ticks of a logarithmic axis."""
-    values = [value for key in keys for _, value in _points(metrics, key, True)]
-    return max(1, round(math.log10(max(values) / min(values)) / 4))
 
 
 def _add_band(figure: go.Figure, metrics: Metrics, key: str, color: str) -> None:

@@ -6,11 +6,9 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import aligner
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
@@ -38,7 +36,6 @@ _EVALUATED = {
     "eval/score": "evaluation score",
     "eval/loss": "held-out loss",
 }
-_VERSIONS = ("torch", "megatron-core")
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -74,11 +71,12 @@ def render(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=config.run.name or paths.root.name,
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        state=_state(config, metrics),
+        done=int(metrics[-1]["step"]) if metrics else 0,
         key_figures=key_figures(metrics),
         plots=[*timeline_plots(spans), *metric_plots(metrics)],
         samples=_samples(read_records(paths.samples)),
-        settings=_settings(config),
+        config=config,
+        reward=describe_sources(reward_sources(config.reward)),
         roles=placements(config),
         configuration=paths.config.read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
@@ -109,11 +107,6 @@ def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, 
     return found
 
 
-def _state(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
-    done = int(metrics[-1]["step"]) if metrics else 0
-    return f"{done} of {config.run.steps} steps" + ("" if done == config.run.steps else " so far")
-
-
 def _samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A few of the first recorded step's and of the last's."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
@@ -132,27 +125,3 @@ def _printable(text: str) -> str:
     """Control characters escaped, and no longer than a table bears."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:_LONGEST_TEXT])
     return shown + f" … {len(text) - _LONGEST_TEXT} characters more" * (len(text) > _LONGEST_TEXT)
-
-
-def _settings(config: Config) -> dict[str, str]:
-    """What the run was, in a few lines."""
-    algorithm, rollout, model = config.algorithm, config.rollout, config.model
-    online = algorithm.trainer == "online"
-    learned = f": advantage {algorithm.advantage}, loss {algorithm.loss}" if online else ""
-    lines = {
-        "experiment": config.run.experiment,
-        "algorithm": algorithm.name + learned,
-        "model": model.path or model.package or model.source,
-        "data": config.data.path or f"{len(config.data.prompts)} prompts in the configuration",
-        "steps": str(config.run.steps),
-    }
-    if algorithm.generates:
-        lines["samples a step"] = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt}"
-        lines["reward"] = describe_sources(reward_sources(config.reward))
-    else:
-        lines["rows a step"] = str(config.data.batch_size)
-    if online:
-        lines["updates a step"] = f"{algorithm.epochs} epochs x {algorithm.minibatches} minibatches"
-    lines["seed"] = str(config.seed)
-    versions = [f"aligner {aligner.__version__}", *(f"{package} {metadata.version(package)}" for package in _VERSIONS)]
-    return {**lines, "versions here": ", ".join(versions)}

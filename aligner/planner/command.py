@@ -8,12 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError
 from aligner.planner.phases import KINDS, Lengths, Phase, PipelineModel
-from aligner.planner.plan import PlanRequest, make_plan
-from aligner.planner.search import proportional_split
+from aligner.planner.plan import PlanRequest, make_plan, proportional_split
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured
@@ -26,10 +25,8 @@ _MOST_STALENESS, _MOST_PARTS, _MOST_SAMPLES = 100, 1000, 100_000
 _MOST_SEED = 10**18
 
 
-def add_plan(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
-    what = "predict step time and utilization of the pipeline, and the best split of devices between roles"
-    command = commands.add_parser("plan", help=what, description=what, allow_abbrev=False)
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options to the command's parser."""
     add = command.add_argument
     add("--measured", type=Path, metavar="RUN", help="directory of a run of an online algorithm: its phases")
     add(
@@ -60,10 +57,10 @@ def add_plan(commands: Any) -> None:
     add("--steps", metavar="N", help=f"steps of the whole run ({_STEPS}; the run's)")
     add("--seed", metavar="N", help="of the lengths that are drawn (1; the run's)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    command.set_defaults(run=_plan)
 
 
-def _plan(parsed: argparse.Namespace) -> None:
+def print_prediction(parsed: argparse.Namespace) -> None:
+    """Predict what is asked for, and print it."""
     from aligner.planner.plan_view import as_json, print_plan
 
     plan = make_plan(_request(parsed))

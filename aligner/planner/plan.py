@@ -1,17 +1,33 @@
-"""What a placement of devices comes to, and what would make it faster."""
+"""The best split of devices between roles, what a placement of them comes to, and what would make it faster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aligner.errors import ConfigError
 from aligner.planner.phases import PipelineModel, Placement
-from aligner.planner.search import Units, best_split
 from aligner.planner.simulation import Forecast, forecast
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured
+
+Units = Mapping[str, int]
+"""Devices by role that come together only, such as its tensor- and pipeline-parallel ranks."""
+
+Cost = Callable[[Placement], tuple[float, float]]
+"""What is to be least: the step's seconds and, among placements that are equal in it, the roles' summed work."""
+
+_Counts = tuple[int, ...]
+"""Units of every role but the one that takes the rest"""
+
+_AS_FAST = 1 + 1e-9
+_GRID = 12
+"""Places along each role's share at which a search that cannot try all splits begins"""
+_STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -98,3 +114,113 @@ def _with_colocated_engine(pipeline: PipelineModel) -> PipelineModel:
     """The same work, synchronous, with the engine on the trainer's devices."""
     phases = (replace(phase, role="trainer") if phase.role == "generator" else phase for phase in pipeline.phases)
     return replace(pipeline, phases=tuple(phases), max_staleness=0)
+
+
+def best_split(cost: Cost, units: Units, devices: int) -> dict[str, int]:
+    """The split of at most so many devices at which a step is fastest, of the fewest with which it is as fast.
+
+    Raises ConfigError where not every role gets a unit.
+    """
+    best = _without_spare(cost, fastest_split(cost, units, devices), units)
+    if devices - sum(best.values()) <= max(units.values()):
+        return best
+    # There are plenty: what is enough together need not be what is enough for one role after the other.
+    few, enough, limit = sum(units.values()) - 1, sum(best.values()), cost(best)[0] * _AS_FAST
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        split = fastest_split(cost, units, middle, near=best)
+        if cost(split)[0] <= limit:
+            best, enough = split, middle
+        else:
+            few = middle
+    return _without_spare(cost, best, units)
+
+
+def fastest_split(
+    cost: Cost, units: Units, devices: int, *, near: Placement | None = None, exhaustive: int = 500
+) -> dict[str, int]:
+    """The split of at most so many devices at which a step is fastest.
+
+    All splits are tried where there are at most `exhaustive`. Otherwise a coarse grid is, or the proportions of a placement
+    that is known to be good, and around the best of these finer and finer ones: a step's time is convex in the devices but
+    for their being whole, so that leads to the best split or to one that is hardly slower. Raises ConfigError where not
+    every role gets a unit.
+    """
+    check_devices(units, devices)
+    # What the others leave goes to the role with the smallest unit, which wastes least of it.
+    *free, rest = sorted(units, key=lambda role: -units[role])
+    known: dict[_Counts, tuple[float, float]] = {}
+
+    def split(counts: _Counts) -> dict[str, int]:
+        placement = {role: count * units[role] for role, count in zip(free, counts, strict=True)}
+        placement[rest] = (devices - sum(placement.values())) // units[rest] * units[rest]
+        return {role: placement[role] for role in units}
+
+    def cost_of(counts: _Counts) -> tuple[float, float]:
+        if counts not in known:
+            placement = split(counts)
+            known[counts] = cost(placement) if min(placement.values()) > 0 else (math.inf, 0.0)
+        return known[counts]
+
+    largest = [(devices - sum(units.values())) // units[role] + 1 for role in free]
+    stride = [1] * len(free)
+    if math.prod(largest) > exhaustive:
+        stride = [-(-most // _GRID) for most in largest]
+    if near is None or max(stride, default=1) == 1:
+        grid = itertools.product(*(range(1, most + 1, by) for most, by in zip(largest, stride, strict=True)))
+        best = sorted(grid, key=cost_of)[:_STARTS]
+    else:
+        scaled = proportional_split(near, units, devices)
+        best = [tuple(scaled[role] // units[role] for role in free)]
+    while max(stride, default=1) > 1:
+        stride = [-(-by // 2) for by in stride]
+        reach = 1 if max(stride) > 1 else 2
+        best = [_descend(cost_of, start, stride, reach) for start in best]
+    return split(min(best, key=cost_of))
+
+
+def check_devices(units: Units, devices: int) -> None:
+    """Raise ConfigError unless every role gets a unit."""
+    if devices < sum(units.values()):
+        needed = " + ".join(f"{role} {size}" for role, size in units.items())
+        raise ConfigError(f"--devices {devices}: too few, at least {sum(units.values())} are needed ({needed})")
+
+
+def proportional_split(placement: Placement, units: Units, devices: int) -> dict[str, int]:
+    """At most so many devices in the proportions of a placement, whole units and one for every role (largest remainders)."""
+    check_devices(units, devices)
+    share = {role: devices * placement[role] / sum(placement.values()) / size for role, size in units.items()}
+    counts = {role: max(1, int(share[role])) for role in units}
+    while (over := sum(counts[role] * units[role] for role in units) - devices) > 0:
+        role = max((role for role in units if counts[role] > 1), key=lambda role: counts[role] - share[role])
+        counts[role] -= 1
+    while fitting := [role for role in units if units[role] <= -over]:
+        role = max(fitting, key=lambda role: share[role] - counts[role])
+        counts[role] += 1
+        over += units[role]
+    return {role: counts[role] * units[role] for role in units}
+
+
+def _descend(cost_of: Callable[[_Counts], tuple[float, float]], start: _Counts, stride: Sequence[int], reach: int) -> _Counts:
+    """From split to neighboring split while that is better."""
+    while True:
+        places = [range(count - reach * by, count + reach * by + 1, by) for count, by in zip(start, stride, strict=True)]
+        best = min(itertools.product(*places), key=cost_of)
+        if cost_of(best) >= cost_of(start):
+            return start
+        start = best
+
+
+def _without_spare(cost: Cost, placement: dict[str, int], units: Units) -> dict[str, int]:
+    """Each role with the fewest devices with which the step is as fast."""
+    fastest = cost(placement)[0]
+    for role, size in units.items():
+        few, enough = 0, placement[role] // size
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            if cost({**placement, role: middle * size})[0] <= fastest * _AS_FAST:
+                enough = middle
+            else:
+                few = middle
+        placement = {**placement, role: enough * size}
+    return placement

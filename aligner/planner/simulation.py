@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
@@ -20,18 +20,6 @@ _SETTLING = 8
 _SETTLING_PERIODS = 200
 """After so many times max_staleness + 1 batches the step time is averaged, though starts do not quite repeat yet."""
 _SAME = 1e-9
-
-
-@dataclass(frozen=True)
-class PhaseRun:
-    """A role at work on a part of a batch, from `start` to `end` seconds after the run began."""
-
-    name: str
-    role: str
-    batch: int
-    part: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -57,8 +45,8 @@ class Simulation:
 
     pipeline: PipelineModel
     placement: Placement
-    schedule: list[PhaseRun] | None = None
-    """Gets all that is done, where a list is given."""
+    listener: Callable[[str, str, int, int, float, float], None] | None = None
+    """Told the phase, the role, batch and part, begin and end of all that is done."""
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
@@ -166,8 +154,8 @@ class Simulation:
         covered = self._covered[role]
         self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
         self._covered[role] = max(covered, end)
-        if self.schedule is not None:
-            self.schedule.append(PhaseRun(name, role, batch, part, start, end))
+        if self.listener is not None:
+            self.listener(name, role, batch, part, start, end)
 
 
 def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> Forecast:

@@ -21,10 +21,8 @@ from aligner.resharding.weight_update import WeightUpdate
 
 @dataclass(frozen=True)
 class PublishStats:
-    """What one rank moved into its own views, and what it took there."""
+    """What a publish took on one rank."""
 
-    bytes_local: int
-    bytes_remote: int
     staging_bytes: int
     """The most memory that messages took which could not travel from or into their own places."""
     seconds: float
@@ -100,7 +98,6 @@ class Publisher:
                     if update is None and self._begin_update is not None:
                         update = self._begin_update(version)
                         undo.callback(update.abort)
-                        self._check_group_bytes(update)
                     views = {} if update is None else update.views(names)
                     self._check(group, views)
                 with self._link.agreement(failure):
@@ -122,8 +119,6 @@ class Publisher:
                     update.commit()
                 undo.pop_all()
         return PublishStats(
-            self._plan.bytes_local(self._link.rank),
-            self._plan.bytes_received(self._link.rank),
             staging,
             time.perf_counter() - begin,
             verify_seconds if verifies else None,
@@ -135,11 +130,6 @@ class Publisher:
         `store` is a client of the link's store that no other thread uses.
         """
         self._link.give_up(store)
-
-    def _check_group_bytes(self, update: WeightUpdate) -> None:
-        limit = update.group_bytes
-        if limit is not None and (self._group_bytes is None or self._group_bytes > limit):
-            raise AlignerError(f"the engine takes {limit} bytes at a time, the publisher gives {self._group_bytes or 'all'}")
 
     def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
         """Raise an error that names every tensor whose view is missing or is not as the plan says."""

@@ -20,7 +20,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.snapshots import Snapshots
@@ -39,14 +38,7 @@ _END_S = 2.0
 
 def plan_between_worlds(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat) -> TransferPlan:
     """The plan from the trainer's ranks to the generator's, which are counted behind them."""
-    return plan_resharding(
-        weight_table(shape),
-        shape.num_layers,
-        trainer,
-        to.layout,
-        first_engine_rank=trainer.ranks,
-        itemsize=to.dtype.itemsize,
-    )
+    return plan_resharding(shape, trainer, to.layout, first_engine_rank=trainer.ranks, itemsize=to.dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from aligner.errors import AlignerError
-from aligner.models.weight_slices import Slice, TensorSpec, engine_slices, trainer_slices
+from aligner.models.layouts import engine_problems, layout_problems
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import Slice, TensorSpec, engine_slices, trainer_slices, weight_table
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 Slices = Mapping[int, Mapping[str, Slice]]
@@ -97,12 +98,6 @@ class TransferPlan:
         """Bytes that a rank copies to itself."""
         return self.itemsize * sum(transfer.numel for transfer in self.local(rank))
 
-    def bytes_sent(self, rank: int) -> int:
-        """Bytes that a rank sends to others."""
-        return self.itemsize * sum(
-            transfer.numel for transfer in self.transfers if transfer.source == rank and transfer.target != rank
-        )
-
     def bytes_received(self, rank: int) -> int:
         """Bytes that a rank receives from others."""
         return self.itemsize * sum(
@@ -149,8 +144,7 @@ def atoms(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def plan_resharding(
-    table: tuple[TensorSpec, ...],
-    num_layers: int,
+    shape: ModelShape,
     trainer: ParallelConfig,
     engine: EngineParallelConfig,
     *,
@@ -161,53 +155,17 @@ def plan_resharding(
 
     Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share their processes,
     `trainer.ranks` where they are worlds of their own.
-    Raises AlignerError naming every size and every kind of tensor that does not divide as a layout says.
+    Raises AlignerError naming everything of the model that does not divide as a layout says.
     """
-    problems = [*_uneven_trainer(table, num_layers, trainer), *_uneven(table, "engine tensor", engine.tensor)]
-    if engine.data < 1:
-        problems.append(f"engine data={engine.data}: the number of replicas must be at least 1")
-    if problems:
+    if problems := [*layout_problems("actor.parallel", trainer, shape), *engine_problems(engine, shape)]:
         raise AlignerError("the weights do not divide as the layouts say:\n" + "\n".join(problems))
+    table = weight_table(shape)
     return plan_transfers(
         table,
-        {rank: trainer_slices(table, num_layers, trainer, rank) for rank in range(trainer.ranks)},
+        {rank: trainer_slices(table, shape.num_layers, trainer, rank) for rank in range(trainer.ranks)},
         {first_engine_rank + rank: engine_slices(table, engine, rank) for rank in range(engine.ranks)},
         itemsize,
     )
-
-
-def _uneven_trainer(table: Sequence[TensorSpec], num_layers: int, layout: ParallelConfig) -> Iterator[str]:
-    yield from _uneven([spec for spec in table if spec.expert is None], "trainer tensor", layout.tensor)
-    yield from _uneven([spec for spec in table if spec.expert is not None], "trainer expert_tensor", layout.expert_tensor_size)
-    last, stages = layout.last_stage_layers, layout.pipeline
-    if layout.virtual_pipeline > 1 or last is None or stages == 1:
-        if num_layers % (chunks := stages * layout.virtual_pipeline):
-            yield f"trainer pipeline={stages}: {num_layers} layers do not divide by {chunks} model chunks"
-    elif (num_layers - last) % (stages - 1) or num_layers - last < stages - 1:
-        yield (
-            f"trainer pipeline={stages}: {num_layers - last} layers before the last stage's {last} do not divide by"
-            f" {stages - 1} stages"
-        )
-    experts = 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
-    if layout.expert > 1 and experts % layout.expert:
-        yield f"trainer expert={layout.expert}: {experts} experts do not divide by it"
-    stage_ranks = layout.tensor * layout.context * layout.data
-    if experts and stage_ranks % (layout.expert * layout.expert_tensor_size):
-        yield (
-            f"trainer expert={layout.expert} x expert_tensor={layout.expert_tensor_size}: they do not divide the"
-            f" {stage_ranks} ranks of a pipeline stage"
-        )
-
-
-def _uneven(table: Iterable[TensorSpec], key: str, size: int) -> Iterator[str]:
-    """One line for each kind of tensor, counted over layers and experts, whose units do not divide."""
-    kinds: dict[str, None] = {}
-    for spec in table:
-        if spec.axis is not None and (total := spec.shape[spec.axis]) % (size * spec.unit):
-            heads = f", {total // spec.unit} heads of {spec.unit}" if spec.unit > 1 else ""
-            kind = re.sub(r"[.][0-9]+[.]", ".*.", spec.name)
-            kinds[f"{key}={size}: dimension {spec.axis} of {kind} has {total}{heads}"] = None
-    yield from kinds
 
 
 def plan_transfers(table: Sequence[TensorSpec], source: Slices, target: Slices, itemsize: int = 4) -> TransferPlan:

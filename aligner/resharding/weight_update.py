@@ -29,26 +29,17 @@ class WeightUpdate(Protocol):
     Tensors go by Hugging Face name and are this rank's slices, as the plan's target says.
     """
 
-    @property
-    def group_bytes(self) -> int | None:
-        """Most bytes of tensors that are written between a `views` and its `load`; None: all of them at once."""
-        ...
-
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Where to write these tensors; those that the engine does not have are left out."""
-        ...
 
     def load(self, names: Sequence[str]) -> None:
-        """These tensors have been written; their views are not used again, unless `group_bytes` is None."""
-        ...
+        """These tensors have been written; their views are not used again, unless the format's `group_bytes` is None."""
 
     def commit(self) -> None:
         """All tensors have been loaded on every rank: they are the engine's now."""
-        ...
 
     def abort(self) -> None:
         """The update failed somewhere: the engine stays at the version it had, or has none if that was overwritten."""
-        ...
 
 
 class WeightPublisher(Protocol):
@@ -59,7 +50,6 @@ class WeightPublisher(Protocol):
 
         Every rank of the trainer calls it. Raises AlignerError on every rank.
         """
-        ...
 
 
 class AsyncWeightPublisher(WeightPublisher, Protocol):
@@ -67,24 +57,19 @@ class AsyncWeightPublisher(WeightPublisher, Protocol):
 
     def offer(self, version: int) -> None:
         """Keep the weights as they are now, as `version`. Every rank of the trainer calls it."""
-        ...
 
     def serve(self, version: int) -> None:
         """Return once the engine serves `version` or newer weights. Rank 0's, from any thread.
 
         An engine that was lost is awaited and gets its weights again. Raises AlignerError where that fails.
         """
-        ...
 
     def restore(self) -> int:
         """As `serve` for the version that serves, of an engine that has said that it does not; returns the version."""
-        ...
 
     @property
     def served(self) -> int:
         """The version that serves, as far as rank 0 knows; -1 before the first."""
-        ...
 
     def close(self) -> None:
         """Hang up."""
-        ...

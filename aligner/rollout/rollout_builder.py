@@ -202,10 +202,12 @@ class RolloutBuilder:
             of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
             metadata = [prompt.metadata for prompt in of_samples]
             apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
-            rows = batch.tokens, batch.lengths, batch.prompt_lengths, metadata, apart
-            scores, values = (self._services.ask_scores(*rows), ()) if self._is_alone else self._services.ask(*rows)
             generated.prompts += of_samples
             generated.samples += samples
+            if self._is_alone:
+                generated.scores += self._services.ask_scores(batch, metadata, apart)
+                continue
+            scores, values = self._services.ask(batch, metadata, apart)
             generated.scores += scores
             generated.values += values
 

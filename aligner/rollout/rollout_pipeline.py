@@ -261,7 +261,7 @@ class RolloutPipeline:
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         scores = PendingRows(()) if drawn is None else drawn.scores
         rollout = _from_json(fields, samples, scores, torch.tensor(rows)).collated(self._pad_token_id)
-        values = self._services.ask_values(rollout.batch.tokens, rollout.batch.lengths)
+        values = self._services.ask_values(rollout.batch)
         return replace(rollout, values=PendingRows(values))
 
 

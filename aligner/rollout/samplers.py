@@ -27,15 +27,12 @@ class Sampler(Protocol):
 
         Those that are unfinished go on from the tokens that they have, if any. Collective.
         """
-        ...
 
     def rest(self) -> None:
         """A step has its samples; weights are published before the next ones are wanted."""
-        ...
 
     def close(self) -> None:
         """End the processes that the engine started, if any. Collective."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
+from aligner.data.types import SampleBatch
 from aligner.errors import AlignerError
 from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
 from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
@@ -126,50 +127,32 @@ class Services:
         together(start)
 
     def ask(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        prompt_lengths: Tensor,
-        metadata: Sequence[Mapping[str, Any]],
-        rows_apart: int | None = None,
+        self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]], rows_apart: int | None = None
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
-        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some rows; float32.
+        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some samples; float32.
 
         `rows_apart` as `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
         """
-        if self._reward is not None:
-            return self.ask_scores(tokens, lengths, prompt_lengths, metadata, rows_apart), self.ask_values(tokens, lengths)
-        if self._critic is not None:
-            values, scores = self._critic.values_and_scores(tokens, lengths, prompt_lengths, metadata)
-            return (scores,), (values,)
-        return (), ()
+        if self._reward is None and self._critic is not None:
+            asked = self._critic.values_and_scores(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            return asked[1:], asked[:1]
+        return self.ask_scores(batch, metadata, rows_apart), self.ask_values(batch)
 
     def ask_scores(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        prompt_lengths: Tensor,
-        metadata: Sequence[Mapping[str, Any]],
-        rows_apart: int | None = None,
+        self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]], rows_apart: int | None = None
     ) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask the reward server for the scores [B] of some rows; float32. `rows_apart` as `RewardClient.score` has it."""
+        """Ask the reward server for the scores [B] of some samples; float32. `rows_apart` as `RewardClient.score` has it."""
         if self._reward is None:
             return ()
-        return (self._reward.score(tokens, lengths, prompt_lengths, metadata, rows_apart),)
+        return (self._reward.score(batch.tokens, batch.lengths, batch.prompt_lengths, metadata, rows_apart),)
 
-    def ask_values(self, tokens: Tensor, lengths: Tensor) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask for the values [B, S] of some rows where there is a critic; float32."""
-        return () if self._critic is None else (self._critic.values(tokens, lengths),)
+    def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask for the values [B, S] of some samples where there is a critic; float32."""
+        return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
 
-    def score(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        prompt_lengths: Tensor,
-        metadata: Sequence[Mapping[str, Any]],
-    ) -> Tensor:
-        """The scores float32 [B] of some rows, on every rank. Collective."""
-        scores, values = self.ask(tokens, lengths, prompt_lengths, metadata)
+    def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The scores float32 [B] of some samples, on every rank. Collective."""
+        scores, values = self.ask(batch, metadata)
         _outcome(values)  # a critic that serves the reward gives both, or neither
         return PendingRows(scores).result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.schema.options import option, section
+from aligner.schema.options import CALLABLE, callable_place, option, section
 
 
 @dataclass
@@ -40,22 +40,22 @@ class AlgorithmConfig:
     train_on: str = option(
         "all",
         "which of a prompt's samples are learned from: all, the one with the best score, or the best and the worst; with the"
-        " latter two a prompt whose scores are all equal is left out",
-        choices=("all", "best", "best_and_worst"),
+        " latter two a prompt whose scores are all equal is left out; a function of one's own: docs/algorithms.md",
+        choices=("all", "best", "best_and_worst", CALLABLE),
     )
     advantage: str = option(
         "gae",
         "gae: generalized advantage estimation, with a critic; reinforce: the return; reinforce_plus_plus: the return,"
         " whitened over the step; rloo, grpo, dr_grpo: the score against those of the prompt's other samples; none: for a"
-        " loss that takes no advantages",
-        choices=("gae", "reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "none"),
+        " loss that takes no advantages; a function of one's own: docs/algorithms.md",
+        choices=("gae", "reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "none", CALLABLE),
     )
     loss: str = option(
         "clip",
         "clip: PPO's clipped surrogate; cispo: clipped weights without a gradient; reinforce: the policy gradient, samples"
         " taken as the policy's own; copg: contrastive policy gradient over a prompt's samples; dpo: preference of the best"
-        " over the worst; cross_entropy: imitation",
-        choices=("clip", "cispo", "reinforce", "copg", "dpo", "cross_entropy"),
+        " over the worst; cross_entropy: imitation; a function of one's own: docs/algorithms.md",
+        choices=("clip", "cispo", "reinforce", "copg", "dpo", "cross_entropy", CALLABLE),
     )
     ratio_level: str = option(
         "token",
@@ -68,6 +68,9 @@ class AlgorithmConfig:
         "the loss is the mean over all response tokens (token), the mean of the responses' means (sequence), or the sum"
         " of each response's tokens, divided by the responses (sum) or by these times rollout.max_response_tokens (constant)",
         choices=("token", "sequence", "sum", "constant"),
+    )
+    with_critic: bool = option(
+        False, "train a critic beside the policy for an estimator of one's own (advantage=module:callable); gae has one anyway"
     )
     gamma: float = option(1.0, "discount", minimum=0, maximum=1)
     lam: float = option(0.95, "GAE's lambda", minimum=0, maximum=1)
@@ -129,4 +132,5 @@ class AlgorithmConfig:
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
-        return self.trainer == "online" and self.advantage == "gae"
+        wants = self.advantage == "gae" or (self.with_critic and callable_place(self.advantage) is not None)
+        return self.trainer == "online" and wants

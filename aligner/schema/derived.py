@@ -46,6 +46,12 @@ def rows_together(config: Config) -> int:
     return {"dpo": 2, "copg": config.rollout.samples_per_prompt}.get(config.algorithm.loss, 1)
 
 
+def samples_learned_from(config: Config) -> int:
+    """How many of a prompt's samples are learned from, at most where a function of the user's own selects them."""
+    all_samples = config.rollout.samples_per_prompt
+    return {"best": 1, "best_and_worst": 2}.get(config.algorithm.train_on, all_samples)
+
+
 def draws_greedily(settings: EvaluationConfig) -> bool:
     """Whether responses are the most probable tokens."""
     return settings.samples == 1 if settings.greedy is None else settings.greedy

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from aligner.schema import Config
+from aligner.schema.options import CALLABLE, callable_place
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Key:
         """What is wrong with a value that is not one of the choices, not finite or out of bounds."""
         if value is None:
             return None
-        if self.choices and value not in self.choices:
+        is_own = CALLABLE in self.choices and callable_place(value) is not None
+        if self.choices and value not in self.choices and not is_own:
             return f"allowed: {', '.join(self.choices)}"
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+CALLABLE = "module:callable"
+"""Among the choices of a key: a function of the user's own is one too."""
+
 
 def option(
     default: Any,
@@ -27,3 +30,9 @@ def option(
 def section(kind: type) -> Any:
     """A nested group of keys."""
     return field(default_factory=kind)
+
+
+def callable_place(name: str) -> tuple[str, str] | None:
+    """The module of a `module:callable`, and what it is called there; None for any other name."""
+    module, _, function = name.partition(":")
+    return (module, function) if module and function else None

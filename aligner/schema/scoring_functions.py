@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aligner.schema.options import callable_place
+
 FUNCTIONS: Mapping[str, str] = {
     "digit_fraction": "aligner.rewards.scorers:digit_fraction",
     "sentiment": "aligner.rewards.scorers:sentiment",
@@ -22,8 +24,7 @@ _BUILT_IN = {**FUNCTIONS, **RULES}
 
 def function_place(name: str) -> tuple[str, str] | None:
     """The module of a built-in scorer or a `module:callable`, and what it is called there; None for any other name."""
-    module, _, function = _BUILT_IN.get(name, name).partition(":")
-    return (module, function) if module and function else None
+    return callable_place(_BUILT_IN.get(name, name))
 
 
 def function_problem(name: str) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import GenerationEngine, InFlight, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
@@ -59,14 +59,13 @@ def weight_receiver(
     config: Config, shape: ModelShape, engine: GenerationEngine, rank: int, device: torch.device
 ) -> WeightReceiver:
     """This rank's end of the way of the trainer's weights to its engine."""
-    in_flight = cast(InFlight, config.engine.in_flight)
     return WeightReceiver(
         plan_between_worlds(shape, config.actor.parallel, engine.weight_format),
         config.actor.parallel.ranks + rank,
         device,
         engine.weight_format,
         config.engine,
-        lambda version: engine.begin_update(version, in_flight),
+        engine.begin_update,
     )
 
 

@@ -101,7 +101,7 @@ class Evaluator:
             return self.scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, self.tokenizer)))
         batch = collate(samples, self.tokenizer.pad_token_id)
         metadata = [prompt.metadata for prompt in prompts]
-        return self.services.score(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+        return self.services.score(batch, metadata)
 
     def _references(self, step: int) -> Tensor:
         """[P]: the scores of the references, which are found once and kept in the run directory.

@@ -10,12 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from aligner.algorithms.losses import Stats
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Rows
+from aligner.data.types import Rows, Stats
 from aligner.files import write_file
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy

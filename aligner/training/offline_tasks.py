@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.algorithms.losses import (
-    Stats,
-    cross_entropy_loss,
-    pairwise_reward_loss,
-    pairwise_reward_stats,
-    token_label_loss,
-)
-from aligner.algorithms.preference_losses import pair_loss
+from aligner.algorithms.losses import cross_entropy_loss, token_label_loss
+from aligner.algorithms.preference_losses import pair_loss, pairwise_reward_loss, pairwise_reward_stats
 from aligner.data.examples import Demonstration, LabeledSteps, Preference
-from aligner.data.types import Rows, response_mask
+from aligner.data.types import Rows, Stats, response_mask
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel

@@ -145,7 +145,7 @@ class OnlineTrainer:
         if self.algorithm.select is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
-                chosen = rollout.select(self.algorithm.select(self._scores(rollout), self.algorithm.samples_per_prompt))
+                chosen = rollout.select(self.algorithm.select(rollout.batch, self._scores(rollout)))
         stats = self._learn(step, chosen, timer) if chosen.samples else {}
         scored = rollout.scored()
         return Outcome(stats | rollout_metrics(scored, self.config.rollout), scored, scored.scores.result())

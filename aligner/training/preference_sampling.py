@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.algorithms.online_algorithm import best_and_worst
 from aligner.algorithms.score_shaping import ScoreShaping
+from aligner.algorithms.selections import best_and_worst
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics

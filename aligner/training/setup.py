@@ -6,7 +6,7 @@ import functools
 import os
 from datetime import timedelta
 
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
@@ -263,7 +263,7 @@ def build_colocated_publisher(
         engine.wake()
         return engine.begin_update(version)
 
-    plan = plan_resharding(weights.table, shape.num_layers, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    plan = plan_resharding(shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
     return Publisher(
         plan,
         Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),
@@ -316,5 +316,5 @@ def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions
 def build_kl_controller(settings: AlgorithmConfig) -> KLController:
     """A fixed coefficient, or one that follows a target."""
     if settings.kl_target is None:
-        return FixedKLController(settings.kl_coefficient)
-    return AdaptiveKLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)
+        return KLController(settings.kl_coefficient)
+    return KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon)

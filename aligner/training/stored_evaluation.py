@@ -113,7 +113,7 @@ def _reference_scores(job: EvaluationJob, settings: EngineConfig) -> Tensor:
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:
-    from aligner.megatron.stored_model import stored_logprobs
+    from aligner.megatron.policy import stored_logprobs
 
     batch = collate(samples, 0)
     model = MegatronModelConfig(precision=settings.precision)

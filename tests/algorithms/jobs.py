@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses import Stats
-from aligner.algorithms.online_algorithm import build_online_algorithm, clipped_surrogate
-from aligner.data.types import Experience
+from aligner.algorithms.online_algorithm import build_online_algorithm
+from aligner.algorithms.online_losses import LossContext, clipped_surrogate
+from aligner.data.types import Experience, Stats
 from aligner.megatron import world as worlds
 from aligner.schema import AlgorithmConfig, Config
 from tests.megatron.jobs import make_experience, policy
@@ -25,7 +25,7 @@ def corrected_loss(
     logprobs: Tensor, entropy: Tensor, rows: Experience, denominator: float, *, level: str
 ) -> tuple[Tensor, Stats]:
     settings = AlgorithmConfig(truncated_importance=level, truncated_importance_cap=1.5)
-    return clipped_surrogate(logprobs, rows, settings=settings, weights=None, denominator=denominator)
+    return clipped_surrogate(logprobs, rows, LossContext(settings, 0.0, denominator, weights=None))
 
 
 def stale_experience(vocab_size: int) -> Experience:

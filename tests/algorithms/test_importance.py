@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, tensor
 
 from aligner.algorithms.losses import policy_loss
-from aligner.algorithms.online_algorithm import build_objective
+from aligner.algorithms.online_losses import LossContext, clipped_surrogate
 from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.families import read_config
@@ -170,19 +170,24 @@ EXPERIENCE = Experience(
     tokens=torch.zeros(1, 4, dtype=torch.int64),
     lengths=tensor([4]),
     mask=ALL,
+    prompt_lengths=tensor([1]),
     engine_logprobs=BEHAVIOR,
+    weight_versions=UNUSED.long(),
+    finish_reasons=tensor([0]),
+    groups=tensor([0]),
+    scores=tensor([0.0]),
+    rewards=UNUSED,
+    values=UNUSED,
     old_logprobs=PROXIMAL,
     reference_logprobs=UNUSED,
-    values=UNUSED,
-    rewards=UNUSED,
     advantages=ADVANTAGES,
     returns=UNUSED,
 )
 
 
 def objective(**keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = build_objective(AlgorithmConfig(**keys), samples_per_prompt=1)
-    return loss(NEW, EXPERIENCE, weights=None, denominator=3.0, kl_coefficient=0.0)
+    context = LossContext(AlgorithmConfig(**keys), kl_coefficient=0.0, denominator=3.0, weights=None)
+    return clipped_surrogate(NEW, EXPERIENCE, context)
 
 
 def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proximal():

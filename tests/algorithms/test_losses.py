@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from aligner.algorithms import losses
+from aligner.algorithms import losses, preference_losses
+from aligner.data.types import Stats
 
 Drawn = dict[str, Tensor]
 GROUP = 3
@@ -96,7 +97,7 @@ def label_term(row: Drawn, t: int) -> Tensor:
     return -torch.log(probability if row["labels"][t] == 1 else 1 - probability)
 
 
-def clipped(drawn: Drawn, denominator: float | None, **options: Any) -> tuple[Tensor, losses.Stats]:
+def clipped(drawn: Drawn, denominator: float | None, **options: Any) -> tuple[Tensor, Stats]:
     proximal = drawn["proximal"] if "behavior_level" in options else None
     return losses.policy_loss(
         *(drawn[name] for name in ("new", "old", "advantages", "mask")),
@@ -108,25 +109,25 @@ def clipped(drawn: Drawn, denominator: float | None, **options: Any) -> tuple[Te
     )
 
 
-def cispo(drawn: Drawn, denominator: float | None) -> tuple[Tensor, losses.Stats]:
+def cispo(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
     inputs = (drawn[name] for name in ("new", "old", "advantages", "mask"))
     return losses.cispo_loss(*inputs, clip_low=0.2, clip_high=0.3, weights=drawn["weights"], denominator=denominator)
 
 
-def policy_gradient(drawn: Drawn, denominator: float | None) -> tuple[Tensor, losses.Stats]:
+def policy_gradient(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
     inputs = (drawn[name] for name in ("new", "advantages", "mask"))
     return losses.reinforce_loss(*inputs, weights=drawn["weights"], denominator=denominator)
 
 
-def value(drawn: Drawn, denominator: float | None) -> tuple[Tensor, losses.Stats]:
+def value(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
     return losses.value_loss(*(drawn[name] for name in ("new", "old", "returns", "mask")), 0.2, denominator)
 
 
-def imitation(drawn: Drawn, denominator: float | None) -> tuple[Tensor, losses.Stats]:
+def imitation(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
     return losses.cross_entropy_loss(drawn["new"], drawn["mask"], denominator), {}
 
 
-def labels(drawn: Drawn, denominator: float | None) -> tuple[Tensor, losses.Stats]:
+def labels(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
     return losses.token_label_loss(drawn["new"], drawn["labels"], drawn["mask"], denominator), {}
 
 
@@ -177,7 +178,7 @@ def test_loss_and_gradient_are_the_formulas_of_the_masked_tokens(loss, formula, 
     assert all(stat.isfinite() and not stat.requires_grad for stat in stats.values())
 
 
-def contrast(drawn: Drawn, denominator: float | None, group_size: int = GROUP) -> tuple[Tensor, losses.Stats]:
+def contrast(drawn: Drawn, denominator: float | None, group_size: int = GROUP) -> tuple[Tensor, Stats]:
     return losses.contrastive_policy_gradient_loss(
         *(drawn[name] for name in ("new", "reference", "scores", "mask")),
         group_size=group_size,
@@ -321,13 +322,15 @@ def test_preference_loss_is_the_mean_of_its_formula_and_adds_up_over_parts(kind,
             else -(1 - smoothing) * math.log(right) - smoothing * math.log(1 - right)
         )
     options = {"beta": beta, "label_smoothing": smoothing, "kind": kind}
-    assert float(losses.dpo_loss(**PAIRS, **options)) == pytest.approx(total / 3)
-    parts = [losses.dpo_loss(**of_rows(PAIRS, rows), **options, denominator=3) for rows in (slice(0, 1), slice(1, 3))]
+    assert float(preference_losses.dpo_loss(**PAIRS, **options)) == pytest.approx(total / 3)
+    parts = [
+        preference_losses.dpo_loss(**of_rows(PAIRS, rows), **options, denominator=3) for rows in (slice(0, 1), slice(1, 3))
+    ]
     assert float(sum(parts)) == pytest.approx(total / 3)
 
 
 def test_preference_statistics_tell_the_implicit_rewards():
-    stats = losses.dpo_stats(**PAIRS, beta=0.5)
+    stats = preference_losses.dpo_stats(**PAIRS, beta=0.5)
     assert float(stats["chosen_reward"]) == pytest.approx(0.5 * (2.0 + 0.5 - 0.5) / 3)
     assert float(stats["rejected_reward"]) == pytest.approx(0.5 * (0.5 + 0.5 + 0.0) / 3)
     assert float(stats["margin"]) == pytest.approx(0.5 * (1.5 + 0.0 - 0.5) / 3)
@@ -340,16 +343,18 @@ def test_reward_loss_asks_for_the_margin(margin):
     margins = margin.tolist() if isinstance(margin, Tensor) else [margin or 0.0] * 3
     differences = [a - b - m for a, b, m in zip(chosen.tolist(), rejected.tolist(), margins, strict=True)]
     expected = [math.log(1 + math.exp(-difference)) for difference in differences]
-    assert float(losses.pairwise_reward_loss(chosen, rejected, margin)) == pytest.approx(sum(expected) / 3)
-    assert float(losses.pairwise_reward_loss(chosen, rejected, margin, denominator=6)) == pytest.approx(sum(expected) / 6)
+    assert float(preference_losses.pairwise_reward_loss(chosen, rejected, margin)) == pytest.approx(sum(expected) / 3)
+    assert float(preference_losses.pairwise_reward_loss(chosen, rejected, margin, denominator=6)) == pytest.approx(
+        sum(expected) / 6
+    )
 
 
 def test_a_pair_of_equal_answers_teaches_nothing():
     shared = tensor([-3.0], requires_grad=True)
     for kind in ("sigmoid", "ipo"):
-        loss = losses.dpo_loss(shared, shared, tensor([-2.0]), tensor([-2.0]), beta=0.1, kind=kind)
+        loss = preference_losses.dpo_loss(shared, shared, tensor([-2.0]), tensor([-2.0]), beta=0.1, kind=kind)
         assert torch.autograd.grad(loss, shared)[0] == 0
-    assert torch.autograd.grad(losses.pairwise_reward_loss(shared, shared), shared)[0] == 0
+    assert torch.autograd.grad(preference_losses.pairwise_reward_loss(shared, shared), shared)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -363,4 +368,4 @@ def test_a_pair_of_equal_answers_teaches_nothing():
 )
 def test_preference_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        losses.dpo_loss(**PAIRS, **({"beta": 0.1} | options))
+        preference_losses.dpo_loss(**PAIRS, **({"beta": 0.1} | options))

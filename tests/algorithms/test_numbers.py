@@ -9,8 +9,9 @@ import torch
 from torch import tensor
 
 from aligner.algorithms.advantages import dr_grpo, gae, grpo, rloo
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, approximate_kl
-from aligner.algorithms.losses import dpo_loss, pairwise_reward_loss, policy_loss, value_loss
+from aligner.algorithms.kl import KLController, approximate_kl
+from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.algorithms.preference_losses import dpo_loss, pairwise_reward_loss
 from aligner.algorithms.whitening import masked_mean, masked_whiten
 
 DIFFERENCES = tensor([-0.3315, -0.0426, 0.6351])
@@ -29,7 +30,7 @@ def test_kl_estimators_give_the_published_values(estimator, expected):
 
 
 def test_adaptive_kl_coefficient_follows_the_published_steps():
-    controller = AdaptiveKLController(coefficient=0.15, target=6, horizon=10000)
+    controller = KLController(coefficient=0.15, target=6, horizon=10000)
     controller.update(12, 512)
     assert controller.coefficient == pytest.approx(0.151536, abs=1e-9)
     controller.update(3, 512)
@@ -37,7 +38,7 @@ def test_adaptive_kl_coefficient_follows_the_published_steps():
 
 
 def test_fixed_kl_coefficient_stays():
-    controller = FixedKLController(0.15)
+    controller = KLController(0.15)
     controller.update(12, 512)
     assert controller.coefficient == 0.15
 
@@ -45,7 +46,7 @@ def test_fixed_kl_coefficient_stays():
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10000), (6.0, 0)])
 def test_adaptive_kl_needs_a_target_and_a_horizon(target, horizon):
     with pytest.raises(ValueError, match=f"target={target} and horizon={horizon} must be above 0"):
-        AdaptiveKLController(0.15, target, horizon)
+        KLController(0.15, target, horizon)
 
 
 def test_unknown_kl_estimator_is_refused():

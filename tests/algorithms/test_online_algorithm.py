@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import aligner
-from aligner.algorithms.online_algorithm import best, best_and_worst, build_online_algorithm
+from aligner.algorithms.online_algorithm import build_online_algorithm
+from aligner.algorithms.selections import best, best_and_worst
 from aligner.config.compose import compose_config
 from aligner.data.types import Sample, SampleBatch, response_mask
 from aligner.schema import ParallelConfig
@@ -63,13 +64,15 @@ def step(config, seed=0):
         prompt_lengths,
         engine,
         torch.zeros_like(lengths)[:, None].expand(mask.shape),
+        finish_reasons=torch.zeros_like(lengths),
+        groups=torch.arange(rows) // EACH,
     )
     scores = random(rows).round(decimals=1)
     reference = old + 0.1 * random(rows, width - 1)
     values = 0.1 * random(rows, width) if config.algorithm.has_critic else None
     after = torch.where(mask, old + 0.2 * random(rows, width - 1), 0.0)
     if algorithm.select is not None:
-        chosen = algorithm.select(scores, EACH)
+        chosen = algorithm.select(batch, scores)
         batch, scores, old, reference, after = (
             part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
         )

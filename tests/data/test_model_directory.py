@@ -241,7 +241,7 @@ def test_a_file_that_is_no_tokenizer_is_named(copy, content):
             read()
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))

@@ -6,7 +6,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
-from aligner.data.prompts import PromptStream, open_prompts, read_prompts
+from aligner.data.prompts import PromptStream, open_prompts, read_prompts, to_prompt
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
@@ -26,6 +26,10 @@ def stream(tokenizer, *, seed=1, shuffle=True, limit=16, texts=TEXTS) -> PromptS
 
 def texts(prompts):
     return [prompt.text for prompt in prompts]
+
+
+def read_texts(path):
+    return [record.text("prompt") for record in read_prompts(path, "data.path=")]
 
 
 def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(tokenizer, tmp_path):
@@ -73,18 +77,19 @@ def test_a_prompt_outside_the_vocabulary_is_named_with_its_characters(tokenizer)
         stream(tokenizer, texts=["hi", "Hi é"])
 
 
-def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path):
+def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "a\\u2028b"}\n')
     first, second = read_prompts(path, "data.path=")
-    assert (first.text, dict(first.metadata), first.origin) == ("2+2=", {"answer": "4"}, f"{path}:1")
-    assert (second.text, dict(second.metadata)) == ("a\u2028b", {})
+    prompt = to_prompt(first, first.text("prompt"), tokenizer, 16, "16")
+    assert (prompt.text, prompt.metadata, first.origin) == ("2+2=", {"answer": "4"}, f"{path}:1")
+    assert second.values == {"prompt": "a\u2028b"}
 
 
 def test_txt_has_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("first \nzweité\r\nlast".encode())
-    assert texts(read_prompts(path, "data.path=")) == ["first ", "zweité", "last"]
+    assert read_texts(path) == ["first ", "zweité", "last"]
 
 
 def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.data.types import Prompt, Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, InFlight
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
 from aligner.models.families import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
@@ -99,9 +99,9 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
-    """Load a directory's tensors, in groups as small as the update wants them."""
-    tensors, limit = file_tensors(directory), update.group_bytes
+def write(engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
+    """Load a directory's tensors, in groups as small as the engine wants them."""
+    tensors, limit = file_tensors(directory), engine.weight_format.group_bytes
     names = [name for name in stored_tensors(weight_table(shape_of(directory))) if name != leave_out]
     groups: list[list[str]] = [[]]
     for name in names:
@@ -115,10 +115,21 @@ def write(update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
         update.load(group)
 
 
-def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: InFlight = "finish") -> None:
-    update = engine.begin_update(version, in_flight)
-    write(update, directory)
+def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: str = "finish") -> None:
+    engine._settings = dataclasses.replace(engine._settings, in_flight=in_flight)
+    update = engine.begin_update(version)
+    write(engine, update, directory)
     update.commit()
+
+
+def generate(engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
+    """One sample per request, in order."""
+    generation = engine.start(requests, options)
+    try:
+        samples = advance(generation)
+    finally:
+        generation.cancel()
+    return [samples[index] for index in range(len(requests))]
 
 
 def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:

@@ -17,7 +17,7 @@ from aligner.models.families import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import EngineConfig, EngineParallelConfig
-from tests.engines.engines import load_directory
+from tests.engines.engines import generate, load_directory
 
 LENGTHS = (3, 7, 1, 7, 5)
 
@@ -113,7 +113,7 @@ def load_transformers(directory: Path):
 
 def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_directory):
     model = load_transformers(any_directory)
-    samples = make_engine(any_directory).generate(make_requests(), SamplingOptions(12, greedy=True))
+    samples = generate(make_engine(any_directory), make_requests(), SamplingOptions(12, greedy=True))
     for prompt, sample in zip(make_prompts(), samples, strict=True):
         wanted = model.generate(prompt.tokens[None], max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         assert sample.tokens.tolist() == wanted.tolist()
@@ -124,7 +124,7 @@ def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_di
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature):
     model = load_transformers(any_directory)
-    for sample in make_engine(any_directory).generate(make_requests(3), SamplingOptions(10, temperature)):
+    for sample in generate(make_engine(any_directory), make_requests(3), SamplingOptions(10, temperature)):
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
         wanted = (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
@@ -134,20 +134,20 @@ def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature)
 def test_a_sample_is_the_same_alone_and_in_any_batch(tied_directory):
     requests = make_requests(4)
     options = SamplingOptions(12)
-    together = make_engine(tied_directory).generate(requests, options)
+    together = generate(make_engine(tied_directory), requests, options)
     assert len({tuple(response(sample)) for sample in together[:4]}) == 4
-    backwards = make_engine(tied_directory, batch_size=7).generate(requests[::-1], options)[::-1]
+    backwards = generate(make_engine(tied_directory, batch_size=7), requests[::-1], options)[::-1]
     for request, one, other in zip(requests, together, backwards, strict=True):
-        (alone,) = make_engine(tied_directory, batch_size=1).generate([request], options)
+        (alone,) = generate(make_engine(tied_directory, batch_size=1), [request], options)
         assert response(one) == response(other) == response(alone)
         assert (one.prompt_id, one.sample_index) == (request.prompt.id, request.sample_index)
         torch.testing.assert_close(one.engine_logprobs, alone.engine_logprobs, atol=1e-5, rtol=0)
 
 
 def test_another_seed_or_longer_limit(tied_directory):
-    short = make_engine(tied_directory).generate(make_requests(2), SamplingOptions(5))
-    long = make_engine(tied_directory).generate(make_requests(2), SamplingOptions(9))
-    other = make_engine(tied_directory, seed=8).generate(make_requests(2), SamplingOptions(5))
+    short = generate(make_engine(tied_directory), make_requests(2), SamplingOptions(5))
+    long = generate(make_engine(tied_directory), make_requests(2), SamplingOptions(9))
+    other = generate(make_engine(tied_directory, seed=8), make_requests(2), SamplingOptions(5))
     assert [response(sample) for sample in short] == [response(sample)[:5] for sample in long]
     assert [response(sample) for sample in short] != [response(sample) for sample in other]
 
@@ -156,7 +156,8 @@ def generate_on_rank(directory: Path, samples: int, options: SamplingOptions) ->
     import torch.distributed as dist
 
     engine = make_engine(directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD)
-    return [(response(sample), sample.engine_logprobs.tolist()) for sample in engine.generate(make_requests(samples), options)]
+    drawn = generate(engine, make_requests(samples), options)
+    return [(response(sample), sample.engine_logprobs.tolist()) for sample in drawn]
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
@@ -165,7 +166,7 @@ def test_two_tensor_parallel_ranks_return_the_samples_of_one(pool, directory, gr
     options = SamplingOptions(12, greedy=greedy, stop_token_ids=tuple(range(0, 200, 9)))
     first, second = pool.run(generate_on_rank, 2, directory, 2, options)
     assert first == second
-    for (tokens, logprobs), alone in zip(first, make_engine(directory).generate(make_requests(2), options), strict=True):
+    for (tokens, logprobs), alone in zip(first, generate(make_engine(directory), make_requests(2), options), strict=True):
         assert tokens == response(alone)
         torch.testing.assert_close(torch.tensor(logprobs), alone.engine_logprobs, atol=1e-4, rtol=0)
 
@@ -174,8 +175,8 @@ def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_direct
     engine = make_engine(tied_directory)
     stops = tuple(range(0, 200, 8))
     requests = make_requests(6)
-    free = engine.generate(requests, SamplingOptions(20))
-    stopped = engine.generate(requests, SamplingOptions(20, stop_token_ids=stops))
+    free = generate(engine, requests, SamplingOptions(20))
+    stopped = generate(engine, requests, SamplingOptions(20, stop_token_ids=stops))
     assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
     for unlimited, sample in zip(free, stopped, strict=True):
         tokens = response(unlimited)
@@ -189,14 +190,14 @@ def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_direct
 def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tied_directory):
     engine = make_engine(tied_directory)
     options = SamplingOptions(4, greedy=True)
-    before = engine.generate(make_requests(), options)
+    before = generate(engine, make_requests(), options)
     update = engine.begin_update(5)
     for name, view in update.views(list(engine.weights)).items():
         view.copy_(engine.weights[name] * 0.5 if view.dim() == 2 else engine.weights[name])
     update.views(["model.embed_tokens.weight"])["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
     update.load(list(engine.weights))
     update.commit()
-    after = engine.generate(make_requests(), options)
+    after = generate(engine, make_requests(), options)
     assert all(sample.weight_versions.tolist() == [0] * 4 for sample in before)
     assert all(sample.weight_versions.tolist() == [5] * 4 for sample in after)
     assert [response(sample) for sample in before] != [response(sample) for sample in after]
@@ -218,12 +219,12 @@ def test_a_sharded_directory_loads_like_a_single_file(tied_directory, tmp_path):
     sharded = save_llama(tmp_path, tied=True, max_shard_size="30KB")
     assert (sharded / "model.safetensors.index.json").is_file()
     options = SamplingOptions(6, greedy=True)
-    one, other = (make_engine(path).generate(make_requests(), options) for path in (tied_directory, sharded))
+    one, other = (generate(make_engine(path), make_requests(), options) for path in (tied_directory, sharded))
     assert [response(sample) for sample in one] == [response(sample) for sample in other]
 
 
 def test_samples_can_be_used_in_a_differentiated_expression(tied_directory):
-    sample = make_engine(tied_directory).generate(make_requests(), SamplingOptions(3))[0]
+    sample = generate(make_engine(tied_directory), make_requests(), SamplingOptions(3))[0]
     weight = torch.ones(3, requires_grad=True)
     (weight * sample.engine_logprobs).sum().backward()
     assert torch.equal(weight.grad, sample.engine_logprobs)
@@ -233,21 +234,21 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tie
     engine = make_engine(tied_directory)
     long = GenerationRequest(Prompt(41, "", torch.zeros(60, dtype=torch.int64)), 0)
     with pytest.raises(AlignerError, match=r"prompt 41 has 60 tokens; with max_new_tokens=5 .* 64 positions"):
-        engine.generate([*make_requests(), long], SamplingOptions(5))
-    (sample,) = engine.generate([long], SamplingOptions(4))
+        generate(engine, [*make_requests(), long], SamplingOptions(5))
+    (sample,) = generate(engine, [long], SamplingOptions(4))
     assert len(sample.tokens) == 64
     with pytest.raises(AlignerError, match="prompt 42 is empty"):
-        engine.generate([GenerationRequest(Prompt(42, "", torch.zeros(0, dtype=torch.int64)), 0)], SamplingOptions(4))
+        generate(engine, [GenerationRequest(Prompt(42, "", torch.zeros(0, dtype=torch.int64)), 0)], SamplingOptions(4))
     with pytest.raises(AlignerError, match="prompt 43 has token ids from 5 to 200"):
-        engine.generate([GenerationRequest(Prompt(43, "", torch.tensor([5, 200])), 0)], SamplingOptions(4))
+        generate(engine, [GenerationRequest(Prompt(43, "", torch.tensor([5, 200])), 0)], SamplingOptions(4))
     with pytest.raises(AlignerError, match="max_new_tokens=0"):
-        engine.generate(make_requests(), SamplingOptions(0))
+        generate(engine, make_requests(), SamplingOptions(0))
 
 
 def test_an_engine_without_weights_does_not_generate(tied_directory):
     engine = EmbeddedEngine(shape_of(tied_directory), EngineConfig(), 0, 1)
     with pytest.raises(AlignerError, match="no weights: none were published yet"):
-        engine.generate(make_requests(), SamplingOptions(2))
+        generate(engine, make_requests(), SamplingOptions(2))
 
 
 def test_a_model_that_does_not_divide_is_refused(tied_directory):

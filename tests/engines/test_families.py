@@ -13,7 +13,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
-from tests.engines.engines import load_directory
+from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
 
 LENGTHS = (3, 9, 1, 9)
@@ -33,7 +33,7 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
-    samples = engine.generate(requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
+    samples = generate(engine, requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from aligner import cli
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
-from aligner.data.prompts import PromptText
+from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
@@ -265,7 +265,7 @@ def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there
     source, output = find_source(model("llama3")), tmp_path / "out.jsonl"
     output.write_text("kept")
     job = generate.plan_job(
-        source, [PromptText("hi", "here")], samples=3, seed=1, stop_at_eos=False, max_new_tokens=4, temperature=1.0
+        source, [Record({"prompt": "hi"}, "here")], samples=3, seed=1, stop_at_eos=False, max_new_tokens=4, temperature=1.0
     )
 
     def fail(done: generate.Progress) -> None:

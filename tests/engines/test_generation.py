@@ -16,6 +16,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig
+from tests.engines.engines import generate
 from tests.engines.test_embedded import (
     load_transformers,
     make_engine,
@@ -76,19 +77,19 @@ def assert_same(samples: list[Sample], others: list[Sample]) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_samples_are_the_same_whatever_number_of_rows_they_share(directory, rows):
     requests = mixed_requests()
-    samples = make_engine(directory, batch_size=rows).generate(requests, OPTIONS)
-    alone = [make_engine(directory).generate([request], OPTIONS)[0] for request in requests]
+    samples = generate(make_engine(directory, batch_size=rows), requests, OPTIONS)
+    alone = [generate(make_engine(directory), [request], OPTIONS)[0] for request in requests]
     assert_same(samples, alone)
     assert [len(response(sample)) for sample in samples] == [request.max_new_tokens for request in requests]
 
 
 def test_samples_are_the_same_in_any_order_and_however_replicas_share_them(directory):
     requests = mixed_requests()
-    expected = make_engine(directory).generate(requests, OPTIONS)
+    expected = generate(make_engine(directory), requests, OPTIONS)
     order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = make_engine(directory, batch_size=3).generate([requests[at] for at in order], OPTIONS)
+    shuffled = generate(make_engine(directory, batch_size=3), [requests[at] for at in order], OPTIONS)
     assert_same(shuffled, [expected[at] for at in order])
-    halves = [make_engine(directory, rank=replica).generate(requests[replica::2], OPTIONS) for replica in (0, 1)]
+    halves = [generate(make_engine(directory, rank=replica), requests[replica::2], OPTIONS) for replica in (0, 1)]
     assert_same(halves[0], expected[0::2])
     assert_same(halves[1], expected[1::2])
 
@@ -97,7 +98,7 @@ def test_a_free_row_is_given_to_the_next_response(directory):
     requests = [GenerationRequest(prompt, 0, limit) for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)]
     engine = make_engine(directory, batch_size=2)
     steps = observed(engine)
-    engine.generate(requests, OPTIONS)
+    generate(engine, requests, OPTIONS)
     # The short ones run one after another beside the long one: 9 steps, not 2 + 9 + 2.
     assert len(steps) == 9
 
@@ -107,11 +108,11 @@ def test_a_prompt_is_run_once_for_all_its_samples(directory):
     steps = observed(engine)
     prompt = make_prompts()[3]
     # Samples of one prompt join together at first, and later beside siblings that still run.
-    engine.generate([GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))], OPTIONS)
+    generate(engine, [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))], OPTIONS)
     assert [len(step.prompts.tokens) for step in steps if step.prompts is not None] == [len(prompt.tokens)]
     engine = make_engine(directory)
     steps = observed(engine)
-    engine.generate(make_requests(4), OPTIONS)
+    generate(engine, make_requests(4), OPTIONS)
     distinct = {tuple(prompt.tokens.tolist()) for prompt in make_prompts()}
     assert sum(len(step.prompts.lengths) for step in steps if step.prompts is not None) == len(distinct)
 
@@ -135,21 +136,21 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
     requests = [GenerationRequest(prompt, 0) for prompt in prompts]
     free, short = make_engine(directory), make_engine(directory, kv_cache_mib=1)
     steps = observed(short)
-    assert_same(short.generate(requests, SamplingOptions(4)), free.generate(requests, SamplingOptions(4)))
+    assert_same(generate(short, requests, SamplingOptions(4)), generate(free, requests, SamplingOptions(4)))
     rows = (1 << 20) // (2 * 3 * 2 * 8 * 4 * 703)
     assert max(len(step.tokens) for step in steps) == min(3, rows)
     assert short._machine.cache.nbytes <= 1 << 20
     long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
     with pytest.raises(AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"):
-        short.generate([*requests, long], SamplingOptions(4))
-    assert len(short.generate(requests, SamplingOptions(4))) == 3
+        generate(short, [*requests, long], SamplingOptions(4))
+    assert len(generate(short, requests, SamplingOptions(4))) == 3
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(64, 1), (64, 5), (3, 7)])
 def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory, rows, steps):
     """Drawn, not greedy; with three rows some have not been begun, and some are in rows that others had before."""
     engine, requests = make_engine(directory, batch_size=rows), mixed_requests()
-    expected = make_engine(directory).generate(requests, OPTIONS)
+    expected = generate(make_engine(directory), requests, OPTIONS)
     generation = engine.start(requests, OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
     begun = dict(generation.unfinished())
@@ -158,7 +159,7 @@ def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory,
     assert {len(sample.response) for sample in begun.values()} >= ({0, 2} if rows == 3 else {steps})
     rest = list(reversed(begun))
     wanted = [dataclasses.replace(requests[place], begun=begun[place]) for place in rest]
-    samples |= zip(rest, engine.generate(wanted, OPTIONS), strict=True)
+    samples |= zip(rest, generate(engine, wanted, OPTIONS), strict=True)
     assert_same([samples[place] for place in range(len(requests))], expected)
     assert all(torch.equal(samples[place].weight_versions, one.weight_versions) for place, one in enumerate(expected))
 
@@ -176,7 +177,8 @@ def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
 def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):
     """An open update to a directory's weights, all written."""
     source = make_engine(directory).weights
-    update = engine.begin_update(version, in_flight)
+    engine._settings = dataclasses.replace(engine._settings, in_flight=in_flight)
+    update = engine.begin_update(version)
     for name, view in update.views(list(source)).items():
         view.copy_(source[name])
     update.load(list(source))
@@ -187,7 +189,7 @@ def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="fini
 def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(directory, other_directory, update_kind):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
-    before, after = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    before, after = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
     generation = engine.start(requests, OPTIONS)
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
@@ -217,7 +219,7 @@ def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(director
 def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weights(directory, other_directory, update_kind):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
-    before, after = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    before, after = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
     generation = engine.start(requests, OPTIONS)
     generation.step()
     begin(engine, other_directory, 1, "finish").commit()
@@ -232,17 +234,17 @@ def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weight
 
 def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, other_directory):
     engine, requests = make_engine(directory), make_requests()
-    old, new = (make_engine(path).generate(requests, OPTIONS) for path in (directory, other_directory))
+    old, new = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
     for version in (1, 2):
         update = begin(engine, other_directory, version)
-        assert_same(engine.generate(requests, OPTIONS), old)
+        assert_same(generate(engine, requests, OPTIONS), old)
         assert engine.version == 0
         update.abort()
-        assert_same(engine.generate(requests, OPTIONS), old)
+        assert_same(generate(engine, requests, OPTIONS), old)
     begin(engine, other_directory, 3).commit()
-    assert_same(engine.generate(requests, OPTIONS), new)
+    assert_same(generate(engine, requests, OPTIONS), new)
     begin(engine, directory, 4).commit()  # the two sets of weights change places again
-    assert_same(engine.generate(requests, OPTIONS), old)
+    assert_same(generate(engine, requests, OPTIONS), old)
     assert engine.version == 4
 
 
@@ -250,12 +252,12 @@ def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
     engine = make_engine(directory, update="in_place")
     update = begin(engine, directory, 6)
     with pytest.raises(AlignerError, match="no weights: the update to version 6 is under way"):
-        engine.generate(make_requests(), OPTIONS)
+        generate(engine, make_requests(), OPTIONS)
     update.abort()
     with pytest.raises(AlignerError, match="the update to version 6 failed and had begun to overwrite them; publish again"):
-        engine.generate(make_requests(), OPTIONS)
+        generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 7).commit()
-    assert len(engine.generate(make_requests(), OPTIONS)) == 5
+    assert len(generate(engine, make_requests(), OPTIONS)) == 5
 
 
 def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
@@ -276,7 +278,7 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
 
 def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     engine = make_engine(directory)
-    before = engine.generate(make_requests(), OPTIONS)
+    before = generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 1).commit()
     held = engine.nbytes
     generation = engine.start(make_requests(), OPTIONS)
@@ -285,20 +287,20 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     generation.cancel()
     engine.sleep()
     assert engine.nbytes < held
-    for attempt in (lambda: engine.generate(make_requests(), OPTIONS), lambda: engine.begin_update(2)):
+    for attempt in (lambda: generate(engine, make_requests(), OPTIONS), lambda: engine.begin_update(2)):
         with pytest.raises(AlignerError, match=r"the engine sleeps .* wake it first"):
             attempt()
     engine.wake()
-    assert_same(engine.generate(make_requests(), OPTIONS), before)
+    assert_same(generate(engine, make_requests(), OPTIONS), before)
     engine.sleep(keep_weights=False)
     engine.sleep(keep_weights=False)
     assert engine.nbytes == 0
     engine.wake()
     assert engine.version is None
     with pytest.raises(AlignerError, match="dropped when the engine went to sleep"):
-        engine.generate(make_requests(), OPTIONS)
+        generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 2).commit()
-    assert_same(engine.generate(make_requests(), OPTIONS), before)
+    assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
 def test_a_second_generation_waits_for_the_first(directory):
@@ -308,15 +310,15 @@ def test_a_second_generation_waits_for_the_first(directory):
         engine.start(make_requests(), OPTIONS)
     first.cancel()
     assert first.done
-    assert len(engine.generate(make_requests(), OPTIONS)) == 5
+    assert len(generate(engine, make_requests(), OPTIONS)) == 5
 
 
 def test_no_response_ends_before_its_least_length(directory):
     stops = tuple(range(0, 200, 2))
     engine, requests = make_engine(directory), make_requests(4)
     for greedy in (False, True):
-        early = engine.generate(requests, SamplingOptions(12, stop_token_ids=stops, greedy=greedy))
-        late = engine.generate(requests, SamplingOptions(12, min_new_tokens=6, stop_token_ids=stops, greedy=greedy))
+        early = generate(engine, requests, SamplingOptions(12, stop_token_ids=stops, greedy=greedy))
+        late = generate(engine, requests, SamplingOptions(12, min_new_tokens=6, stop_token_ids=stops, greedy=greedy))
         assert min(len(response(sample)) for sample in early) < 6 < max(len(response(sample)) for sample in late)
         for sample in late:
             assert not set(response(sample)[:6]) & set(stops)
@@ -342,7 +344,7 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
             view.copy_(owner.weights[name])
     update.load(list(owner.weights))
     update.commit()
-    assert_same(engine.generate(make_requests(), OPTIONS), owner.generate(make_requests(), OPTIONS))
+    assert_same(generate(engine, make_requests(), OPTIONS), generate(owner, make_requests(), OPTIONS))
     shared = sum(parameter.numel * 4 for parameter in parameters(shape_of(directory), 1) if parameter.name in theirs)
     assert engine.weights["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
         owner.weights["model.layers.0.mlp.up_proj.weight"].data_ptr()
@@ -352,7 +354,7 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
 
 def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory, monkeypatch):
     engine = make_engine(directory)
-    before = engine.generate(make_requests(), OPTIONS)
+    before = generate(engine, make_requests(), OPTIONS)
     engine.sleep(keep_weights=False)
     with monkeypatch.context() as patch:
         patch.setattr(EmbeddedEngine, "_allocate", lambda _: (_ for _ in ()).throw(MemoryError))
@@ -362,25 +364,25 @@ def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory
         engine.begin_update(1)
     engine.wake()
     begin(engine, directory, 1).commit()
-    assert_same(engine.generate(make_requests(), OPTIONS), before)
+    assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
 def test_weights_that_are_not_numbers_are_named_and_leave_no_trace(directory):
     engine = make_engine(directory)
-    before = engine.generate(make_requests(), OPTIONS)
+    before = generate(engine, make_requests(), OPTIONS)
     for options in (OPTIONS, SamplingOptions(12, greedy=True), SamplingOptions(12, top_p=0.9)):
         update = begin(engine, directory, 1)
         update.views(["model.norm.weight"])["model.norm.weight"][0] = float("nan")
         update.commit()
         with pytest.raises(AlignerError, match=r"not finite: .* version 1"):
-            engine.generate(make_requests(), options)
+            generate(engine, make_requests(), options)
         begin(engine, directory, 2).commit()
-        assert_same(engine.generate(make_requests(), OPTIONS), before)
+        assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
 def test_a_step_that_failed_can_be_taken_again(directory):
     engine = make_engine(directory, batch_size=7)
-    expected = make_engine(directory).generate(make_requests(2), OPTIONS)
+    expected = generate(make_engine(directory), make_requests(2), OPTIONS)
     generation = engine.start(make_requests(2), OPTIONS)
     samples = dict(pair for _ in range(3) for pair in generation.step())
     forward = engine._machine.forward
@@ -402,7 +404,7 @@ def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
     engine = make_engine(save_model(tmp_path, "llama", max_position_embeddings=4096))
     steps = observed(engine)
     prompts = [Prompt(index, "", torch.arange(length) % 200) for index, length in enumerate([3000, *range(2, 20)])]
-    engine.generate([GenerationRequest(prompt, 0) for prompt in prompts], SamplingOptions(2))
+    generate(engine, [GenerationRequest(prompt, 0) for prompt in prompts], SamplingOptions(2))
     padded = [len(step.prompts.lengths) * step.prompts.width for step in steps if step.prompts is not None]
     assert len(padded) > 1
     assert max(padded) <= 8192
@@ -410,7 +412,7 @@ def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
 
 def test_a_larger_cache_takes_the_place_of_the_smaller_one(directory):
     engine = make_engine(directory)
-    engine.generate(make_requests()[:1], OPTIONS)
+    generate(engine, make_requests()[:1], OPTIONS)
     cache = engine._machine.cache
     held = []
 

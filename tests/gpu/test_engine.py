@@ -17,7 +17,7 @@ from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineConfig, ParallelConfig
-from tests.engines.engines import load_directory
+from tests.engines.engines import generate, load_directory
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
 from tests.megatron import families
 
@@ -56,20 +56,20 @@ def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precisi
     vocabulary = shape_of(path).vocab_size
     prompts = [dataclasses.replace(prompt, tokens=prompt.tokens % vocabulary) for prompt in make_prompts()]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
-    samples = make_engine(path, precision=precision).generate(requests, options)
+    samples = generate(make_engine(path, precision=precision), requests, options)
     difference = differences(path, samples)
     assert (difference.max() < 1e-4) if precision == "fp32" else (difference.mean() < 5e-2)
 
 
 def test_recorded_steps_draw_what_others_draw(directory):
     recorded = make_engine(directory, precision="fp32")
-    samples = recorded.generate(make_requests(4), OPTIONS)
-    plain = make_engine(directory, precision="fp32", cuda_graphs=False).generate(make_requests(4), OPTIONS)
+    samples = generate(recorded, make_requests(4), OPTIONS)
+    plain = generate(make_engine(directory, precision="fp32", cuda_graphs=False), make_requests(4), OPTIONS)
     assert recorded._graphs is not None and recorded._graphs.recorded
     assert [response(sample) for sample in samples] == [response(sample) for sample in plain]
     for sample, other in zip(samples, plain, strict=True):
         torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-4, rtol=0)
-    assert [response(sample) for sample in recorded.generate(make_requests(4), OPTIONS)] == [
+    assert [response(sample) for sample in generate(recorded, make_requests(4), OPTIONS)] == [
         response(sample) for sample in samples
     ]
 
@@ -77,13 +77,13 @@ def test_recorded_steps_draw_what_others_draw(directory):
 @pytest.mark.parametrize("kind", ["atomic", "in_place"])
 def test_recorded_steps_see_new_weights(directory, kind):
     engine = make_engine(directory, precision="fp32", update=kind)
-    before = engine.generate(make_requests(), OPTIONS)
+    before = generate(engine, make_requests(), OPTIONS)
     update = engine.begin_update(1)
     for name, view in update.views(list(engine.weights)).items():
         view.copy_(engine.weights[name].flip(-1).clone())
         update.load([name])
     update.commit()
-    after = engine.generate(make_requests(), OPTIONS)
+    after = generate(engine, make_requests(), OPTIONS)
     assert [response(sample) for sample in before] != [response(sample) for sample in after]
     assert all(sample.weight_versions.tolist() == [1] * 12 for sample in after)
 
@@ -93,7 +93,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     path = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
     empty = torch.cuda.memory_allocated()
     engine = make_engine(path)
-    before = engine.generate(make_requests(8), OPTIONS)
+    before = generate(engine, make_requests(8), OPTIONS)
     held = torch.cuda.memory_allocated() - empty
     engine.sleep(keep_weights=keep_weights)
     engine.sleep(keep_weights=keep_weights)
@@ -101,7 +101,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights
     engine.wake()
     if not keep_weights:
         load_directory(engine, path)
-    assert [response(sample) for sample in engine.generate(make_requests(8), OPTIONS)] == [
+    assert [response(sample) for sample in generate(engine, make_requests(8), OPTIONS)] == [
         response(sample) for sample in before
     ]
 
@@ -116,7 +116,7 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     places = {name: view.data_ptr() for name, view in engine.weights.items()}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
-        plan = plan_resharding(table, shape.num_layers, ParallelConfig(), engine.weight_format.layout)
+        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
         publisher = Publisher(
             plan,

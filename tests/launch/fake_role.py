@@ -15,8 +15,8 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from aligner.errors import TransientError
-from aligner.launch.kernel import LAUNCHER_PID, end_with_launcher
+from aligner.exit_codes import RESUMABLE
+from aligner.launch.processes import LAUNCHER_PID, end_with_launcher
 
 RANK = int(os.environ["RANK"])
 
@@ -34,7 +34,7 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def serve(role: str, run: Path) -> None:
-    from aligner.launch.roles import served_model
+    from aligner.launch.server_ports import served_model
 
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
     Ready.model = served_model(role)
@@ -133,7 +133,7 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "crash_at_first":
             if not (run / "died").exists():
                 (run / "died").touch()
-                os._exit(TransientError.exit_code)
+                os._exit(RESUMABLE)
             serve(role, run)
         case "leave_grandchild":
             # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from aligner.config.compose import compose_config
 from aligner.config.prerequisites import plan_run
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, Interrupted, Stopped
+from aligner.exit_codes import exit_code
 from aligner.launch.local import launch
 
 ROLE = Path(__file__).with_name("fake_role.py")
@@ -23,10 +24,12 @@ def main() -> int:
         return (sys.executable, str(ROLE), group, str(file), behavior)
 
     try:
-        return launch(plan_run(compose_config(json.loads(sys.argv[1]), directory), directory), command)
-    except AlignerError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        launch(plan_run(compose_config(json.loads(sys.argv[1]), directory), directory), command)
+    except (AlignerError, Interrupted, Stopped) as error:
+        if isinstance(error, AlignerError):
+            print(error, file=sys.stderr)
+        return exit_code(error)
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
+from aligner.launch.rank_environment import DEVICES, IS_TASK, adopt_environment
 from aligner.launch.slurm import submit as submitting
 from aligner.launch.slurm.allocation import Nodes, read_allocation
-from aligner.launch.slurm.commands import PATIENT, slurm_command
-from aligner.launch.slurm.script import render_script
-from aligner.launch.slurm.step import Step, TaskRank, configured_environment, srun_command
-from aligner.launch.slurm.submit import submit
-from aligner.launch.task import DEVICES, IS_TASK, adopt_task
-from aligner.paths import RunPaths, run_paths
+from aligner.launch.slurm.job_steps import Step, TaskRank, configured_environment, srun_command
+from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
+from aligner.launch.slurm.submit import render_script, submit
+from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 from tests.launch.stand_ins import stand_in
 
@@ -88,7 +87,7 @@ def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
     layout = slurm_layout(made)
     cores = None if layout.is_shared(layout.places[role]) else 6
-    return srun_command(made, run_paths(made), role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"])
+    return srun_command(made, role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"])
 
 
 def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
@@ -217,7 +216,7 @@ def test_a_task_sees_its_roles_devices_among_those_of_its_step(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None, seen: str
 ) -> None:
     as_task(monkeypatch, visible, chosen)
-    adopt_task()
+    adopt_environment()
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("9", "1", seen)
 
 
@@ -226,7 +225,7 @@ def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         AlignerError, match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone"
     ):
-        adopt_task()
+        adopt_environment()
 
 
 def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from aligner.config.compose import compose_config, save_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.state import RoleState, RunState, read_state, write_state
+from aligner.launch.launcher_state import LauncherState, RoleState, read_state
 from aligner.launch.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launch.stand_ins import stand_in
@@ -132,13 +132,13 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
 
-def made_run(directory: Path, state: RunState | None, steps: int, *overrides: str) -> Path:
+def made_run(directory: Path, state: LauncherState | None, steps: int, *overrides: str) -> Path:
     """A run directory as it is left by a run of five steps."""
     directory.mkdir()
     composed = compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5", *overrides])
     save_config(composed, directory / "config.yaml")
     if state is not None:
-        write_state(state, RunPaths(directory).status)
+        state.write(RunPaths(directory).status)
     records = [{"step": step, "reward/mean": 0.5, "time/step": 2.0} for step in range(1, steps + 1)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
@@ -146,7 +146,7 @@ def made_run(directory: Path, state: RunState | None, steps: int, *overrides: st
 
 def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path: Path) -> None:
     roles = {"trainer": RoleState(8, healthy=True)}
-    state = RunState(1, None, "node-17", time.time() - 500, roles, job="4242")
+    state = LauncherState(1, None, "node-17", time.time() - 500, roles, job="4242")
     run = made_run(tmp_path / "run", state, steps=2)
     status = read_status(run)
     assert (status.state, status.job, status.roles["trainer"].health) == ("running", "4242", "healthy")
@@ -181,7 +181,9 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
     stand_in(tmp_path, monkeypatch, "squeue", squeue)
     monkeypatch.setattr("aligner.launch.status._SLURM_S", 1.0)
     now = time.time()
-    stopped = RunState(1, None, "node-17", now - 500, {}, "4242", now if exit_code else None, exit_code, "stopped by SIGTERM")
+    stopped = LauncherState(
+        1, None, "node-17", now - 500, {}, "4242", now if exit_code else None, exit_code, "stopped by SIGTERM"
+    )
     run = made_run(tmp_path / "run", stopped, 2, "cluster=slurm", f"cluster.slurm.requeue={requeue}")
     if exit_code is None:
         os.utime(run / "status.json", (now - 400,) * 2)
@@ -191,7 +193,7 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
 
 
 def test_a_number_that_another_process_has_got_is_not_the_launchers(tmp_path: Path) -> None:
-    state = RunState(os.getpid(), 12345, os.uname().nodename, time.time(), {}, None)
+    state = LauncherState(os.getpid(), 12345, os.uname().nodename, time.time(), {}, None)
     assert read_status(made_run(tmp_path / "run", state, steps=1)).state == "stopped"
 
 

@@ -41,8 +41,26 @@ def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experienc
     tokens = torch.where(torch.arange(width) < lengths[:, None], tokens, 0)
     mask = response_mask(lengths, prompt_lengths, width)
     old = -4 + 0.1 * torch.randn(batch, width - 1, generator=generator)
-    rest = [torch.where(mask, torch.randn(batch, width - 1, generator=generator), 0.0) for _ in range(5)]
-    return Experience(tokens, lengths, mask, old, torch.where(mask, old, 0.0), *rest)
+    reference, values, rewards, advantages, returns = (
+        torch.where(mask, torch.randn(batch, width - 1, generator=generator), 0.0) for _ in range(5)
+    )
+    return Experience(
+        tokens=tokens,
+        lengths=lengths,
+        mask=mask,
+        prompt_lengths=prompt_lengths,
+        engine_logprobs=old,
+        weight_versions=torch.zeros_like(mask, dtype=torch.int64),
+        finish_reasons=torch.zeros_like(lengths),
+        groups=torch.arange(batch) // 2,
+        scores=rewards.sum(1),
+        rewards=rewards,
+        values=values,
+        old_logprobs=torch.where(mask, old, 0.0),
+        reference_logprobs=reference,
+        advantages=advantages,
+        returns=returns,
+    )
 
 
 def loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -210,7 +228,7 @@ def attend(
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from aligner.megatron.attention import PackedAttention
+    from aligner.megatron.layers import PackedAttention
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())

@@ -159,7 +159,7 @@ def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], 
         actor.train(experience, jobs.loss)
     weights, world = actor.runner.weights, actor.world
     engine = EngineParallelConfig(tensor=1, data=world.size)
-    plan = plan_resharding(weights.table, actor.runner.shape.num_layers, world.layout, engine)
+    plan = plan_resharding(actor.runner.shape, world.layout, engine)
     link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
     publisher = Publisher(plan, link, read=weights.read, begin_update=sink.begin_update, bucket_bytes=1 << 20, verify_every=1)
     publisher.publish(version=1)

@@ -43,7 +43,7 @@ def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tenso
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from aligner.megatron import world as worlds
-    from aligner.megatron.heads import VocabularyHead
+    from aligner.megatron.layers import VocabularyHead
     from aligner.schema import ParallelConfig
 
     size = dist.get_world_size()

@@ -4,13 +4,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.planner.phases import Lengths, Phase, PipelineModel
-from aligner.planner.simulation import PhaseRun, Simulation, forecast
+from aligner.planner.simulation import Simulation, forecast
 from tests.planner.pipelines import each_one, pipeline, pipelines
 
 SLACK = 1 + 1e-9
@@ -23,9 +24,18 @@ def slack(made: PipelineModel) -> float:
     return SLACK if made.window == 1 else 1.03
 
 
+class PhaseRun(NamedTuple):
+    name: str
+    role: str
+    batch: int
+    part: int
+    start: float
+    end: float
+
+
 def schedule(made: PipelineModel, placement: dict[str, int], batches: int) -> list[PhaseRun]:
     spans: list[PhaseRun] = []
-    simulation = Simulation(made, placement, spans)
+    simulation = Simulation(made, placement, lambda *done: spans.append(PhaseRun(*done)))
     for _ in range(batches):
         simulation.advance()
     return spans

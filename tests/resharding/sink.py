@@ -48,10 +48,6 @@ class SinkUpdate:
         self._views: dict[str, Tensor] = {} if sink.group_bytes else sink.empty(sink.shapes)
         self._loaded: dict[str, Tensor] = {}
 
-    @property
-    def group_bytes(self) -> int | None:
-        return self._sink.group_bytes
-
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         if self._sink.group_bytes:
             assert not self._views, "the group before has not been loaded"

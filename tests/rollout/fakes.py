@@ -111,13 +111,13 @@ class Scorers:
         """`answer` gives the future of an answer; without it they are there at once."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        ids, index = tokens[:, 1] - 10, tokens[:, 2] - 10
+    def ask_scores(self, batch, metadata, rows_apart=None):
+        ids, index = batch.tokens[:, 1] - 10, batch.tokens[:, 2] - 10
         scores = [float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)]
         return (self.answer(torch.tensor(scores)),)
 
-    def ask_values(self, tokens, lengths):
+    def ask_values(self, batch):
         return ()
 
-    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        return self.ask_scores(tokens, lengths, prompt_lengths, metadata), ()
+    def ask(self, batch, metadata, rows_apart=None):
+        return self.ask_scores(batch, metadata), ()

@@ -104,13 +104,13 @@ class Unable:
     def __init__(self, able):
         self.able = able
 
-    def ask(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
-        future, (prompt, *_) = Future(), (tokens[:, 1] - 10).tolist()
+    def ask(self, batch, metadata, rows_apart=None):
+        future, (prompt, *_) = Future(), (batch.tokens[:, 1] - 10).tolist()
         if prompt in self.able:
-            future.set_result(torch.ones(len(tokens)))
+            future.set_result(torch.ones(len(batch.tokens)))
         else:
             refused = RefusedError("reward", "host:1", "ScoringError", f"of {prompt} nothing")
-            future.set_exception(UnscoredError(refused, len(tokens)))
+            future.set_exception(UnscoredError(refused, len(batch.tokens)))
         return (future,), ()
 
 

@@ -40,9 +40,9 @@ class Scores:
     def __init__(self):
         self.asked = set()
 
-    def ask_scores(self, tokens, lengths, prompt_lengths, metadata, rows_apart=None):
+    def ask_scores(self, batch, metadata, rows_apart=None):
         self.asked |= (ids := {fields["id"] for fields in metadata})
-        each = len(tokens) // len(ids)
+        each = len(batch.tokens) // len(ids)
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
         return (_now(torch.tensor(rows)),)
 
@@ -149,7 +149,7 @@ class Trainer:
     def serve(self, version):
         self.run.engine.version = version
 
-    def ask_values(self, tokens, lengths):
+    def ask_values(self, batch):
         return ()
 
     def train(self, first, last, save_at=None, place=None):

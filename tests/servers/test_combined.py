@@ -80,7 +80,6 @@ def sequences(*texts: str) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows])}
 
 
-@pytest.mark.system
 def test_values_and_rewards_come_in_one_answer_and_each_alone(connection):
     arrays = sequences("abcde", "xyz")
     expected = TinyValueModel().values(torch.tensor(arrays["tokens"]), torch.tensor([5, 3])).numpy()
@@ -113,7 +112,6 @@ def test_metadata_that_is_refused_costs_the_ranks_nothing():
     assert asked == []
 
 
-@pytest.mark.system
 def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(connection):
     with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.*response '67'") as caught:
         connection.infer(CRITIC_INFER_WITH_REWARD, sequences("ab", "67"), 20)

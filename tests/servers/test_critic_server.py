@@ -20,8 +20,6 @@ from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
 
-pytestmark = pytest.mark.system
-
 TOKENS = torch.arange(24).reshape(3, 8)
 LENGTHS = torch.tensor([8, 3, 5])
 TARGETS = (TOKENS, torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool())

@@ -10,8 +10,6 @@ from pytriton.client import FuturesModelClient
 
 from tests.servers.tiny_model import TinyValueModel
 
-pytestmark = pytest.mark.system
-
 TOKENS = 12 + np.arange(24, dtype=np.int64).reshape(3, 8)  # letters
 LENGTHS = np.array([[8], [3], [5]], dtype=np.int64)
 TARGETS = {

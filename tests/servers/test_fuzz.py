@@ -16,7 +16,7 @@ from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
 from tests.servers import fuzz
 from tests.servers.bad_requests import good
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 REQUESTS, CALLERS = 1000, 8
 

@@ -25,7 +25,7 @@ from aligner.servers.protocol import GENERATE, RequestError, WeightsError
 from aligner.servers.samples import with_responses
 from aligner.servers.serving import _control_request
 from aligner.servers.validation import Limits, validate
-from tests.engines.engines import load_directory
+from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
     one_replica_refuses,
@@ -77,7 +77,7 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
     got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
-    expected = engine.generate([GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
+    expected = generate(engine, [GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
     assert call("version")["version"] == 3
     for one, other in zip(got, expected, strict=True):
         assert (one.prompt_id, one.sample_index, one.finish_reason) == (
@@ -152,7 +152,7 @@ def drawn_by(overrides):
         update.commit()
 
     def drawn(version, tokens, options):
-        sample = engines[version].generate([GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
+        sample = generate(engines[version], [GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
         return sample.response.tolist(), sample.engine_logprobs
 
     return drawn
@@ -202,7 +202,7 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
     config = compose_config(overrides)
     engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
     load_directory(engine, model_directory(config), version=1)
-    whole = engine.generate([GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
+    whole = generate(engine, [GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
     longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
     steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)
     assert steps < max(longest)

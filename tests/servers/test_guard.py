@@ -49,7 +49,6 @@ APIS = [
 ]
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("key", [None, "", "wrong"])
 def test_over_http_only_health_is_open_to_those_without_the_key(critic, key):
     for path, data in APIS:
@@ -59,7 +58,6 @@ def test_over_http_only_health_is_open_to_those_without_the_key(critic, key):
     assert http(critic, "/v2/models/critic_infer/config", critic.access.key)[0] == 200
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("key", [None, "", "wrong"])
 def test_over_grpc_too_whatever_is_asked_for(critic, key):
     with contextlib.closing(Connection("critic", critic.endpoint, Access(key))) as stranger:
@@ -75,7 +73,6 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
                 ask()
 
 
-@pytest.mark.system
 def test_the_key_is_in_no_log_and_no_error(critic, reward):
     assert len(critic.access.key) > 30
     logs = {*critic.log.parent.glob("*.log"), *(critic.log.parent / "logs").iterdir()}
@@ -84,7 +81,6 @@ def test_the_key_is_in_no_log_and_no_error(critic, reward):
     assert critic.access.key not in repr(critic.access) + repr(Guard(critic.access.key))
 
 
-@pytest.mark.system
 def test_metrics_tell_how_much_waits(critic):
     with urllib.request.urlopen(f"http://127.0.0.1:{critic.endpoint.metrics}/metrics", timeout=20) as response:
         text = response.read().decode()
@@ -127,7 +123,7 @@ def asked(role, access):
         return connection.infer(REWARD_MODEL, good(REWARD_MODEL), 5)["rewards"].shape
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(secure, certificates):
     trusted = Access(
         secure.access.key, certificates / "authority.pem", certificates / "server.pem", certificates / "server.key"
@@ -150,7 +146,7 @@ def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaint
     assert asked(secure, trusted) == (3, 1)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_with_tls_http_serves_this_machine_with_health_alone_even_to_holders_of_the_runs_key(secure):
     assert http(secure, "/v2/health/ready") == (200, "")
     for path, data in APIS:

@@ -18,7 +18,7 @@ from tests.servers.roles import RunningRole
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 LENGTHS = torch.full((4,), 8)
 

@@ -18,8 +18,6 @@ from tests.servers.bad_requests import REFUSED, spoiled
 from tests.servers.role_main import character_tokenizer, scoring
 from tests.servers.tiny_model import TinyValueModel
 
-pytestmark = pytest.mark.system
-
 
 @pytest.fixture
 def client(reward):

@@ -29,7 +29,7 @@ from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
 from tests.servers.tiny_model import TinyValueModel
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 TOKENS = torch.arange(24).reshape(3, 8)
 LENGTHS = torch.tensor([8, 3, 5])

@@ -13,7 +13,7 @@ from aligner.observability.metrics import read_metrics, read_records
 from aligner.paths import RunPaths
 from benchmarks.runs import Finished, Launch, run_to_end
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = {
     "num_hidden_layers": 32,

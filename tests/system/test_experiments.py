@@ -16,7 +16,7 @@ from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
 from benchmarks.runs import Finished, repeatable, run_to_end
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SAMPLING = "rollout: {prompts_per_step: 8, samples_per_prompt: 3, max_response_tokens: 6, stop_at_eos: false}"
 EXPERIMENTS = {

@@ -13,7 +13,7 @@ from benchmarks.runs import Launch
 from tests.observability.traces import checked_trace
 from tests.system.scorers import BAD_PROMPT
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = ("run.steps=5000", "logging.tensorboard=false")
 

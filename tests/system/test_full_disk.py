@@ -10,7 +10,7 @@ from aligner.paths import complete_steps
 from benchmarks.runs import Launch, checkpoint_differences, repeatable, run_to_end
 from tests.small_disk import small_disk
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
 EXPERIMENT = "arithmetic_sft"

@@ -11,7 +11,7 @@ from aligner.launch.status import read_status
 from benchmarks.runs import Launch, run_to_end
 from tests.observability.tracker_readers import mlflow_steps, wandb_steps
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 WATCHED = ("logging.wandb.enabled=true", "logging.mlflow.enabled=true", "logging.format=json", "run.steps=8")
 

@@ -11,7 +11,7 @@ from aligner.data.export import export, find_source
 from aligner.data.model_directory import check_model_directory
 from benchmarks.runs import run_to_end
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 def test_a_model_learns_demonstrations_and_is_converted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.faults import BESIDE, CHECKPOINT_EVERY, GROUPS, random_faults, run_disturbed
 from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to_end
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS, SEED = 6, 2
 OVERRIDES = (

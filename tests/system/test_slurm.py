@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.submit import render_script
 from aligner.launch.status import read_status
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
@@ -21,7 +21,7 @@ from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
 pytestmark = [
-    pytest.mark.system,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
@@ -221,18 +221,18 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
-from aligner.launch.roles import task_environment
 from aligner.launch.slurm.allocation import read_allocation
-from aligner.launch.slurm.step import configured_environment, srun_command
+from aligner.launch.slurm.job_steps import configured_environment, srun_command, task_environment
 
 paths = RunPaths(Path(sys.argv[1]))
 config = load_config(paths.config)
 layout = slurm_layout(config)
 allocation = read_allocation(layout)
-look = "from aligner.launch.task import adopt_task; adopt_task(); import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+look = "import os; from aligner.launch.rank_environment import adopt_environment; adopt_environment()"
+look += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
     place, nodes = layout.places[role], allocation.nodes[role]
-    command = srun_command(config, paths, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
+    command = srun_command(config, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
     world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
     subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)
     paths.log(role, ranks).write_text(str(nodes.cpus))

@@ -16,14 +16,14 @@ import torch
 from tokenizers import Tokenizer
 
 from aligner.data.model_directory import check_model_directory
-from aligner.errors import RESUMABLE
+from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
 from benchmarks.faults import GROUPS, random_faults, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import ADAPTIVE
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 40
 FAULTS_STEPS, FAULTS_SEED = 12, 0
@@ -97,6 +97,7 @@ def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
     assert plots <= set(re.findall(r'<div id="plot-(\w+)"', page.read_text()))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path) -> None:
     with Launch(tmp_path / "run") as launch:
         launch.wait_for_rank("trainer")
@@ -106,6 +107,7 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
     assert not stopped.paths.checkpoints.exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
@@ -138,6 +140,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     assert [event["args"]["step"] for event in events if event["name"] == "train"] == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_as_if_it_had_not(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -156,6 +159,7 @@ def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]
     return [{key: value for key, value in step.items() if not key.startswith("eval/")} for step in metrics if step["step"]]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     skipped = shutil.ignore_patterns("step_*", "tensorboard", "logs")
@@ -191,6 +195,7 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(und
     check_model_directory(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
     layout = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2", *ADAPTIVE)
     sharded = run_to_end(tmp_path / "sharded", *layout, f"run.steps={STEPS}", "run.stop_after=1")
@@ -215,12 +220,14 @@ def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp
     assert got["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed: Finished, tmp_path: Path) -> None:
     apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *ADAPTIVE)
     assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
     assert (apart.paths.root / "logs" / "generator-0.log").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -260,6 +267,7 @@ def save_reward_model(directory: Path) -> None:
     LlamaForSequenceClassification(config).save_pretrained(directory)
 
 
+@pytest.mark.slow
 def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tmp_path: Path) -> None:
     # Scores of a random model's first steps are mostly 0, so that some prompts are replaced.
     overrides = ("algorithm=dapo", "rollout.max_response_tokens=3", "algorithm.minibatches=4", "run.steps=2")
@@ -278,6 +286,7 @@ def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tm
     assert state["critic_updates"] == 0 and state["position"] > 2 * 16
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification
 

@@ -21,8 +21,26 @@ def measured(engine_over_trainer: list[float]) -> dict[str, float]:
     engine = trainer + torch.tensor([[9.0, *engine_over_trainer, 9.0]]).log()
     mask = torch.tensor([[False, *[True] * len(engine_over_trainer), False]])
     tokens, returns = torch.zeros(1, width + 1, dtype=torch.int64), torch.arange(float(width))[None]
-    rows = tokens, torch.tensor([width]), mask, engine, trainer, trainer, nothing, nothing, nothing, returns
-    return experience_metrics(Experience(*rows))
+    one = torch.tensor([1])
+    return experience_metrics(
+        Experience(
+            tokens=tokens,
+            lengths=torch.tensor([width]),
+            mask=mask,
+            prompt_lengths=one,
+            engine_logprobs=engine,
+            weight_versions=nothing.long(),
+            finish_reasons=one - 1,
+            groups=one - 1,
+            scores=torch.zeros(1),
+            rewards=nothing,
+            values=nothing,
+            old_logprobs=trainer,
+            reference_logprobs=trainer,
+            advantages=nothing,
+            returns=returns,
+        )
+    )
 
 
 def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():

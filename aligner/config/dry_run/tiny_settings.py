@@ -15,7 +15,7 @@ from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
-from aligner.schema.derived import policy_updates, rows_together
+from aligner.schema.derived import policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
 
@@ -156,11 +156,11 @@ def _rows_at_a_time(config: Config) -> int:
 def _is_enough(config: Config, prompts: int) -> bool:
     """Whether so many prompts a step divide as they must, and are enough."""
     rollout, algorithm = config.rollout, config.algorithm
-    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
-    units = prompts * kept // rows_together(config)
+    learned_from = prompts * samples_learned_from(config)
+    units = learned_from // rows_together(config)
     divide = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
     samples = prompts // rollout.micro_batches * rollout.samples_per_prompt
-    enough = prompts * kept // algorithm.minibatches >= _rows_at_a_time(config)
+    enough = learned_from // algorithm.minibatches >= _rows_at_a_time(config)
     return divide and samples % config.engine.parallel.data == 0 and enough and prompts >= rollout.spare_prompts
 
 

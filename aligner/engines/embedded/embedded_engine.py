@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Sample
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
@@ -16,12 +15,10 @@ from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import (
     GenerationRequest,
-    InFlight,
     SamplingOptions,
     SpanListener,
     request_problems,
     response_limit,
-    run,
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
@@ -120,11 +117,7 @@ class EmbeddedEngine:
         self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
         return self._generation
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order."""
-        return run(self.start(requests, options), len(requests))
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> EmbeddedUpdate:
+    def begin_update(self, version: int) -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""
         self._check_awake("take new weights")
         if self._update is not None:
@@ -138,8 +131,8 @@ class EmbeddedEngine:
                 self._spare = EngineWeights(self._layout, self._device, self._dtype)
             target = self._spare
         elif self.version is not None:
-            self._settle(in_flight)
-        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, in_flight, ok))
+            self._settle()
+        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, ok))
         if target is self._weights:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
@@ -205,7 +198,7 @@ class EmbeddedEngine:
         budget = self._settings.kv_cache_mib
         return budget is None or rows * columns * self._token_bytes <= budget << 20
 
-    def _end_update(self, target: EngineWeights, version: int, in_flight: InFlight, ok: bool) -> None:
+    def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights
         self._update = None
         if not ok:
@@ -213,7 +206,7 @@ class EmbeddedEngine:
                 self._why_no_weights = f"the update to version {version} failed and had begun to overwrite them; publish again"
             return
         if not in_place:
-            self._settle(in_flight)
+            self._settle()
             self._exchange(target)
         self._machine.version = version
 
@@ -225,11 +218,11 @@ class EmbeddedEngine:
         self._weights, self._spare = target, self._weights
         self._machine.decoder.use(target.tensors)
 
-    def _settle(self, in_flight: InFlight) -> None:
+    def _settle(self) -> None:
         """Before the weights change: no response may go on with keys and values of the old ones."""
         if self._generation is None:
             return
-        if in_flight == "finish":
+        if self._settings.in_flight == "finish":
             self._generation.finish_rows()
         else:
             self._generation.restart_rows()

@@ -122,8 +122,6 @@ class EngineWeights:
 class EmbeddedUpdate:
     """A `WeightUpdate` whose views are the storage that will serve: nothing is held twice, nothing moves at the end."""
 
-    group_bytes = None
-
     def __init__(self, version: int, views: Mapping[str, Tensor], end: Callable[[bool], None]) -> None:
         """`end` is told, once, whether the update succeeded."""
         self.version = version

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import FinishReason, Sample
+from aligner.data.types import Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, SpanListener, response_limit
+from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener, response_limit
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
@@ -34,20 +34,13 @@ class Machine:
     listener: SpanListener | None = None
 
 
-@dataclass
-class _Response:
-    """A response so far."""
-
-    index: int
-    request: GenerationRequest
-    prompt: tuple[int, ...]
-    limit: int
-    numbers: np.ndarray | None
+@dataclass(eq=False)
+class _Response(PartialResponse):
+    index: int = 0
+    """Among the requests."""
+    prompt: tuple[int, ...] = ()
+    numbers: np.ndarray | None = None
     """float64 [limit]: what its tokens are drawn with"""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
     @property
     def length(self) -> int:
@@ -58,20 +51,6 @@ class _Response:
     def newest(self) -> int:
         """The last token so far."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
-
-    def sample(self) -> Sample:
-        """The response as it is, with its prompt."""
-        prompt = self.request.prompt
-        return Sample(
-            prompt_id=prompt.id,
-            sample_index=self.request.sample_index,
-            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens, dtype=torch.int64))),
-            prompt_length=len(self.prompt),
-            engine_logprobs=torch.tensor(self.logprobs),
-            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
-            finish_reason=self.finish_reason or "unfinished",
-            metadata=prompt.metadata,
-        )
 
 
 class EmbeddedGeneration:
@@ -240,7 +219,7 @@ class EmbeddedGeneration:
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
     limit = response_limit(request, options)
     numbers = None if options.greedy else uniforms(seed, request.prompt.id, request.sample_index, limit)
-    response = _Response(index, request, tuple(request.prompt.tokens.tolist()), limit, numbers)
+    response = _Response(request, limit, index=index, prompt=tuple(request.prompt.tokens.tolist()), numbers=numbers)
     if request.begun is not None:
         response.tokens = request.begun.response.tolist()
         response.logprobs = request.begun.engine_logprobs.tolist()

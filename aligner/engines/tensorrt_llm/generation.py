@@ -23,6 +23,17 @@ class Replica:
     def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
         """`rank` of `size`; `group` holds them in order (None: there is one)."""
         self.rank, self.size, self._group = rank, size, group
+        self.client: Client | None = None
+        """The driving rank's, once TensorRT-LLM has been started."""
+
+    def drive(self, what: str, action: Callable[[Client], T]) -> T:
+        """`lead` with what the driving rank asks of TensorRT-LLM. Collective."""
+
+        def act() -> T:
+            assert self.client is not None
+            return action(self.client)
+
+        return self.lead(what, act)
 
     def lead(self, what: str, action: Callable[[], T]) -> T:
         """What the driving rank's action returns, a JSON value, on every rank. Collective.
@@ -69,22 +80,20 @@ class ReplicaGeneration:
     def __init__(
         self,
         replica: Replica,
-        client: Client | None,
         check_weights: Callable[[], None],
         requests: Sequence[GenerationRequest],
         options: SamplingOptions,
     ) -> None:
-        """`client`: on the rank that drives; `check_weights` raises when there are none. Collective over the replica."""
-        self._replica, self._client, self._check_weights = replica, client, check_weights
+        """`check_weights` raises when there are none. Collective over the replica."""
+        self._replica, self._check_weights = replica, check_weights
         self._open = {place: Response(request, response_limit(request, options)) for place, request in enumerate(requests)}
         self._tasks: dict[int, Any] = {}
 
-        def start() -> None:
-            assert self._client is not None
-            tasks = self._client.start(list(self._open.values()), options)
+        def start(client: Client) -> None:
+            tasks = client.start(list(self._open.values()), options)
             self._tasks = dict(zip(self._open, tasks, strict=True))
 
-        replica.lead("starting responses", start)
+        replica.drive("starting responses", start)
 
     @property
     def done(self) -> bool:
@@ -96,7 +105,7 @@ class ReplicaGeneration:
         if self.done:
             return []
         samples = []
-        for place, *drawn in self._replica.lead("generating", self._wait):
+        for place, *drawn in self._replica.drive("generating", self._wait):
             response = self._open.pop(place)
             response.tokens, response.logprobs, response.versions, response.finish_reason = drawn
             samples.append((place, response.sample()))
@@ -109,20 +118,18 @@ class ReplicaGeneration:
     def cancel(self) -> None:
         """Drop what is not complete."""
 
-        def cancel() -> None:
-            assert self._client is not None
-            self._client.cancel({task: self._open[place] for place, task in self._tasks.items()})
+        def cancel(client: Client) -> None:
+            client.cancel({task: self._open[place] for place, task in self._tasks.items()})
 
         if not self.done:
-            self._replica.lead("cancelling responses", cancel)
+            self._replica.drive("cancelling responses", cancel)
         self._tasks.clear()
         self._open.clear()
 
-    def _wait(self) -> list[list[Any]]:
-        assert self._client is not None
+    def _wait(self, client: Client) -> list[list[Any]]:
         if not any(task.done() for task in self._tasks.values()):
             self._check_weights()
-            self._client.wait(list(self._tasks.values()))
+            client.wait(list(self._tasks.values()))
         complete = [place for place, task in self._tasks.items() if task.done()]
         answers = []
         for place in complete:

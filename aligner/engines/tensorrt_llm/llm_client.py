@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from aligner.engines.engine_protocol import InFlight, SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.errors import AlignerError
@@ -181,9 +181,9 @@ class Client:
         """Return when a task is done, or when none can be."""
         self._loop.run("generating", self._responder.wait(tasks))
 
-    def hold(self, in_flight: InFlight) -> None:
+    def hold(self, *, interrupts: bool) -> None:
         """Let responses be finished or interrupted; none goes on until `admit`."""
-        self._loop.run("ending responses", self._responder.hold(in_flight))
+        self._loop.run("ending responses", self._responder.hold(interrupts=interrupts))
 
     def admit(self, version: int) -> None:
         """Responses go on; `version` stamps the tokens that they draw."""

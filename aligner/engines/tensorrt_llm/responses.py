@@ -4,47 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from aligner.data.types import FinishReason, Sample
-from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions
+from aligner.engines.engine_protocol import PartialResponse, SamplingOptions
 from aligner.errors import AlignerError
 
 
 @dataclass(eq=False)
-class Response:
-    """A response so far."""
+class Response(PartialResponse):
+    """A response so far, and what draws it."""
 
-    request: GenerationRequest
-    limit: int
-    """Most tokens that it may have."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that drew each token."""
-    finish_reason: FinishReason | None = None
     output: Any = None
     """TensorRT-LLM's, while it draws tokens."""
     cancelled: bool = False
-
-    def sample(self) -> Sample:
-        """The complete response."""
-        assert self.finish_reason is not None
-        prompt = self.request.prompt
-        return Sample(
-            prompt_id=prompt.id,
-            sample_index=self.request.sample_index,
-            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens))),
-            prompt_length=len(prompt.tokens),
-            engine_logprobs=torch.tensor(self.logprobs),
-            weight_versions=torch.tensor(self.versions),
-            finish_reason=self.finish_reason,
-            metadata=prompt.metadata,
-        )
 
 
 class Responder:
@@ -66,12 +41,12 @@ class Responder:
         self._version = version
         self._admits.set()
 
-    async def hold(self, in_flight: InFlight) -> None:
+    async def hold(self, *, interrupts: bool) -> None:
         """Return when the engine is idle, and stays so until `admit`.
 
         Responses under way are finished first, or interrupted: they keep their tokens, and go on from them later.
         """
-        while in_flight == "finish" and self._tasks and self._admits.is_set():
+        while not interrupts and self._tasks and self._admits.is_set():
             await self._progress(self._tasks, asyncio.ALL_COMPLETED)
         self._admits.clear()
         for response in self._drawing:

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationRequest, InFlight, SamplingOptions, request_problems, run
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, request_problems
 from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
 from aligner.engines.tensorrt_llm.llm_client import Client, device_index
-from aligner.engines.tensorrt_llm.update import StreamedUpdate, ipc_handles
+from aligner.engines.tensorrt_llm.update import StreamedUpdate, UpdateSteps, ipc_handles
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
@@ -68,7 +67,7 @@ class TensorRTLLMEngine:
         self._version: int | None = None
         self._missing = "none were published yet"
         self._update: StreamedUpdate | None = None
-        self._incoming: tuple[int, InFlight] = (0, "finish")
+        self._incoming = 0
         self._overwrites = self._asleep = self._cache_asleep = False
         self._generation: ReplicaGeneration | None = None
         places = self._replica.gather("looking for its GPU", lambda: _place(self._device, self._replica.rank))
@@ -77,11 +76,10 @@ class TensorRTLLMEngine:
                 f"engine.parallel.tensor={size}: a replica's ranks must share a machine, got {', '.join(hosts)}"
             )
         self._uuid: str = places[self._replica.rank]["uuid"]
-        self._client: Client | None = None
 
         def start() -> None:
             devices, uuids = [place["index"] for place in places], [place["uuid"] for place in places]
-            self._client = Client(directory, shape, settings, seed, self._context, dtype, devices, uuids)
+            self._replica.client = Client(directory, shape, settings, seed, self._context, dtype, devices, uuids)
 
         self._replica.lead("starting TensorRT-LLM", start)
 
@@ -107,62 +105,20 @@ class TensorRTLLMEngine:
             )
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
-        self._generation = ReplicaGeneration(self._replica, self._client, self._check_weights, requests, options)
+        self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
         return self._generation
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """One sample per request, in order."""
-        return run(self.start(requests, options), len(requests))
-
-    def begin_update(self, version: int, in_flight: InFlight = "finish") -> StreamedUpdate:
+    def begin_update(self, version: int) -> StreamedUpdate:
         """Open an update. The old weights serve until its first `load`."""
         self._check_awake("take new weights")
         if self._update is not None:
             raise AlignerError(
-                f"an update to version {version} can not begin: the one to version {self._incoming[0]} is still open"
+                f"an update to version {version} can not begin: the one to version {self._incoming} is still open"
             )
-        self._incoming = version, in_flight
-        self._update = StreamedUpdate(self, self._replica, self._table, self._format, self._device)
+        self._incoming = version
+        steps = UpdateSteps(self._overwrite, self._hand_over, self._finish, self._close)
+        self._update = StreamedUpdate(steps, self._replica, self._table, self._format, self._device)
         return self._update
-
-    def overwrite(self) -> None:
-        """Let the responses under way be finished or interrupted; the engine has no version from here on."""
-        version, in_flight = self._incoming
-        self._version, self._overwrites = None, True
-        self._missing = f"the update to version {version} is under way"
-        self._lead("letting responses end", lambda client: client.hold(in_flight))
-
-    def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
-        handles: dict[str, str] = {}
-        for mine in self._replica.gather("sharing weights", lambda: self._handles(tensors)):
-            handles |= mine
-        self._lead("loading weights", lambda client: client.update_weights(handles))
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.ipc_collect()
-
-    def finish(self) -> None:
-        """Have the workers finish the update; keys and values of the old weights are forgotten."""
-        version, _ = self._incoming
-
-        def finish(client: Client) -> None:
-            client.update_weights(None)
-            if self._cache_asleep:
-                client.resume_cache()
-            client.admit(version)
-
-        self._lead("finishing the update", finish)
-        self._cache_asleep = self._overwrites = False
-        self._version = version
-
-    def close(self) -> None:
-        """The update is over. What it has begun to overwrite is lost unless it was finished."""
-        self._update = None
-        if self._overwrites:
-            self._overwrites = False
-            version, _ = self._incoming
-            self._missing = f"the update to version {version} failed and had begun to overwrite them; publish again"
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the memory of keys and values and of the model; TensorRT-LLM keeps a copy of the model in host memory."""
@@ -171,11 +127,11 @@ class TensorRTLLMEngine:
                 "engine.sleep=false: TensorRT-LLM gives memory back only if it was started with engine.sleep=true"
             )
         if self._update is not None:
-            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming[0]} is open")
+            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming} is open")
         if self._under_way:
             raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
         if not self._asleep:
-            self._lead("going to sleep", self._release)
+            self._replica.drive("going to sleep", self._release)
             self._asleep = self._cache_asleep = True
         if not keep_weights and self._version is not None:
             self._version = None
@@ -186,12 +142,12 @@ class TensorRTLLMEngine:
         if not self._asleep:
             return
         cache = self._version is not None
-        self._lead("waking up", lambda client: client.resume(cache=cache))
+        self._replica.drive("waking up", lambda client: client.resume(cache=cache))
         self._asleep, self._cache_asleep = False, not cache
 
     def shutdown(self) -> None:
         """End TensorRT-LLM's processes. Collective over the replica."""
-        self._lead("shutting down", Client.shutdown)
+        self._replica.drive("shutting down", Client.shutdown)
 
     @property
     def _under_way(self) -> bool:
@@ -205,6 +161,45 @@ class TensorRTLLMEngine:
         if self._version is None:
             raise AlignerError(f"the engine has no weights: {self._missing}")
 
+    def _overwrite(self) -> None:
+        """Let the responses under way be finished or interrupted; the engine has no version from here on."""
+        self._version, self._overwrites = None, True
+        self._missing = f"the update to version {self._incoming} is under way"
+        interrupts = self._settings.in_flight == "interrupt"
+        self._replica.drive("letting responses end", lambda client: client.hold(interrupts=interrupts))
+
+    def _hand_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
+        handles: dict[str, str] = {}
+        for mine in self._replica.gather("sharing weights", lambda: self._handles(tensors)):
+            handles |= mine
+        self._replica.drive("loading weights", lambda client: client.update_weights(handles))
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.ipc_collect()
+
+    def _finish(self) -> None:
+        """Have the workers finish the update; keys and values of the old weights are forgotten."""
+        version = self._incoming
+
+        def finish(client: Client) -> None:
+            client.update_weights(None)
+            if self._cache_asleep:
+                client.resume_cache()
+            client.admit(version)
+
+        self._replica.drive("finishing the update", finish)
+        self._cache_asleep = self._overwrites = False
+        self._version = version
+
+    def _close(self) -> None:
+        """The update is over. What it has begun to overwrite is lost unless it was finished."""
+        self._update = None
+        if self._overwrites:
+            self._overwrites = False
+            version = self._incoming
+            self._missing = f"the update to version {version} failed and had begun to overwrite them; publish again"
+
     def _handles(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the workers read the memory itself
@@ -214,13 +209,6 @@ class TensorRTLLMEngine:
         if self._cache_asleep:  # more can not be released beside what is
             client.resume_cache()
         client.release()
-
-    def _lead(self, what: str, action: Callable[[Client], None]) -> None:
-        def act() -> None:
-            assert self._client is not None
-            action(self._client)
-
-        self._replica.lead(what, act)
 
 
 def _place(device: torch.device, rank: int) -> dict[str, Any]:

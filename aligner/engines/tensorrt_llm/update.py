@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,24 +18,18 @@ from aligner.models.weight_slices import TensorSpec, stored_tensors
 from aligner.resharding.weight_update import WeightFormat
 
 
-class Receiver(Protocol):
+@dataclass(frozen=True)
+class UpdateSteps:
     """What an update does to its engine."""
 
-    def overwrite(self) -> None:
-        """The old weights are about to go."""
-        ...
-
-    def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors by their names in a file, for every worker."""
-        ...
-
-    def finish(self) -> None:
-        """All tensors have been handed over."""
-        ...
-
-    def close(self) -> None:
-        """The update is over, whether or not it was finished."""
-        ...
+    overwrite: Callable[[], None]
+    """The old weights are about to go."""
+    hand_over: Callable[[Mapping[str, Tensor]], None]
+    """Whole tensors by their names in a file, for every worker."""
+    finish: Callable[[], None]
+    """All tensors have been handed over."""
+    close: Callable[[], None]
+    """The update is over, whether or not it was finished."""
 
 
 class StreamedUpdate:
@@ -43,24 +37,19 @@ class StreamedUpdate:
 
     def __init__(
         self,
-        receiver: Receiver,
+        steps: UpdateSteps,
         replica: Replica,
         table: Sequence[TensorSpec],
         weight_format: WeightFormat,
         device: torch.device,
     ) -> None:
-        self._receiver, self._replica, self._format, self._device = receiver, replica, weight_format, device
+        self._steps, self._replica, self._format, self._device = steps, replica, weight_format, device
         self._specs = {spec.name: spec for spec in table}
         self._missing = stored_tensors(table)
         self._views: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
         self._overwrites = False
         self._open = True
-
-    @property
-    def group_bytes(self) -> int | None:
-        """Bytes of the bucket."""
-        return self._format.group_bytes
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
@@ -76,15 +65,15 @@ class StreamedUpdate:
         self._replica.gather("taking weights", lambda: taken.update(self._take(names)))
         if not self._overwrites:
             self._overwrites = True
-            self._receiver.overwrite()
+            self._steps.overwrite()
         if taken:
-            self._receiver.hand_over(taken)
+            self._steps.hand_over(taken)
 
     def commit(self) -> None:
         """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were not loaded."""
         self._replica.gather("ending the update", self._check_complete)
         try:
-            self._receiver.finish()
+            self._steps.finish()
         finally:
             self._end()
 
@@ -119,7 +108,7 @@ class StreamedUpdate:
         self._open = False
         self._views.clear()
         self._written.clear()
-        self._receiver.close()
+        self._steps.close()
 
     def _check_open(self) -> None:
         if not self._open:

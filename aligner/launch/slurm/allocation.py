@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aligner.errors import AlignerError
-from aligner.launch.slurm.commands import addresses, expand
+from aligner.launch.slurm.slurm_commands import host_names, node_addresses
 from aligner.placement.slurm_layout import Layout, Place
 
 
@@ -47,12 +48,14 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
         each = [f"{variable}_HET_GROUP_{index}" for index in range(len(layout.components))]
         return [environment.get(name, "") for name in (each if is_heterogeneous else [variable])]
 
-    names = [expand(text) if text else [] for text in of_components("SLURM_JOB_NODELIST")]
-    cpus = [_fewest(text) if text else 1 for text in of_components("SLURM_JOB_CPUS_PER_NODE")]
+    names = [host_names(text) if text else [] for text in of_components("SLURM_JOB_NODELIST")]
+    # The fewest of a list such as 64(x2),32, which is two times 64 and once 32.
+    counts = [re.findall(r"(?:^|,)(\d+)", text) for text in of_components("SLURM_JOB_CPUS_PER_NODE")]
+    cpus = [min(map(int, part), default=1) for part in counts]
     given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
     if given != wanted:
         raise AlignerError(f"the job's components have {given} nodes, the configuration needs {wanted}")
-    whole = {name: address for part in names for name, address in zip(part, addresses(part), strict=True)}
+    whole = {name: address for part in names for name, address in zip(part, node_addresses(part), strict=True)}
 
     def nodes(place: Place) -> Nodes:
         part = names[place.component]
@@ -61,8 +64,3 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
 
     requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
     return Allocation(job, {group: nodes(place) for group, place in layout.places.items()}, requeues)
-
-
-def _fewest(counts: str) -> int:
-    """The smallest number in a list such as 64(x2),32, which is two times 64 and once 32."""
-    return min(int(part.partition("(")[0]) for part in counts.split(","))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.endpoints import free_ports, pick_endpoints
 from aligner.launch.interrupts import Interrupts
-from aligner.launch.run import interruptible, run_directory
-from aligner.launch.slurm.allocation import Allocation, read_allocation
-from aligner.launch.slurm.commands import PATIENT, slurm_command
-from aligner.launch.slurm.steps import SlurmSteps
-from aligner.launch.state import StateRecorder
+from aligner.launch.slurm.allocation import read_allocation
+from aligner.launch.slurm.job_steps import SlurmSteps
+from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launch.supervisor import Supervisor
 from aligner.paths import RunPaths
-from aligner.placement.roles import role_ranks
 from aligner.placement.slurm_layout import slurm_layout
 
 _PATIENCE_S = 60.0
@@ -28,8 +25,8 @@ _PENDING = "Job is pending execution"
 """What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an answer of its be lost."""
 
 
-def supervise(directory: Path) -> int:
-    """Run what a run directory's configuration says on the job's nodes; returns the exit code, as `aligner launch` does.
+def supervise(directory: Path) -> None:
+    """Run what a run directory's configuration says on the job's nodes; raises what `aligner.launch.local.launch` does.
 
     It resumes where there is something to resume from: a job that is queued again carries on. Told to stop, it takes a
     checkpoint and has the job queued again, unless cluster.slurm.requeue is false; so it does, without a checkpoint, where
@@ -39,36 +36,32 @@ def supervise(directory: Path) -> int:
     config = load_config(paths.config)
     if config.cluster.kind != "slurm":
         raise ConfigError(f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it")
-    config = replace(config, run=replace(config.run, resume="auto"))
+    config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
     console, requeue = Console(width=120), config.cluster.slurm.requeue
-
-    def work(interrupts: Interrupts) -> bool:
+    how = "by itself: its job is queued again" if requeue else f"with: sbatch {paths.job_script}"
+    with Interrupts(console, how) as interrupts:
         layout = slurm_layout(config)
         allocation = read_allocation(layout)
         count = allocation.requeues
         again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
-        with (
-            run_directory(config, console, _PATIENCE_S) as settled,
-            StateRecorder(paths.status, role_ranks(settled), allocation.job) as state,
-            free_ports(settled) as ports,
-            SlurmSteps(settled, paths, layout, allocation, ports) as steps,
-        ):
-            supervisor = Supervisor(settled, paths, steps, state, interrupts, console)
-            hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-            is_finished = supervisor.run(lambda: pick_endpoints(settled, hosts, ports))
-            if not is_finished and requeue:  # first of all: the grace period may end before what else is to be done
-                _requeue(allocation)
-                state.queued_again()
-            return is_finished
-
-    how = "by itself: its job is queued again" if requeue else f"with: sbatch {paths.job_script}"
-    return interruptible(work, console, how)
+        hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
+        supervisor = Supervisor(
+            config,
+            console,
+            interrupts,
+            partial(SlurmSteps, layout, allocation),
+            hosts,
+            job=allocation.job,
+            requeue=partial(_requeue, allocation.job) if requeue else None,
+            patience_s=_PATIENCE_S,
+        )
+        supervisor.run()
 
 
-def _requeue(allocation: Allocation) -> None:
+def _requeue(job: str) -> None:
     """Have the job queued again. Slurm ends its steps and, a little later, this process for it."""
     try:
-        slurm_command("scontrol", "requeue", allocation.job, attempts=PATIENT, done=_PENDING)
+        slurm_command("scontrol", "requeue", job, attempts=PATIENT, done=_PENDING)
     except AlignerError as error:
         raise AlignerError(f"the run has stopped, but its job is not queued again: {error}") from error

@@ -1,11 +1,12 @@
-"""`aligner launch cluster=slurm`: the run is checked and queued, and nothing is left of one that is refused."""
+"""`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a run that is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
-import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,20 +17,17 @@ from aligner.config.resume import check_directory
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
-from aligner.launch.slurm.commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
-from aligner.launch.slurm.script import render_script
+from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import RunPaths, cache_directory, run_paths
 from aligner.placement.addresses import create_access_key
+from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
 _QUEUEING_S = 600.0
 """So long `sbatch` may take: it tries again by itself where the controller is busy."""
-
-
-class _NotKnownError(AlignerError):
-    """Whether the job is queued."""
 
 
 def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
@@ -55,9 +53,15 @@ def submit(plan: RunPlan) -> None:
     refuse_locked(paths.root)
     script = checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
-    _ask_slurm(script)
+    with tempfile.TemporaryDirectory() as place:  # before anything is written where the run will be
+        file = Path(place) / "job.sh"
+        file.write_text(script)
+        _sbatch("--test-only", str(file))
     with locked(paths.root):
-        _refuse_queued(paths)
+        # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have been queued in other ways.
+        if (queued := job_of(paths.job_script)) is not None:
+            how = f"wait for its end, or `scancel {queued}` first"
+            raise ConfigError(f"run.dir={paths.root}: queued already, as job {queued}; {how}")
         check_directory(config)
         with _undone_when_refused(paths):
             paths.logs.mkdir(parents=True, exist_ok=True)
@@ -67,16 +71,17 @@ def submit(plan: RunPlan) -> None:
             write_file(paths.job_script, script)
             job = _queued(paths, config)
         paths.status.unlink(missing_ok=True)  # that of the start before this one
-    print(_told(job, config))
-
-
-def _refuse_queued(paths: RunPaths) -> None:
-    """Raise ConfigError where a job of the directory's waits: it has no lock yet, and starts with what it finds there.
-
-    Slurm is asked, and not a file: a job may have been queued again, or by `sbatch RUN/job.sh`.
-    """
-    if (job := job_of(paths.job_script)) is not None:
-        raise ConfigError(f"run.dir={paths.root}: queued already, as job {job}; wait for its end, or `scancel {job}` first")
+    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
+    print(
+        f"job {job}",
+        f"script: {paths.job_script}",
+        f"log:    {paths.job_log(job)}",
+        f"follow: tail -F {paths.job_log(job)}",
+        f"status: squeue --jobs={job}; aligner status {paths.root}",
+        f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
+        f"end:    scancel {job}",
+        sep="\n",
+    )
 
 
 @contextlib.contextmanager
@@ -86,7 +91,7 @@ def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
     written_over = {file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before}
     try:
         yield
-    except _NotKnownError:
+    except NoAnswerError:
         raise
     except BaseException:
         for path in {*paths.root.iterdir()} - before:
@@ -99,26 +104,15 @@ def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
         raise
 
 
-def _ask_slurm(script: str) -> None:
-    """Whether Slurm would take the job, before anything is written where the run will be."""
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "job.sh"
-        file.write_text(script)
-        _sbatch("--test-only", str(file))
-
-
 def _queued(paths: RunPaths, config: Config) -> str:
     """The number of the job, which is queued now."""
     try:
         printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
-        unknown = _NotKnownError(
+        raise NoAnswerError(
             f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue --me --name={config.run.name}`"
             " tells; where it is not, launch again with run.resume=auto"
-        )
-        if isinstance(error, KeyboardInterrupt):
-            unknown.exit_code = 128 + signal.SIGINT
-        raise unknown from error
+        ) from error
     return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
 
 
@@ -134,17 +128,62 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
         raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
 
 
-def _told(job: str, config: Config) -> str:
-    paths = run_paths(config)
-    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
-    return "\n".join(
-        (
-            f"job {job}",
-            f"script: {paths.job_script}",
-            f"log:    {paths.job_log(job)}",
-            f"follow: tail -F {paths.job_log(job)}",
-            f"status: squeue --jobs={job}; aligner status {paths.root}",
-            f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
-            f"end:    scancel {job}",
-        )
-    )
+def render_script(config: Config) -> str:
+    """A script for `sbatch`; a heterogeneous job where the roles have several components.
+
+    Raises ConfigError where the roles cannot be placed.
+    """
+    first, *others = slurm_layout(config).components
+    lines = ["#!/usr/bin/env bash", f"# aligner: run {config.run.name}, experiment {config.run.experiment}."]
+    lines += [_directive(flag) for flag in (*_job_flags(config), *_component_flags(config, first))]
+    for component in others:
+        lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
+    # What tells a job to stop may come before the supervisor can take it, and would end the script.
+    lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
+    # One cache for all, wherever `sbatch` is called: in a container the home is another, and so would be the cache.
+    lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
+    return "\n".join([*lines, *config.cluster.slurm.setup, _supervise(config), ""])
+
+
+def _job_flags(config: Config) -> Iterator[str]:
+    """Of the job as a whole; Slurm reads them with the first component."""
+    slurm, paths = config.cluster.slurm, run_paths(config)
+    yield f"--job-name={config.run.name}"
+    yield f"--chdir={Path.cwd()}"  # paths of the configuration may be relative
+    yield f"--output={paths.job_log('%j')}"
+    yield "--open-mode=append"  # a job that is queued again goes on with its log
+    yield f"--signal=B:{STOP_SIGNAL.name.removeprefix('SIG')}@{slurm.grace_s}"
+    yield "--requeue" if slurm.requeue else "--no-requeue"
+
+
+def _component_flags(config: Config, component: Component) -> Iterator[str]:
+    slurm, role = config.cluster.slurm, slurm_role(config, component.role)
+    yield f"--nodes={component.nodes}"
+    yield f"--ntasks-per-node={component.ranks_per_node}"
+    if config.cluster.threads_per_rank is not None:
+        yield f"--cpus-per-task={config.cluster.threads_per_rank}"
+    if component.devices_per_node:
+        device = "--gres=gpu:" if slurm.gpus == "gres" else "--gpus-per-node="
+        yield f"{device}{component.devices_per_node}"
+    named = {
+        "account": slurm.account,
+        "partition": role.partition or slurm.partition,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "constraint": role.constraint or slurm.constraint,
+        "time": slurm.time,
+    }
+    yield from (f"--{name}={value}" for name, value in named.items() if value is not None)
+    yield from slurm.sbatch
+    yield from role.sbatch
+
+
+def _directive(flag: str) -> str:
+    name, equals, value = flag.partition("=")
+    return f"#SBATCH {name}{equals}{shlex.quote(value) if value else ''}"
+
+
+def _supervise(config: Config) -> str:
+    """The shell becomes the supervisor: Slurm's signal to the script is a signal to it."""
+    command = (sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root))
+    return "exec " + shlex.join(command)

@@ -17,7 +17,7 @@ from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import States, frozen_states, trained_states
 from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import rows_together
+from aligner.schema.derived import rows_together, samples_learned_from
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,8 @@ def _policy_load(config: Config) -> Load:
 
 def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
     """Of a minibatch of a step's samples."""
-    rollout, algorithm = config.rollout, config.algorithm
-    kept = {"all": rollout.samples_per_prompt, "best": 1, "best_and_worst": 2}[algorithm.train_on]
-    return _load(settings, rollout.prompts_per_step * kept // algorithm.minibatches, _longest(config))
+    rows = config.rollout.prompts_per_step * samples_learned_from(config)
+    return _load(settings, rows // config.algorithm.minibatches, _longest(config))
 
 
 def _step_load(config: Config, settings: MegatronModelConfig) -> Load:

@@ -14,12 +14,12 @@ from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
-from aligner.models.weight_slices import weight_table
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineParallelConfig
 from tests.engines import engines
+from tests.engines.engines import generate
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
 from tests.megatron import jobs
 
@@ -39,7 +39,7 @@ def _engine(directory: Any, layout: EngineParallelConfig) -> TensorRTLLMEngine:
 
 
 def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0) -> Publisher:
-    plan = plan_resharding(weight_table(shape), shape.num_layers, actor.world.layout, engine.weight_format.layout)
+    plan = plan_resharding(shape, actor.world.layout, engine.weight_format.layout)
     labels = [f"rank {rank}" for rank in range(actor.world.size)]
     link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
     return Publisher(
@@ -66,8 +66,8 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
         known = weight_format(dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu")
-        samples = engine.generate(engines.requests(2), SamplingOptions(6, temperature=0.9))
-        greedy = engine.generate(engines.requests(), SamplingOptions(6, greedy=True))
+        samples = generate(engine, engines.requests(2), SamplingOptions(6, temperature=0.9))
+        greedy = generate(engine, engines.requests(), SamplingOptions(6, greedy=True))
         result = {
             "slices": {name: (cut, part.numpy()) for name, (cut, part) in jobs.slices(actor.runner.weights).items()},
             "samples": [(engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples],
@@ -111,7 +111,7 @@ def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: 
         broken = _publisher(actor, engine, shape, 1)
         for what, action in (
             ("publish", lambda: broken.publish(2)),
-            ("generate", lambda: engine.generate(engines.requests(), SamplingOptions(2))),
+            ("generate", lambda: generate(engine, engines.requests(), SamplingOptions(2))),
         ):
             try:
                 action()
@@ -121,7 +121,7 @@ def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: 
         for llm in FakeLLM.made:
             llm.broken_worker = None
         _publisher(actor, engine, shape, 2).publish(3)
-        said["again"] = engine.generate(engines.requests(), SamplingOptions(2))[0].weight_versions.tolist()
+        said["again"] = generate(engine, engines.requests(), SamplingOptions(2))[0].weight_versions.tolist()
         engine.shutdown()
     worlds.shutdown()
     return said

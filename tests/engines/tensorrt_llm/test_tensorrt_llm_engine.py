@@ -22,7 +22,7 @@ from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig
 from tests.engines import engines
-from tests.engines.engines import greedy, prompts, publish, requests, response, write
+from tests.engines.engines import generate, greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
 
 GREEDY = SamplingOptions(6, greedy=True)
@@ -58,7 +58,7 @@ def start(directory: Path, settings: EngineConfig = engines.SETTINGS, **more) ->
 
 
 def texts(engine: TensorRTLLMEngine, options: SamplingOptions = GREEDY) -> list[list[int]]:
-    return [response(sample) for sample in engine.generate(requests(), options)]
+    return [response(sample) for sample in generate(engine, requests(), options)]
 
 
 def test_every_release_gets_the_arguments_that_it_knows(release, directory, wanted):
@@ -129,7 +129,7 @@ def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
     engine, _ = start(directory, context=10)
     publish(engine, directory, 0)
     with pytest.raises(AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 that exceeds"):
-        engine.generate(requests(), GREEDY)
+        generate(engine, requests(), GREEDY)
     engine.shutdown()
 
 
@@ -171,7 +171,7 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
     assert engine.version == 0
     assert texts(engine) == wanted
     update = engine.begin_update(2)
-    write(update, directory)
+    write(engine, update, directory)
     assert engine.version is None
     with pytest.raises(AlignerError, match="no weights: the update to version 2 is under way"):
         texts(engine)
@@ -184,7 +184,7 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
 def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monkeypatch):
     engine, llm = start(directory)
     update = engine.begin_update(3)
-    write(update, directory)
+    write(engine, update, directory)
     with monkeypatch.context() as patch:
         patch.setattr(llm.workers[0], "update_weights", lambda handles: False, raising=False)
         with pytest.raises(AlignerError, match="worker 0 failed in update_weights: False"):
@@ -204,7 +204,7 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
     monkeypatch.setattr(llm, "workers", [])
     update = engine.begin_update(3)
     with pytest.raises(AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"):
-        write(update, directory)
+        write(engine, update, directory)
     update.abort()
     llm.workers = workers
     engine.shutdown()
@@ -272,9 +272,9 @@ def test_a_blocked_event_loop_can_be_closed(monkeypatch):
 def test_logprobs_may_be_plain_numbers(directory):
     engine, llm = start(directory)
     publish(engine, directory, 0)
-    by_id = [sample.engine_logprobs.tolist() for sample in engine.generate(requests(), GREEDY)]
+    by_id = [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)]
     llm.logprobs_by_id = False
-    assert [sample.engine_logprobs.tolist() for sample in engine.generate(requests(), GREEDY)] == by_id
+    assert [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)] == by_id
     engine.shutdown()
 
 
@@ -288,7 +288,7 @@ def test_a_request_that_fails_is_named(directory, monkeypatch):
 
     monkeypatch.setattr(llm, "draw", fail)
     with pytest.raises(AlignerError, match="prompt 0, sample 0: illegal memory access"):
-        engine.generate(requests(count=1), GREEDY)
+        generate(engine, requests(count=1), GREEDY)
     engine.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import time
@@ -38,17 +39,16 @@ def slurm_command(
     """
     if shutil.which(name) is None:
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
-    attempt = 0
-    while True:
-        attempt += 1
+    for attempt in itertools.count():
         try:
             return _printed((name, *arguments), environment, timeout_s)
         except AlignerError as error:
             if done is not None and done in str(error):
-                return ""
-            if attempt >= attempts:
+                break
+            if attempt + 1 >= attempts:
                 raise
-        time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+        time.sleep(_FIRST_PAUSE_S * 2**attempt)
+    return ""
 
 
 def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
@@ -57,16 +57,11 @@ def _printed(command: Sequence[str], environment: Mapping[str, str] | None, time
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if ended.returncode:
-        said = message(ended.stderr or ended.stdout)
+        lines = (line.partition("error: ")[2] or line for line in (ended.stderr or ended.stdout).strip().splitlines())
+        said = "; ".join(lines) or "it failed and said nothing"
         kind = NoAnswerError if "timed out" in said else AlignerError  # the command itself has waited for the controller
         raise kind(f"{command[0]}: {said}")
     return ended.stdout.strip()
-
-
-def message(printed: str) -> str:
-    """What Slurm has said, without its prefixes."""
-    lines = [line.partition("error: ")[2] or line for line in printed.strip().splitlines()]
-    return "; ".join(lines) or "it failed and said nothing"
 
 
 def is_in_queue(job: str, timeout_s: float) -> bool | None:
@@ -87,12 +82,12 @@ def job_of(script: Path) -> str | None:
     return None
 
 
-def expand(hosts: str) -> list[str]:
+def host_names(hosts: str) -> list[str]:
     """The names that a list such as n[1-3] stands for."""
     return slurm_command("scontrol", "show", "hostnames", hosts, attempts=PATIENT).split()
 
 
-def addresses(hosts: Sequence[str]) -> list[str]:
+def node_addresses(hosts: Sequence[str]) -> list[str]:
     """Where the nodes are reached by the others."""
     described = slurm_command("scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT)
     found = {}

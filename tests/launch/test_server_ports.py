@@ -7,7 +7,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launch.endpoints import free_ports, health_address, is_ready, local_hosts, pick_endpoints
+from aligner.launch.server_ports import free_ports, health_address, is_healthy, local_hosts, pick_endpoints
 from aligner.placement.addresses import Endpoint, replicas
 from aligner.schema import Config
 
@@ -50,7 +50,7 @@ def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
     endpoint = endpoints_of(config)["reward"]
     assert endpoint.host == "127.0.0.1"
-    assert not is_ready(health_address(config, endpoint), "reward_model")
+    assert not is_healthy(config, "reward", endpoint)
 
 
 def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
@@ -59,7 +59,7 @@ def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
     with socket.socket() as listener:
         listener.bind((endpoint.host, endpoint.http))
         listener.listen()
-        assert not is_ready(health_address(config, endpoint), "critic_infer", timeout_s=0.1)
+        assert not is_healthy(config, "critic", endpoint, timeout_s=0.1)
 
 
 def test_every_replica_has_ports_of_its_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from aligner.megatron import cpu_kernels
+from aligner.megatron import cpu_backend
 
 
 def plain_swiglu(y: torch.Tensor) -> torch.Tensor:
@@ -17,22 +17,22 @@ def test_swiglu_and_its_gradient_equal_autograds():
     y, upstream = torch.randn(5, 12, requires_grad=True), torch.randn(5, 6)
     expected = plain_swiglu(y)
     expected.backward(upstream)
-    torch.testing.assert_close(cpu_kernels.swiglu(y.detach()), expected.detach())
-    torch.testing.assert_close(cpu_kernels.swiglu_back(upstream, y.detach()), y.grad)
+    torch.testing.assert_close(cpu_backend.swiglu(y.detach()), expected.detach())
+    torch.testing.assert_close(cpu_backend.swiglu_back(upstream, y.detach()), y.grad)
 
 
 def test_weighted_swiglu_and_its_gradients_equal_autograds():
     y, weights, upstream = torch.randn(5, 12, requires_grad=True), torch.rand(5, 1, requires_grad=True), torch.randn(5, 6)
     expected = plain_swiglu(y) * weights
     expected.backward(upstream)
-    torch.testing.assert_close(cpu_kernels.weighted_swiglu(y.detach(), weights.detach()), expected.detach())
-    for_y, for_weights = cpu_kernels.weighted_swiglu_back(upstream, y.detach(), weights.detach())
+    torch.testing.assert_close(cpu_backend.weighted_swiglu(y.detach(), weights.detach()), expected.detach())
+    for_y, for_weights = cpu_backend.weighted_swiglu_back(upstream, y.detach(), weights.detach())
     torch.testing.assert_close(for_y, y.grad)
     torch.testing.assert_close(for_weights, weights.grad)
 
 
 def test_tensors_are_scaled_in_place():
     tensors = [torch.ones(3), torch.full((2, 2), 4.0)]
-    cpu_kernels.scale_tensors(0, torch.zeros(1), [tensors, tensors], 0.5)
+    cpu_backend.scale_tensors(0, torch.zeros(1), [tensors, tensors], 0.5)
     assert tensors[0].tolist() == [0.5] * 3
     assert tensors[1].tolist() == [[2.0, 2.0]] * 2

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from aligner.errors import ConfigError
 from aligner.planner.phases import Phase, PipelineModel
-from aligner.planner.plan import fastest_placement
-from aligner.planner.search import fastest_split, proportional_split
+from aligner.planner.plan import fastest_placement, fastest_split, proportional_split
 from aligner.planner.simulation import forecast
 from tests.planner.pipelines import pipeline, pipelines
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import RunPlan
 from aligner.launch.local import launch
+from aligner.launch.run_view import print_line
 from aligner.observability.metrics import read_metrics
 from aligner.paths import run_paths
 from aligner.placement.roles import describe_model, has_generator, placement_table, placements
@@ -21,43 +22,42 @@ from aligner.schema import Config
 _CONNECT_S = 2.0
 
 
-def launch_dry_run(plan: RunPlan) -> int:
-    """Plan the dry run, say what is otherwise in it, run it, and say what it has exercised; the exit code as `launch`'s.
+def launch_dry_run(plan: RunPlan) -> None:
+    """Plan the dry run, say what is otherwise in it, run it, and say what it has exercised.
 
-    Raises ConfigError, before anything starts, for what is wrong with the configuration as it was given.
+    Raises ConfigError, before anything starts, for what is wrong with the configuration as it was given, and what `launch`
+    raises.
     """
-    dry_run = plan_here(plan)
-    code = launch(dry_run.plan, tell=partial(show, dry_run))
-    if code == 0:
-        config = dry_run.plan.config
-        print(exercised(config, read_metrics(run_paths(config).metrics)), flush=True)
-    return code
+    dry_run = _plan_here(plan)
+    launch(dry_run.plan, tell=partial(_show, dry_run))
+    config = dry_run.plan.config
+    print(_exercised(config, read_metrics(run_paths(config).metrics)), flush=True)
 
 
 def validate_dry_run(plan: RunPlan) -> None:
     """Check the configuration as it was given, and say what its dry run would be; start nothing."""
-    dry_run, console = plan_here(plan), Console()
+    dry_run, console = _plan_here(plan), Console()
     shape = dry_run.plan.check()
-    show(dry_run, console)
+    _show(dry_run, console)
     console.print(placement_table(dry_run.plan.config))
     print(describe_model(dry_run.plan.config, shape))
 
 
-def plan_here(plan: RunPlan) -> DryRun:
+def _plan_here(plan: RunPlan) -> DryRun:
     """The dry run on this machine, of which it will use the CPU alone, in this process and those it starts."""
     dry_run = plan_dry_run(plan, _is_reachable)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return dry_run
 
 
-def show(dry_run: DryRun, console: Console) -> None:
+def _show(dry_run: DryRun, console: Console) -> None:
     """What is otherwise than in the run, and what a person should know about it."""
     console.print(changes_table(dry_run))
     for note in dry_run.notes:
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"note: {note}")
 
 
-def exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
+def _exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
     """One line: the layouts that ran, that weights reached the engine, and how far its log-probs are from the trainer's."""
     roles = ", ".join(f"{place.role} {place.layout}" for place in placements(config) if place.layout != "-")
     steps = [record for record in metrics if record["step"] > 0]

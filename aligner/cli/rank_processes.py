@@ -1,0 +1,72 @@
+"""The commands that the launcher calls: one rank of a role each."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from aligner.cli.command_table import load
+from aligner.config.compose import compose_config, load_config
+from aligner.config.prerequisites import plan_run
+from aligner.errors import ConfigError, Stopped
+from aligner.launch.rank_environment import adopt_environment
+from aligner.observability.logs import configure_logs
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config
+from aligner.signals import STOP_SIGNAL
+
+ROLES = {
+    "prepare": "aligner.training.prepare:prepare_run",
+    "trainer": "aligner.training.setup:train",
+    "generator": "aligner.servers.generator:serve_generator",
+    "critic": "aligner.servers.critic:serve_critic",
+    "reward": "aligner.servers.reward:serve_reward",
+}
+"""`module:function` of what a rank of each role runs. They import torch: after the rank has its devices, logs and launcher."""
+
+
+def prepare(parsed: argparse.Namespace) -> None:
+    """Make the model's directory; check it, the data and the scorer."""
+    config = _start(parsed)
+    configure_logs(config.logging.format, "prepare")
+    load(ROLES["prepare"])(config)
+
+
+def train(parsed: argparse.Namespace) -> None:
+    """Train to the run's end. Raises Stopped where it was told to stop before that."""
+    config = _start(parsed)
+    configure_logs(config.logging.format, "trainer")
+    is_finished = load(ROLES["trainer"])(config)
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
+    if not is_finished:
+        raise Stopped("told to stop, with a checkpoint")
+
+
+def serve(parsed: argparse.Namespace) -> None:
+    """Serve a role until told to end."""
+    groups = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
+    parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
+    config = _start(parsed)
+    if len(groups) != 1 or groups[0] not in server_ranks(config):
+        raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
+    configure_logs(config.logging.format, groups[0])
+    role = groups[0].partition(".")[0]
+    replica = groups if role == "reward" else ()
+    load(ROLES[role])(config, *replica)
+
+
+def _start(parsed: argparse.Namespace) -> Config:
+    """Take what the launcher or Slurm has set for the rank; returns its configuration, for which nothing is run first."""
+    adopt_environment()
+    if parsed.config is None:
+        plan = plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
+        if plan.config.dry_run.scale != "none":
+            raise ConfigError(f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner validate` alone")
+        if missing := ", ".join(first.name for first in plan.missing):
+            raise ConfigError(
+                f"{missing}: an experiment whose result is needed has not run yet; `aligner launch` runs it first"
+            )
+        return plan.config
+    if parsed.overrides or parsed.config_dir:
+        raise ConfigError("--config FILE is a whole configuration; give either it, or overrides")
+    return load_config(parsed.config)

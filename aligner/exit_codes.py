@@ -1,0 +1,37 @@
+"""The exit codes of every command and rank: which end of a run, and which error, has which."""
+
+from __future__ import annotations
+
+import signal
+
+from aligner.errors import AlignerError, ConfigError, Interrupted, Stopped, TransientError
+
+FINISHED = 0
+FAILED = 1
+REFUSED = 2
+"""A mistake in the configuration; argparse has the same for one in the options."""
+RESUMABLE = 75
+"""EX_TEMPFAIL of sysexits.h, try again: told to stop, with a checkpoint to go on from, or failed as a new start may not."""
+_SIGNALED = 128
+"""Added to the number of the signal that ended a process, as shells do."""
+
+
+def exit_code(error: BaseException | None) -> int:
+    """The code of a process that an error has ended, or that has done what it was asked to (None)."""
+    match error:
+        case None:
+            return FINISHED
+        case Interrupted():
+            return _SIGNALED + error.number
+        case KeyboardInterrupt() | AlignerError(__cause__=KeyboardInterrupt()):
+            return _SIGNALED + signal.SIGINT
+        case Stopped() | TransientError():
+            return RESUMABLE
+        case ConfigError():
+            return REFUSED
+    return FAILED
+
+
+def is_stopped(code: int) -> bool:
+    """Whether it is the code of what was stopped from outside, by word or by signal, and has not failed."""
+    return code == RESUMABLE or code > _SIGNALED

@@ -1,0 +1,137 @@
+"""`status.json`: the launcher's word on its run, for whoever looks at the run directory from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aligner.errors import AlignerError, Stopped
+from aligner.exit_codes import exit_code
+from aligner.files import write_file
+from aligner.launch.processes import process_start
+from aligner.paths import run_paths
+from aligner.placement.roles import role_ranks
+from aligner.schema import Config
+
+HEARTBEAT_S = 10.0
+"""So often the launcher touches the file."""
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """A role, or a server group."""
+
+    ranks: int
+    healthy: bool = False
+    """Whether it was when the launcher last asked; the trainer is not asked."""
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class LauncherState:
+    """What the file says."""
+
+    pid: int
+    """The launcher's, on its host."""
+    pid_start: int | None
+    """When that process was started (`aligner.launch.processes.process_start`)."""
+    host: str
+    started: float
+    """Seconds since the epoch, as are the other times."""
+    roles: Mapping[str, RoleState]
+    job: str | None = None
+    """The cluster's job that it runs in; the launcher's host is then none to look for it on."""
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    queued_again: bool = False
+    """Whether the job, which has ended, waits in its queue to go on."""
+
+    def is_gone(self, heartbeat: float) -> bool:
+        """Whether the launcher has ended without a word: its process or, where that is elsewhere, the file's last touch."""
+        if self.ended is not None:
+            return False
+        if self.job is None and self.host == socket.gethostname():
+            return process_start(self.pid) != self.pid_start
+        return time.time() - heartbeat > 6 * HEARTBEAT_S
+
+    @property
+    def why_ended(self) -> str | None:
+        """Why a run that has ended did so."""
+        if self.ended is not None:
+            return self.reason
+        where = f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
+        return f"its launcher, {where}, is gone without having ended it"
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole."""
+        write_file(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_state(path: Path) -> LauncherState | None:
+    """Read the file; None where there is none. Raises AlignerError for something else."""
+    try:
+        content = json.loads(path.read_text())
+        roles = {name: RoleState(**role) for name, role in content.pop("roles").items()}
+        return LauncherState(**content, roles=roles)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise AlignerError(f"{path} is not what a launcher writes: {error}") from error
+
+
+class StateRecorder:
+    """Keeps a run's `status.json` while the launcher runs it: the `with` block's end is the run's.
+
+    Where the file cannot be written, on a full disk, the run goes on without.
+    """
+
+    def __init__(self, config: Config, job: str | None = None) -> None:
+        self._path = run_paths(config).status
+        pid, ranks = os.getpid(), {name: RoleState(count) for name, count in role_ranks(config).items()}
+        self._state = LauncherState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
+        self._touched = 0.0
+
+    def __enter__(self) -> StateRecorder:
+        self._write()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(error)
+
+    def update(self, role: str, *, healthy: bool, restarts: int = 0) -> None:
+        """How a role is now; the file is written when that has changed."""
+        now = replace(self._state.roles[role], healthy=healthy, restarts=restarts)
+        if now != self._state.roles[role]:
+            self._write(roles={**self._state.roles, role: now})
+
+    def queued_again(self, stopped: Stopped) -> None:
+        """The run was stopped and its job is queued again; it may not have time to say more."""
+        self._end(stopped, queued_again=True)
+
+    def beat(self) -> None:
+        """The launcher lives: to be called every second or so."""
+        if time.monotonic() - self._touched > HEARTBEAT_S:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+            self._touched = time.monotonic()
+
+    def _end(self, error: BaseException | None, **more: Any) -> None:
+        reason = None
+        if error is not None:
+            told = error.summary if isinstance(error, AlignerError) else str(error)
+            reason = (told or type(error).__name__).splitlines()[0]
+        self._write(ended=time.time(), exit_code=exit_code(error), reason=reason, **more)
+
+    def _write(self, **changes: Any) -> None:
+        self._state, self._touched = replace(self._state, **changes), time.monotonic()
+        with contextlib.suppress(OSError):
+            self._state.write(self._path)

@@ -1,0 +1,69 @@
+"""What each rank is started with, its command and its environment, and what it takes from that when it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from aligner.errors import AlignerError
+from aligner.launch.processes import end_with_launcher
+
+Command = Callable[[str, Path], tuple[str, ...]]
+"""From a role, or a server group, and the run's config file to the command of its ranks."""
+IS_TASK = "ALIGNER_SLURM_TASK"
+"""Environment variable of ranks that are tasks of a Slurm job's step."""
+DEVICES = "ALIGNER_DEVICES"
+"""Which of the devices that Slurm gives a step are its role's, by their places; all of them where it is not set."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def role_command(role: str, config_file: Path, program: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """The command of a role's or a server group's ranks; `prepare` is a role too. `program` is this one if not given."""
+    actions = {"prepare": ("prepare",), "trainer": ("train",)}
+    action = actions.get(role, ("serve", f"role={role}"))
+    return (*(program or (sys.executable, "-m", "aligner")), *action, "--config", str(config_file))
+
+
+def world_environment(ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int) -> dict[str, str]:
+    """What all ranks of a role have in common."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Threads that spin between parallel regions take the cores of the other ranks.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # Large temporary tensors come from the heap and stay there: given back and mapped anew for every micro-batch, their
+        # pages are zeroed by the kernel each time.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def adopt_environment() -> None:
+    """What a rank begins with: it ends with its launcher and, as a task of a Slurm job's step, learns from Slurm which rank
+    it is and sets the devices that it sees, as torch's own launcher would.
+
+    Raises AlignerError where the step has not got the devices that are its role's.
+    """
+    end_with_launcher()
+    if not os.environ.get(IS_TASK):
+        return
+    os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+    if chosen := os.environ.pop(DEVICES, ""):
+        # Chosen here: what srun is started with Slurm replaces by all that the job has on the node.
+        if (given := os.environ.get(_VISIBLE)) is not None:  # Slurm counts devices here
+            names, places = given.split(","), [int(place) for place in chosen.split(",")]
+            if max(places) >= len(names):
+                raise AlignerError(
+                    f"this role's devices are numbers {chosen} of its node's, and Slurm gives the step {_VISIBLE}={given}"
+                    " alone; see cluster.devices_per_node and cluster.slurm.roles.ROLE.devices"
+                )
+            chosen = ",".join(names[place] for place in places)
+        os.environ[_VISIBLE] = chosen

@@ -1,0 +1,65 @@
+"""A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline and summary."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from aligner.config.compose import save_config
+from aligner.config.resume import check_directory, is_unused, settled
+from aligner.errors import AlignerError, ConfigError, Stopped
+from aligner.launch.lock import locked
+from aligner.launch.run_view import print_line
+from aligner.observability.console import print_summary
+from aligner.observability.metrics import read_metrics
+from aligner.observability.trace import write_trace
+from aligner.paths import RunPaths, run_paths
+from aligner.placement.addresses import create_access_key
+from aligner.schema import Config
+
+
+@contextlib.contextmanager
+def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> Iterator[Config]:
+    """Alone with the run's directory, which is ready to start or to resume; gives the configuration, run.resume settled.
+
+    With the run's trace and, unless it failed, a summary at the end. Raises ConfigError where the directory is another
+    launch's, after waiting so long for that one's end, or another run's. Nothing is left of a run that is refused before its
+    trainer starts.
+    """
+    paths = run_paths(config)
+    with locked(paths.root, patience_s=patience_s):
+        check_directory(config)
+        is_new, config = is_unused(paths), settled(config)
+        if not config.run.resumes:
+            _forget_training(paths)
+        stopped = None
+        try:
+            save_config(config, paths.config)
+            create_access_key(config)
+            yield config
+        except ConfigError:
+            if is_new:
+                shutil.rmtree(paths.root)
+            raise
+        except Stopped as error:
+            stopped = error
+        finally:
+            try:
+                write_trace(paths)
+            except (AlignerError, OSError) as error:  # the run does not fail for want of it
+                print_line(console, f"{paths.trace} was not written: {error}")
+        print_summary(read_metrics(paths.metrics), paths, console)
+        if stopped is not None:
+            raise stopped
+
+
+def _forget_training(paths: RunPaths) -> None:
+    """Remove what a start that did not come to its first checkpoint has left."""
+    for path in paths.of_training:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""Ports for a run's servers and process groups: free ones, given once on a machine; and whether its servers are healthy."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from aligner.errors import AlignerError
+from aligner.placement.addresses import (
+    LOOPBACK,
+    Endpoint,
+    client_address,
+    explicit_ports,
+    group_ports,
+    http_address,
+    listening_addresses,
+    port_is_free,
+)
+from aligner.placement.roles import server_ranks
+from aligner.schema import Config
+
+PORTS = range(20000, 32000)
+"""Below those that the kernel gives to outgoing connections: such a one would often be gone before a server has started."""
+_SERVED_MODEL = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
+
+
+class FreePorts(contextlib.ExitStack):
+    """Iterator over distinct ports, those of `candidates` that are free on all of `addresses`, in random order.
+
+    A port is given long before its server listens on it. Until then it is claimed, by an abstract Unix socket that bears
+    its number: no other FreePorts of this machine gives it, whoever's process that is. Claims are those of a network
+    namespace, as ports are, and end with `close`, the `with` block or the process, however it ends.
+    """
+
+    def __init__(self, addresses: Iterable[str] = (LOOPBACK,), candidates: Collection[int] = PORTS) -> None:
+        super().__init__()
+        self._addresses = frozenset(addresses)
+        self._candidates = list(candidates)
+        random.SystemRandom().shuffle(self._candidates)
+
+    def __iter__(self) -> FreePorts:
+        return self
+
+    def __next__(self) -> int:
+        """The next port. Raises AlignerError when there is none, and OSError for an address that this machine lacks."""
+        while self._candidates:
+            port = self._candidates.pop()
+            if self._claim(port) and all(port_is_free(address, port) for address in self._addresses):
+                return port
+        raise AlignerError(f"no port is left that is free on {' and '.join(sorted(self._addresses))}")
+
+    def _claim(self, port: int) -> bool:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0aligner-port-{port}")
+        except OSError:
+            claim.close()
+            return False
+        self.enter_context(claim)
+        return True
+
+
+def free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:
+    """Ports that are free where the servers listen and, for process groups, on loopback; none that is configured."""
+    addresses = {*listening_addresses(config).values(), LOOPBACK}
+    return FreePorts(addresses, set(candidates).difference(explicit_ports(config).values()))
+
+
+def local_hosts(config: Config) -> dict[str, str]:
+    """Where each server group is reached when all run on this machine."""
+    return dict.fromkeys(server_ranks(config), client_address(config))
+
+
+def pick_endpoints(config: Config, hosts: Mapping[str, str], ports: Iterator[int]) -> dict[str, Endpoint]:
+    """Where each server group listens, on its host: the configured ports, free ones for those left at 0."""
+    return {
+        group: Endpoint(hosts[group], *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)))
+        for group, wanted in group_ports(config).items()
+    }
+
+
+def served_model(group: str) -> str:
+    """The Triton model that must be ready for a server group to be healthy."""
+    return _SERVED_MODEL[group.partition(".")[0]]
+
+
+def health_address(config: Config, endpoint: Endpoint) -> str:
+    """Host and port of a server's HTTP, which alone answers without a key or a certificate whether it is healthy."""
+    return f"{http_address(endpoint.host, config.server.tls)}:{endpoint.http}"
+
+
+def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float = 0.3) -> bool:
+    """Whether the Triton server there, and the model that the group serves, answer that they are ready."""
+    # No proxy: a server of this run is never behind one.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for path in ("health/ready", f"models/{served_model(group)}/ready"):
+        try:
+            with opener.open(f"http://{health_address(config, endpoint)}/v2/{path}", timeout=timeout_s) as answer:
+                if answer.status != 200:
+                    return False
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            return False
+    return True

@@ -1,0 +1,38 @@
+"""What comes before a run's roles: its model's directory, and a look at all that they will read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from aligner.algorithms.extension import require_functions
+from aligner.data.examples import open_run_data
+from aligner.data.model_directory import prepare_model
+from aligner.data.prompts import open_evaluation_prompts, open_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.rewards.scorers import resolve_scorer
+from aligner.schema import Config
+from aligner.schema.reward_sources import FunctionSource, reward_sources
+
+
+def prepare_run(config: Config) -> None:
+    """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what is wrong with them."""
+    for notice in _check_data(config, Tokenizer(prepare_model(config))):
+        print(f"aligner: note: {notice}", file=sys.stderr)
+    for source in reward_sources(config.reward):
+        if isinstance(source, FunctionSource):
+            resolve_scorer(source.function, f"{source.key}.function")
+    if config.evaluation.function is not None:
+        resolve_scorer(config.evaluation.function, "evaluation.function")
+    if config.algorithm.trainer == "online":
+        require_functions(config.algorithm)
+
+
+def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
+    """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
+    if config.algorithm.trainer == "online" and config.evaluation.every:
+        open_evaluation_prompts(config.evaluation, tokenizer, config.data.max_prompt_tokens)
+    if config.algorithm.generates:
+        tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
+        return open_prompts(config.data, tokenizer, config.seed).notices
+    return open_run_data(config, tokenizer).notices

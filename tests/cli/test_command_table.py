@@ -1,0 +1,28 @@
+"""The table of commands."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from aligner.cli.command_table import COMMANDS, load, parse_arguments
+from aligner.cli.rank_processes import ROLES
+
+
+@pytest.mark.parametrize("function", [*(command.function for command in COMMANDS.values()), *ROLES.values()])
+def test_what_carries_out_a_command_or_a_role_is_there(function: str) -> None:
+    found = load(function)
+    assert inspect.isfunction(found) and found.__module__ == function.partition(":")[0]
+
+
+def test_overrides_may_follow_options() -> None:
+    parsed = parse_arguments(["launch", "experiment=tiny_ppo", "--dry-run", "seed=2"])
+    assert (parsed.command, parsed.overrides, parsed.dry_run) == ("launch", ["experiment=tiny_ppo", "seed=2"], True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["launch", "--dry"], ["status", "run", "more"], ["absent"]])
+def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(arguments)
+    assert ended.value.code == 2
