@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
 from aligner.models.gguf_header import gguf_shape
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.placement.memory.activations import Load, Stage
 from aligner.placement.memory.model_states import trained_states
 from aligner.placement.roles import Device

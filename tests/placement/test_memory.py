@@ -11,7 +11,7 @@ import pytest
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.model_source import absent_inputs, read_shape
 from aligner.placement import roles
 from aligner.placement.memory.activations import Layer, Load, Stage
