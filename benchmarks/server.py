@@ -38,7 +38,7 @@ from aligner.launch.server_ports import FreePorts
 from aligner.placement.addresses import Endpoint, run_access
 from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model
 from benchmarks.processes import Group, Way
 

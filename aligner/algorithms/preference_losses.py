@@ -39,7 +39,7 @@ def pair_loss(
         reference_chosen,
         reference_rejected,
         settings.beta,
-        label_smoothing=settings.label_smoothing,
+        label_smoothing=settings.label_smoothing if settings.kind == "sigmoid" else 0.0,
         kind=settings.kind,  # type: ignore[arg-type]  # one of its values: the schema's choices
         denominator=pairs,
         weights=weights,

@@ -27,7 +27,7 @@ from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
-from aligner.schema.keys import schema_keys, value_at
+from aligner.schema.keys import only_read, schema_keys, value_at
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
 """One line for each thing about a section that does not fit other sections, the model (None where it could not be read) or
@@ -52,13 +52,14 @@ SECTIONS: tuple[SectionCheck, ...] = (
 
 
 def check(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED, also: Iterable[str] = ()) -> ModelShape:
-    """Check the whole configuration against itself, the model and this machine; returns the policy's shape.
+    """Check what the run reads of the configuration against itself, the model and this machine; returns the policy's shape.
 
     What is `expected` need not be there yet; `also` are problems that are reported with the others. Raises ConfigError with
     one line for each thing that is wrong.
     """
     # Bounds come first: the checks after them divide by these numbers.
     _raise_all(_bounds(config))
+    config = only_read(config)
     expected = {**expected, **random_reward_models(config)}
     shape, problems = None, []
     try:

@@ -51,14 +51,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
     """The layout at which reward models run, and its key."""
-    if config.critic.with_reward:
+    if config.critic_scores:
         return "critic.parallel", config.critic.parallel
     return "reward.parallel", config.reward.parallel
 
 
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     reward, own = config.reward, config.reward.parallel
-    if config.critic.with_reward:
+    if config.critic_scores:
         if own not in (ParallelConfig(), config.critic.parallel):
             yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
         if reward.replicas != 1:

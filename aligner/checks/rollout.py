@@ -55,7 +55,7 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         yield f"{key}: an engine on the trainer's ranks cannot draw while these train; give engine.placement=server"
     if config.algorithm.trainer != "online":
         yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
-    if config.critic.with_reward:
+    if config.critic_scores:
         yield f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give critic.with_reward=false"
 
 

@@ -74,7 +74,7 @@ def _port_problems(config: Config) -> Iterator[str]:
     What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
-    if config.critic.with_reward:
+    if config.critic_scores:
         for name, port in dataclasses.asdict(config.reward.ports).items():
             if port:
                 yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from aligner.config.compose import compose_config
+from aligner.config.compose import compose_config, unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
 from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
@@ -84,8 +84,14 @@ def report(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> RunPlan:
-    """The configuration that a command line asks for, and the experiments whose results it needs."""
-    return plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
+    """The configuration that a command line asks for, and the experiments whose results it needs.
+
+    A person is told of what the experiment's file sets and the run does not read.
+    """
+    config = compose_config(parsed.overrides, parsed.config_dir)
+    for note in unread_notes(config, parsed.config_dir):
+        print(f"aligner: note: {note}", file=sys.stderr)
+    return plan_run(config, parsed.config_dir)
 
 
 def _described(plan: RunPlan) -> ExpectedInputs:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,15 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from aligner.config.renamed import renamed_key
+from aligner.config.overrides import check_key, check_read, current_values, option_values, parse_override
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
-from aligner.schema.keys import schema_keys, schema_sections
+from aligner.schema.keys import schema_keys, schema_sections, unmet, value_at
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -46,20 +43,32 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     """The configuration of a run from `experiment=NAME` and further `key=value` overrides.
 
     `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. Raises ConfigError
-    for whatever is unknown, of the wrong type, or missing.
+    for whatever is unknown, of the wrong type or missing, and for overrides that the run does not read.
     """
     directories = [built_in_directory()]
     if config_directory is not None:
         directories.append(_user_directory(config_directory))
     options = _group_options(directories)
-    parsed = [_parse(text, options) for text in overrides]
+    parsed = [parse_override(text, options) for text in overrides]
     chosen = [override.value() for override in parsed if override.key_or_group == "experiment"]
     if not chosen:
         raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
     named = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group in options]
     config = _compose(overrides, directories, named)
+    check_read(config, parsed, options, directories)
     config = _with_engine_replicas(_with_names(config, str(chosen[-1])))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
+
+
+def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
+    """A line for each reason for which the run does not read keys that its experiment's file sets."""
+    found: dict[str, list[str]] = {}
+    directories = [built_in_directory(), *([config_directory] if config_directory else [])]
+    for key in option_values(directories, "experiment", config.run.experiment):
+        known = schema_keys()[key]
+        if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
+            found.setdefault(current_values(config, terms), []).append(key)
+    return [f"not read with {why}: {', '.join(keys)}" for why, keys in found.items()]
 
 
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
@@ -106,52 +115,6 @@ def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     for group, name in sorted(found):
         groups.setdefault(group, []).append(name)
     return groups
-
-
-def _parse(text: str, options: Mapping[str, list[str]]) -> Override:
-    """One override, its key known to exist."""
-    key = text.partition("=")[0].lstrip("+~")
-    if "=" not in text and not text.startswith("~"):
-        hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
-        raise ConfigError(f"{text}: not a key=value override{hint}")
-    if key not in options:
-        _check_key(key, options)
-    if text.startswith("~"):
-        raise ConfigError(f"{text}: keys cannot be deleted; give another value, or null where the key allows it")
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{text}: {reason}; quote a value with special characters: '{key}=\"VALUE\"'") from error
-    if override.is_sweep_override():
-        raise ConfigError(f"{text}: one value is expected; write a list as {key}=[a,b]")
-    if key in options and not isinstance(override.value(), dict) and override.value() not in options[key]:
-        close = difflib.get_close_matches(str(override.value()), options[key], n=1)
-        hint = f"did you mean {key}={close[0]}? " if close else ""
-        raise ConfigError(f"{key}={override.value()}: no such {key}; {hint}allowed: {', '.join(options[key])}")
-    return override
-
-
-def _check_key(key: str, groups: Iterable[str] = ()) -> None:
-    """Raise ConfigError, with the new or the nearest key, unless `key` is a key, a section or an entry of a mapping."""
-    keys = schema_keys()
-    sections = {section.name for section in schema_sections() if section.name}
-    if key in keys or key in sections or any(key.startswith(name + ".") for name, known in keys.items() if known.is_mapping):
-        return
-    if renamed := renamed_key(key):
-        raise ConfigError(f"{key}: {renamed}")
-    raise ConfigError(f"{key}: unknown key; {_suggestion(key, [*keys, *sections, *groups])}")
-
-
-def _suggestion(key: str, candidates: Sequence[str]) -> str:
-    parent, _, last = key.rpartition(".")
-    if parent in candidates:
-        siblings = sorted(name.rpartition(".")[2] for name in candidates if name.rpartition(".")[0] == parent)
-        close = difflib.get_close_matches(last, siblings, n=1)
-        return f"did you mean {parent}.{close[0]}?" if close else f"allowed in {parent}: {', '.join(siblings)}"
-    same = [name for name in candidates if name.rpartition(".")[2] == last]
-    close = same if same and not parent else difflib.get_close_matches(key, candidates, n=1)
-    return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
 
 
 def _compose(overrides: Sequence[str], directories: Sequence[Path], named: Sequence[str]) -> Config:
@@ -249,7 +212,7 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     key, message = str(error.full_key), str(error).partition("\n")[0]
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         try:
-            _check_key(key)
+            check_key(key)
         except ConfigError as unknown:
             return str(unknown)
         return f"{key}: no such entry to override; add one with +{key}=VALUE"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,11 @@ class Manifest:
         """As the file's text, one tensor a line."""
         content = asdict(self)
         index = content.pop("index")
-        lines = [f"  {json.dumps(name)}: {json.dumps(_packed(entry))}" for name, entry in index.items()]
+        entries = {
+            name: [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
+            for name, entry in index.items()
+        }
+        lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
         return head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
@@ -112,11 +115,6 @@ class Manifest:
     def shape(self) -> ModelShape:
         """The model's shape."""
         return read_config(self.model, "the checkpoint's model")
-
-
-def _packed(entry: Mapping[str, Any]) -> list[Any]:
-    pieces = [[piece["rank"], piece["axis"], piece["start"], piece["stop"]] for piece in entry["pieces"]]
-    return [entry["shape"], entry["trained"], pieces]
 
 
 def rank_file(rank: int) -> str:
@@ -153,21 +151,15 @@ def read_manifest(directory: Path) -> Manifest:
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
         for name, (shape, trained, pieces) in content["index"].items()
     }
-    manifest = Manifest(**content)
-    _check_files(directory, manifest)
-    return manifest
-
-
-def _check_files(directory: Path, manifest: Manifest) -> None:
-    problems = []
-    for name, size in manifest.files.items():
-        file = directory / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif (got := file.stat().st_size) != size:
-            problems.append(f"{name} has {got} bytes of {size}")
+    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else None for name in content["files"]}
+    problems = [
+        f"{name} is missing" if sizes[name] is None else f"{name} has {sizes[name]} bytes of {size}"
+        for name, size in content["files"].items()
+        if sizes[name] != size
+    ]
     if problems:
         raise AlignerError(f"{directory}: the checkpoint is incomplete: {'; '.join(problems)}")
+    return Manifest(**content)
 
 
 def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
@@ -194,7 +186,7 @@ class CheckpointReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """In what type a weight is stored."""
-        return DTYPES[self._file(self.manifest.index[name].pieces[0].rank).get_slice(name).get_dtype()]
+        return DTYPES[self._slice(self.manifest.index[name].pieces[0].rank, name).get_dtype()]
 
     def whole(self, name: str) -> Tensor:
         """All of a weight."""
@@ -205,7 +197,7 @@ class CheckpointReader:
         entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
         first = entry.pieces[0]
         if first.axis is None:
-            return self._read(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
+            return self._slice(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
         axis = first.axis
         start, stop = (0, entry.shape[axis]) if wanted.axis is None else (wanted.start, wanted.stop)
         parts = []
@@ -213,24 +205,19 @@ class CheckpointReader:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
                 held = cut_shape(entry.shape, axis, piece.start, piece.stop)
-                ranges = _ranges(held, axis, low - piece.start, high - piece.start)
-                parts.append(self._read(piece.rank, key, ranges))
+                parts.append(self._slice(piece.rank, key, _ranges(held, axis, low - piece.start, high - piece.start)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
-    def _file(self, rank: int) -> Any:
-        if rank not in self._open:
-            file = self.directory / rank_file(rank)
-            try:
-                self._open[rank] = safe_open(str(file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise AlignerError(f"{file} cannot be read: {error}") from error
-        return self._open[rank]
-
-    def _read(self, rank: int, key: str, ranges: tuple[slice, ...]) -> Tensor:
+    def _slice(self, rank: int, key: str, ranges: tuple[slice, ...] | None = None) -> Any:
+        """A range of a tensor; without one the tensor in the file, of which nothing is read."""
+        file = self.directory / rank_file(rank)
         try:
-            return self._file(rank).get_slice(key)[ranges]
-        except SafetensorError as error:
-            raise AlignerError(f"{self.directory / rank_file(rank)}: {key} cannot be read: {error}") from error
+            if rank not in self._open:
+                self._open[rank] = safe_open(str(file), framework="pt")
+            whole = self._open[rank].get_slice(key)
+            return whole if ranges is None else whole[ranges]
+        except (OSError, SafetensorError) as error:
+            raise AlignerError(f"{file}: {key} cannot be read: {error}") from error
 
 
 def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:

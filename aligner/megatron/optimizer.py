@@ -40,9 +40,8 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with gradient clipping, and its schedule over `total_steps` optimizer steps.
 
-    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak at
-    k = warmup_steps to min_learning_rate at k = total_steps. Weight decay leaves out biases and norms, as megatron-core does.
-    On a CPU `offload_fraction` has nothing to do: the optimizer state is in host memory.
+    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak to
+    min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded.
     """
     dtype = chunks[0].config.params_dtype
     offload = settings.offload_fraction > 0 and torch.cuda.is_available()
@@ -103,10 +102,9 @@ def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
 
 
 def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.OptimizerConfig) -> None:
-    """Make the next step that of TensorFlow's Adam (Huang et al. 2023, detail 14).
+    """Make the next step t that of TensorFlow's Adam, which adds epsilon before the second moment's bias is corrected.
 
-    TensorFlow adds epsilon to the root of the second moment before its bias is corrected. With torch's formula that is an
-    epsilon of epsilon / sqrt(1 - beta2^t) at step t, from 1.
+    With torch's formula that is an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023, detail 14).
     """
     for part in _parts(optimizer):
         for group in part.param_groups:
@@ -123,10 +121,7 @@ def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int
 
 @dataclass
 class GuardedStep:
-    """Takes optimizer steps, and leaves out those whose gradients are not finite.
-
-    A step is left out on every rank: weights, moments, Adam's step count and the learning-rate schedule stay as they are.
-    """
+    """Takes optimizer steps, and leaves out, on every rank, those whose gradients are not finite: all stays as it is then."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler

@@ -44,10 +44,7 @@ class Cut:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch, with the rows that our attention computes on.
-
-    One row holds one padded sequence: N rows of L keys, and of L/C queries where context parallelism cuts them.
-    """
+    """megatron-core's description of a packed micro-batch, and the rows of our attention: N padded sequences of L tokens."""
 
     key_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context ranks"""
@@ -144,8 +141,7 @@ def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device, cu
 def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
     """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to the shorter sequences.
 
-    Rows of attention are as wide as the longest sequence, so these tokens cost it nothing; what does not fit there becomes a
-    last sequence of padding alone.
+    That costs attention nothing, whose rows are as wide as the longest; what does not fit becomes a last one of padding alone.
     """
     unit = cut.sequence_unit
     padded = -(-counts // unit) * unit
@@ -168,10 +164,9 @@ def _context_places(padded: Tensor, context: int, rank: int) -> Tensor:
 
 def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device) -> PackedSequences:
     cumulative = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32).to(device)
-    rows, longest = inside.shape
+    (rows, longest), query_width = inside.shape, inside.shape[1] // cut.context
     in_rows = inside.flatten().nonzero()[:, 0]
     key_index = in_rows[torch.cat(places)].to(device)
-    query_width = longest // cut.context
     query_index, positions = key_index, None
     if cut.context > 1:
         in_query_rows = (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
@@ -207,10 +202,8 @@ def pack_share(
 ) -> list[PackedBatch]:
     """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
 
-    Of every `group` rows in a row all are in one micro-batch, in their order.
-
-    Every data rank gets as many micro-batches as every other, a multiple of `multiple`, since pipeline schedules and
-    gradient reductions go in step; where sequences are too few, fillers make up the number.
+    Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets as many micro-batches, a
+    multiple of `multiple`, since schedules and gradient reductions go in step; fillers make up the number.
     """
     groups = lengths.view(-1, group).sum(1)
     shares = data_parallel_share(groups.tolist(), data_size)

@@ -27,18 +27,17 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
-# Model output [1, T, …] of a micro-batch to what is wanted of it.
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
-# Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators.
+"""Model output [1, T, …] of a micro-batch to what is wanted of it."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
+"""Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
 
 
 class OffloadedWeights:
-    """Parameters whose memory on the device is given up until `restore`.
+    """Parameters whose memory on the device is given up until `restore`, gradient buffers' too; optimizer state stays.
 
     The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
-    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers mean nothing between updates and
-    are given up without a copy; optimizer state stays.
+    parameter buffers, the distributed optimizer's shards, tied weights.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -134,9 +133,8 @@ class ModelRunner:
                 yield f"{index}.{name}", parameter
 
     def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
-        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B].
+        """`pack_share` of a whole batch, tokens int64 [B, S] and lengths int64 [B], for this rank's data rank.
 
-        Of every `group` rows in a row all are in one micro-batch, in their order.
         Raises AlignerError for a sequence that is longer than the model's positions.
         """
         place, layout = self.world.place, self.world.layout
@@ -164,8 +162,7 @@ class ModelRunner:
 
         `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
         """
-        collected = torch.zeros(tokens.shape[0], width)
-        batches = self.share(tokens, lengths)
+        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths)
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
@@ -178,22 +175,20 @@ class ModelRunner:
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                result = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
-                return output.new_zeros(()), _no_tokens(output), result
+            def result(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                wanted = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
+                return output.new_zeros(()), _no_tokens(output), wanted
 
-            return _apply(model, batch), loss
+            return _apply(model, batch), result
 
         with torch.no_grad():
             return self._run_schedule(self.chunks, step, batches, forward_only=True)
 
     def update(self, batches: Sequence[PackedBatch], loss: OutputLoss) -> dict[str, float]:
-        """One optimizer step on the micro-batches' summed losses.
+        """One optimizer step on the micro-batches' summed losses; AlignerError when too many in a row are skipped.
 
-        Returns on every rank the statistics over all data ranks (a name that ends in _max by maximum, others by sum),
-        `grad_norm` (before clipping), `lr` (that of this step), `skipped` (1 when the gradients were not finite and nothing
-        was changed, else 0) and `skipped_total`. What is not finite in a skipped update is absent. Raises AlignerError when
-        too many in a row are skipped.
+        Returns on every rank what `GuardedStep` does, `skipped_total`, and the statistics over all data ranks (a name that
+        ends in _max by maximum, others by sum); what is not finite in a skipped update is absent.
         """
 
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -224,10 +219,9 @@ class ModelRunner:
         if self._offloaded is not None:
             raise RuntimeError("the model is asleep: its weights are in host memory")
         iterators = [iter(batches) for _ in chunks]
-        interleaved = len(chunks) > 1
         results = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iterators if interleaved else iterators[0],
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(batches),
             seq_length=1,  # the true length travels with each micro-batch

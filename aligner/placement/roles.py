@@ -82,7 +82,7 @@ def server_ranks(config: Config) -> dict[str, int]:
         return {}
     generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
-    rewards = 0 if config.critic.with_reward else config.reward.replicas
+    rewards = 0 if config.critic_scores else config.reward.replicas
     names = ["reward", *(f"reward.{replica}" for replica in range(1, rewards))][:rewards]
     return {**generator, **critic, **dict.fromkeys(names, config.reward.parallel.ranks)}
 
@@ -128,7 +128,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "critic",
         config.critic.parallel.ranks,
         describe_layout(config.critic.parallel),
-        f"value model, {sources}" if config.critic.with_reward else "value model",
+        f"value model, {sources}" if config.critic_scores else "value model",
         device,
         threads,
     )

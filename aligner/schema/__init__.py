@@ -12,7 +12,7 @@ from aligner.schema.actor import ActorConfig, LoraConfig
 from aligner.schema.algorithm import AlgorithmConfig, PreferenceConfig
 from aligner.schema.checkpoint import CheckpointConfig
 from aligner.schema.cluster import ClusterConfig, SlurmConfig, SlurmRoleConfig, SlurmRolesConfig
-from aligner.schema.critic import CriticConfig
+from aligner.schema.critic import TRAINED, CriticConfig
 from aligner.schema.data import DataConfig
 from aligner.schema.dry_run import DryRunConfig
 from aligner.schema.engine import EngineConfig, EngineParallelConfig, TensorRTLLMConfig
@@ -69,15 +69,25 @@ class Config:
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
-    rollout: RolloutConfig = section(RolloutConfig)
-    algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    actor: ActorConfig = section(ActorConfig)
-    critic: CriticConfig = section(CriticConfig)
-    reward: RewardConfig = section(RewardConfig)
-    engine: EngineConfig = section(EngineConfig)
-    server: ServerConfig = section(ServerConfig)
+    rollout: RolloutConfig = section(RolloutConfig, read="algorithm.trainer=online|preferences")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, read=".trainer=online")
+    actor: ActorConfig = section(ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo")
+    critic: CriticConfig = section(CriticConfig, read=TRAINED)
+    reward: RewardConfig = section(
+        RewardConfig,
+        read="algorithm.trainer=online|preferences",
+        micro_batch_tokens=".kind=model|combined",
+        precision=".kind=model|combined",
+    )
+    engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
+    server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
     cluster: ClusterConfig = section(ClusterConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    evaluation: EvaluationConfig = section(EvaluationConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, read="algorithm.trainer!=preferences")
+    evaluation: EvaluationConfig = section(EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0")
     logging: LoggingConfig = section(LoggingConfig)
-    dry_run: DryRunConfig = section(DryRunConfig)
+    dry_run: DryRunConfig = section(DryRunConfig, read=".scale=tiny")
+
+    @property
+    def critic_scores(self) -> bool:
+        """Whether the critic's processes serve the reward too."""
+        return self.algorithm.has_critic and self.critic.with_reward

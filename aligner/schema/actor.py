@@ -24,4 +24,4 @@ class ActorConfig(TrainedModelConfig):
     logprob_chunk_tokens: int = option(
         1024, "logits exist for so many tokens at a time; more than a micro-batch's tokens costs no recomputation", minimum=1
     )
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, read=".rank>0")

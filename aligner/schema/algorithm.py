@@ -20,6 +20,7 @@ class PreferenceConfig:
         "probability that a pair's label is wrong: conservative DPO (kind=sigmoid); above 0.5 labels would be turned round",
         minimum=0,
         maximum=0.5,
+        read=".kind=sigmoid",
     )
 
 
@@ -27,7 +28,7 @@ class PreferenceConfig:
 class AlgorithmConfig:
     """What is learned from: an online algorithm is an advantage estimator, a loss and where the KL penalty goes."""
 
-    name: str = option("ppo", "what this composition is called")
+    name: str = option("ppo", "what this composition is called", read="always")
     trainer: str = option(
         "online",
         "online: the policy learns from its own samples; sft: from demonstrations; dpo: from preferences; reward_model: a"
@@ -62,6 +63,7 @@ class AlgorithmConfig:
         "the policy's ratio is each token's own (token), the geometric mean of the response's (sequence), or their product"
         " (sequence_product)",
         choices=("token", "sequence", "sequence_product"),
+        read=".loss=clip|*:*",
     )
     aggregation: str = option(
         "token",
@@ -70,14 +72,25 @@ class AlgorithmConfig:
         choices=("token", "sequence", "sum", "constant"),
     )
     with_critic: bool = option(
-        False, "train a critic beside the policy for an estimator of one's own (advantage=module:callable); gae has one anyway"
+        False,
+        "train a critic beside the policy for an estimator of one's own; gae has one anyway",
+        read=".advantage=*:*",
     )
-    gamma: float = option(1.0, "discount", minimum=0, maximum=1)
-    lam: float = option(0.95, "GAE's lambda", minimum=0, maximum=1)
-    clip_low: float = option(0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0, maximum=1)
-    clip_high: float = option(0.2, "policy ratio's upper clip, 1 + clip_high", minimum=0)
+    gamma: float = option(
+        1.0, "discount", minimum=0, maximum=1, read=".advantage=gae|reinforce|reinforce_plus_plus|*:* or .loss=*:*"
+    )
+    lam: float = option(0.95, "GAE's lambda", minimum=0, maximum=1, read=".advantage=gae|*:* or .loss=*:*")
+    clip_low: float = option(
+        0.2, "policy ratio's lower clip, 1 - clip_low", minimum=0, maximum=1, read=".loss=clip|cispo|*:* or .advantage=*:*"
+    )
+    clip_high: float = option(
+        0.2, "policy ratio's upper clip, 1 + clip_high", minimum=0, read=".loss=clip|cispo|*:* or .advantage=*:*"
+    )
     dual_clip: float | None = option(
-        None, "where the advantage is negative the loss is at most this times it; no bound when null", minimum=1
+        None,
+        "where the advantage is negative the loss is at most this times it; no bound when null",
+        minimum=1,
+        read=".loss=clip|*:*",
     )
     truncated_importance: str = option(
         "none",
@@ -85,29 +98,55 @@ class AlgorithmConfig:
         " probability over the engine's, of the token or of the whole response (loss=dpo: of both), truncated; none: take"
         " them as equal",
         choices=("none", "token", "sequence"),
+        read=".loss=clip|dpo|*:*",
     )
-    truncated_importance_cap: float = option(2.0, "largest weight (truncated_importance)", minimum=1)
+    truncated_importance_cap: float = option(
+        2.0, "largest weight (truncated_importance)", minimum=1, read=".truncated_importance!=none"
+    )
     above_importance_cap: str = option(
         "truncate",
         "what has a larger weight keeps the largest, or is dropped from the loss (truncated_importance)",
         choices=("truncate", "drop"),
+        read=".truncated_importance!=none",
     )
-    value_clip: float = option(0.2, "values are clipped to the old ones plus or minus this", minimum=0)
-    critic_warmup_steps: int = option(0, "steps in which the critic learns and the policy does not yet", minimum=0)
-    whiten_rewards: bool = option(False, "scale the step's rewards to variance 1, mean kept")
-    whiten_advantages: bool = option(True, "scale the advantages to mean 0 and variance 1")
+    value_clip: float = option(
+        0.2, "values are clipped to the old ones plus or minus this", minimum=0, read=".with_critic=true or .advantage=gae"
+    )
+    critic_warmup_steps: int = option(
+        0,
+        "steps in which the critic learns and the policy does not yet",
+        minimum=0,
+        read=".with_critic=true or .advantage=gae",
+    )
+    whiten_rewards: bool = option(
+        False, "scale the step's rewards to variance 1, mean kept", read=".advantage!=none or .loss=copg|*:*"
+    )
+    whiten_advantages: bool = option(
+        True, "scale the advantages to mean 0 and variance 1", read=".advantage!=none or .loss=*:*"
+    )
     whiten_over: str = option(
-        "step", "which tokens these are of: all of the step, or those of a prompt's samples", choices=("step", "prompt")
+        "step",
+        "which tokens these are of: all of the step, or those of a prompt's samples",
+        choices=("step", "prompt"),
+        read=".whiten_advantages=true",
     )
     kl_placement: str = option(
-        "reward", "where the KL penalty goes: into each token's reward, or into the loss", choices=("reward", "loss")
+        "reward",
+        "where the KL penalty goes: into each token's reward, or into the loss",
+        choices=("reward", "loss"),
+        read=".kl_coefficient>0",
     )
     kl_coefficient: float = option(0.05, "weight of the per-token KL penalty", minimum=0)
-    kl_estimator: str = option("k1", "estimator of the KL penalty", choices=("k1", "k2", "k3"))
-    kl_target: float | None = option(None, "adapt the coefficient towards this KL per sequence; fixed when null", above=0)
-    kl_horizon: int = option(10000, "horizon of the adaptive coefficient, in samples", minimum=1)
+    kl_estimator: str = option("k1", "estimator of the KL penalty", choices=("k1", "k2", "k3"), read=".kl_coefficient>0")
+    kl_target: float | None = option(
+        None, "adapt the coefficient towards this KL per sequence; fixed when null", above=0, read=".kl_coefficient>0"
+    )
+    kl_horizon: int = option(10000, "horizon of the adaptive coefficient, in samples", minimum=1, read=".kl_target!=null")
     early_stop_kl: float | None = option(
-        None, "leave out the rest of a step's updates once policy/approx_kl of one is above this; never when null", minimum=0
+        None,
+        "leave out the rest of a step's updates once policy/approx_kl of one is above this; never when null",
+        minimum=0,
+        read=".loss=clip|cispo|*:*",
     )
     entropy_coefficient: float = option(0.0, "weight of the entropy bonus in the loss", minimum=0)
     overlong_fraction: float = option(
@@ -115,14 +154,16 @@ class AlgorithmConfig:
         "a response loses up to 1 over this last share of rollout.max_response_tokens (DAPO's overlong penalty); 0: nothing",
         minimum=0,
         maximum=1,
+        read=".trainer=online|preferences",
     )
     dynamic_sampling_rounds: int = option(
         0,
         "replace prompts whose samples all have the same score by further ones, so many times at most before the run ends;"
         " 0: keep them",
         minimum=0,
+        read=".trainer=online|preferences",
     )
-    preference: PreferenceConfig = section(PreferenceConfig)
+    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.trainer=dpo or algorithm.loss=dpo|*:*")
 
     @property
     def generates(self) -> bool:
@@ -134,3 +175,8 @@ class AlgorithmConfig:
         """Whether a critic is trained beside the policy."""
         wants = self.advantage == "gae" or (self.with_critic and callable_place(self.advantage) is not None)
         return self.trainer == "online" and wants
+
+    @property
+    def policy_starts_after(self) -> int:
+        """Steps before the first that updates the policy."""
+        return self.critic_warmup_steps if self.has_critic else 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.schema.critic import TRAINED
 from aligner.schema.options import option, section
+from aligner.schema.reward import OWN_SERVER
 
 
 @dataclass
@@ -37,9 +39,9 @@ class SlurmRolesConfig:
     """The roles' own places (`cluster.slurm.roles.critic.nodes=2`)."""
 
     trainer: SlurmRoleConfig = section(SlurmRoleConfig)
-    generator: SlurmRoleConfig = section(SlurmRoleConfig)
-    critic: SlurmRoleConfig = section(SlurmRoleConfig)
-    reward: SlurmRoleConfig = section(SlurmRoleConfig)
+    generator: SlurmRoleConfig = section(SlurmRoleConfig, read="cluster.kind=slurm and engine.placement=server")
+    critic: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", TRAINED))
+    reward: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", OWN_SERVER))
 
 
 @dataclass
@@ -84,11 +86,16 @@ class ClusterConfig:
     """Where the roles run."""
 
     kind: str = option("local", "local: on this machine; slurm: as a Slurm job", choices=("local", "slurm"))
-    devices_per_node: int = option(8, "GPUs of a node, or ranks a node takes where there are none (kind=slurm)", minimum=1)
+    devices_per_node: int = option(
+        8,
+        "GPUs of a node, or ranks a node takes where there are none (kind=slurm)",
+        minimum=1,
+        read=".kind=slurm or .device_memory_gib!=null",
+    )
     device_memory_gib: float | None = option(
         None, "memory of a device: what does not fit is refused; only told when null", minimum=1
     )
     threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
     stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
     collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
-    slurm: SlurmConfig = section(SlurmConfig)
+    slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")

@@ -8,6 +8,9 @@ from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import TrainedModelConfig
 
+TRAINED = "algorithm.with_critic=true or algorithm.advantage=gae"
+"""When there is a critic."""
+
 
 @dataclass
 class CriticConfig(TrainedModelConfig):
@@ -17,6 +20,7 @@ class CriticConfig(TrainedModelConfig):
         None,
         "build the critic, or the reward model that is trained, from the model's first layers; all of them when null",
         minimum=1,
+        read=f"{TRAINED} or algorithm.trainer=reward_model",
     )
     with_reward: bool = option(
         False,

@@ -20,30 +20,50 @@ class DataConfig:
     sources: dict[str, Any] = option(
         {}, "name to path, weight and fields: several sources instead of data.path, mixed by weight"
     )
-    prompts: list[str] = option([], "prompts given in place, instead of a file")
+    prompts: list[str] = option([], "prompts given in place, instead of a file", read=".path=null and .sources={}")
     fields: dict[str, Any] = option(
-        {}, "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields"
+        {},
+        "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields",
+        read=".path!=null or .sources!={}",
     )
     skip_bad_records: bool = option(False, "leave out records that are not as they must be, and say how many")
-    prompt_after: str | None = option(None, "a prompt begins behind the first occurrence of this text; null: at its beginning")
-    prompt_before: str | None = option(None, "a prompt ends before the last occurrence of this text; null: at its end")
+    prompt_after: str | None = option(
+        None,
+        "a prompt begins behind the first occurrence of this text; null: at its beginning",
+        read="algorithm.trainer=online|preferences",
+    )
+    prompt_before: str | None = option(
+        None,
+        "a prompt ends before the last occurrence of this text; null: at its end",
+        read="algorithm.trainer=online|preferences",
+    )
     max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
     max_response_tokens: int = option(
-        64, "a longer response, its end-of-sequence token included, is an error; for trainers other than online", minimum=2
+        64,
+        "a longer response, its end-of-sequence token included, is an error; for trainers other than online",
+        minimum=2,
+        read="algorithm.trainer=sft|dpo|reward_model",
     )
     end_of_sequence: bool = option(
         True,
         "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
         " generation cuts (trainers other than online)",
+        read="algorithm.trainer=sft|dpo|reward_model",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
-    batch_size: int = option(32, "rows of a training step (trainers other than online)", minimum=1)
+    batch_size: int = option(
+        32, "rows of a training step (trainers other than online)", minimum=1, read="algorithm.trainer=sft|dpo|reward_model"
+    )
     held_out: int = option(
-        0, "the last so many rows of each source are evaluated on and never trained on (trainers other than online)", minimum=0
+        0,
+        "the last so many rows of each source are evaluated on and never trained on (trainers other than online)",
+        minimum=0,
+        read="algorithm.trainer=sft|dpo|reward_model",
     )
     normalization: str | None = option(
         None,
         "samples of the initial policy, with a prompt and a response each, that a reward model's rewards are normalized by;"
         " the preferences' own answers when null (trainer=reward_model)",
+        read="algorithm.trainer=reward_model",
     )
-    normalization_samples: int = option(256, "the first so many of these", minimum=2)
+    normalization_samples: int = option(256, "the first so many of these", minimum=2, read="algorithm.trainer=reward_model")

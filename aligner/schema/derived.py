@@ -16,7 +16,7 @@ def policy_updates(config: Config) -> int:
     settings = config.algorithm
     if settings.trainer != "online":
         return config.run.steps
-    return (config.run.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
+    return (config.run.steps - settings.policy_starts_after) * settings.epochs * settings.minibatches
 
 
 def critic_updates(config: Config) -> int:

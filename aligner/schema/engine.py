@@ -30,6 +30,7 @@ class TensorRTLLMConfig:
         "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is null",
         minimum=0.01,
         maximum=1,
+        read="engine.kind=tensorrt_llm and engine.kv_cache_mib=null",
     )
     max_num_tokens: int = option(8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1)
     timeout_s: float = option(
@@ -52,7 +53,7 @@ class EngineConfig:
         choices=("colocated", "server"),
     )
     parallel: EngineParallelConfig = section(EngineParallelConfig)
-    ports: PortsConfig = section(PortsConfig)
+    ports: PortsConfig = section(PortsConfig, read="engine.placement=server")
     precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
     kv_cache_mib: int | None = option(
@@ -72,10 +73,11 @@ class EngineConfig:
         "what new weights do to responses under way (placement=server); finish: wait for them; interrupt: have them go on from"
         " the tokens that they have, under the new weights",
         choices=("finish", "interrupt"),
+        read=".placement=server and rollout.max_staleness>0",
     )
     update_timeout_s: float = option(300.0, "an update that takes longer names the missing rank and fails", minimum=1)
     verify_every: int = option(
         0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
     )
     bucket_mib: int = option(64, "weights move between ranks in buckets of this size", minimum=1)
-    tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig)
+    tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read="engine.kind=tensorrt_llm")

@@ -19,12 +19,12 @@ class EvaluationConfig:
         minimum=0,
     )
     path: str | None = option(None, "held-out prompts, in a file or directory as data.path; `reference` is a good response")
-    fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields")
+    fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields", read=".path!=null")
     prompts: list[str] = option([], "held-out prompts given in place, instead of a file")
     count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
     samples: int = option(1, "responses a prompt", minimum=1)
     greedy: bool | None = option(None, "take the most probable token instead of drawing; with one response a prompt when null")
-    temperature: float = option(1.0, "sampling temperature", minimum=1e-3)
+    temperature: float = option(1.0, "sampling temperature", minimum=1e-3, read=".greedy=false or .greedy=null and .samples>1")
     function: str | None = option(
         None, "scorer of the responses, as reward.function: a gold scorer; the run's own reward when null"
     )

@@ -8,9 +8,11 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from aligner.schema import Config
+from aligner.schema.conditions import Condition, Term, parse_condition
 from aligner.schema.options import CALLABLE, callable_place
 
 
@@ -28,6 +30,8 @@ class Key:
     above: float | None
     maximum: float | None
     below: float | None
+    read: Condition
+    """When a run reads it, its section's included."""
     is_mapping: bool
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
 
@@ -58,18 +62,29 @@ class Section:
     name: str
     """Dotted; empty for the root."""
     help: str
+    read: Condition
+    """When a run reads those of its keys that do not say otherwise."""
     keys: tuple[Key, ...]
 
 
-def _sections(kind: type, name: str) -> Iterator[Section]:
+def _sections(
+    kind: type, name: str, read: Condition = (), above: Condition = (), of_keys: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Section]:
+    """A section and those in it: `read` is its condition, `above` what holds for the keys that this names, and `of_keys` are
+    conditions of single keys.
+    """
     hints = typing.get_type_hints(kind)
+    named = {term.key for alternatives in read for clause in alternatives for term in clause}
     keys, nested = [], []
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         dotted = f"{name}.{field.name}" if name else field.name
+        written = of_keys.get(field.name, field.metadata["read"])
         if dataclasses.is_dataclass(hint):
-            nested.append((typing.cast(type, hint), dotted))
+            conditions = (read, above) if written is None else (parse_condition(written, dotted), read)
+            nested.append((typing.cast(type, hint), dotted, *conditions, field.metadata["keys"]))
             continue
+        own = above if dotted in named else read
         factory = field.default_factory
         keys.append(
             Key(
@@ -82,12 +97,13 @@ def _sections(kind: type, name: str) -> Iterator[Section]:
                 above=field.metadata["above"],
                 maximum=field.metadata["maximum"],
                 below=field.metadata["below"],
+                read=own if written is None else parse_condition(written, name),
                 is_mapping=typing.get_origin(hint) is dict,
             )
         )
-    yield Section(name, (kind.__doc__ or "").strip(), tuple(keys))
-    for inner, dotted in nested:
-        yield from _sections(inner, dotted)
+    yield Section(name, (kind.__doc__ or "").strip(), read, tuple(keys))
+    for inner in nested:
+        yield from _sections(*inner)
 
 
 @lru_cache(maxsize=1)
@@ -108,6 +124,33 @@ def value_at(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def unmet(config: Config, condition: Condition) -> tuple[Term, ...]:
+    """What would have to be otherwise for a condition to hold, in the fewest changes; nothing where it holds.
+
+    A term does not hold either where the run does not read its key.
+    """
+    clauses = (min((_unmet_terms(config, clause) for clause in alternatives), key=len) for alternatives in condition)
+    return tuple(dict.fromkeys(term for clause in clauses for term in clause))
+
+
+def _unmet_terms(config: Config, clause: Sequence[Term]) -> list[Term]:
+    found: dict[Term, None] = {}
+    for term in clause:
+        found |= dict.fromkeys(unmet(config, schema_keys()[term.key].read))
+        found |= {} if term.holds(value_at(config, term.key)) else {term: None}
+    return list(found)
+
+
+def is_read(config: Config, name: str) -> bool:
+    """Whether the run reads a key."""
+    return not unmet(config, schema_keys()[name].read)
+
+
+def only_read(config: Config) -> Config:
+    """The configuration with the schema's own values of the keys that the run does not read."""
+    return with_values(config, {name: key.default for name, key in schema_keys().items() if unmet(config, key.read)})
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

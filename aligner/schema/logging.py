@@ -45,7 +45,9 @@ class LoggingConfig:
     )
     tensorboard: bool = option(True, "write TensorBoard event files")
     timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
-    samples_every: int = option(5, "show and store samples every N steps", minimum=1)
-    samples_count: int = option(4, "samples shown", minimum=1)
-    wandb: WandbConfig = section(WandbConfig)
-    mlflow: MlflowConfig = section(MlflowConfig)
+    samples_every: int = option(
+        5, "show and store samples every N steps", minimum=1, read="algorithm.trainer=online|preferences"
+    )
+    samples_count: int = option(4, "samples shown", minimum=1, read="algorithm.trainer=online|preferences")
+    wandb: WandbConfig = section(WandbConfig, read=".enabled=true")
+    mlflow: MlflowConfig = section(MlflowConfig, read=".enabled=true")

@@ -1,9 +1,12 @@
-"""How a key of the schema is written: its default, its help text and its bounds."""
+"""How a key of the schema is written: its default, its help text, its bounds, and when a run reads it."""
 
 from __future__ import annotations
 
 from dataclasses import field
 from typing import Any
+
+Read = str | tuple[str, ...]
+"""A condition, or several of which all must hold."""
 
 CALLABLE = "module:callable"
 """Among the choices of a key: a function of the user's own is one too."""
@@ -18,18 +21,25 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    read: Read | None = None,
 ) -> Any:
-    """A field with its default, its help text and its bounds; `above` and `below` are themselves not allowed."""
+    """A field with its default, its help text and its bounds; `above` and `below` are themselves not allowed.
+
+    `read` is the condition under which a run reads the key (`aligner.schema.conditions`), instead of its section's.
+    """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
-    metadata = {"help": help, "choices": choices, **bounds}
+    metadata = {"help": help, "choices": choices, "read": read, **bounds}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type) -> Any:
-    """A nested group of keys."""
-    return field(default_factory=kind)
+def section(kind: type, read: Read | None = None, **keys: Read) -> Any:
+    """A nested group of keys, and the condition under which a run reads them; of those that it names only what is above holds.
+
+    `keys` are the conditions of single keys, or sections, of a kind that several sections have in common.
+    """
+    return field(default_factory=kind, metadata={"read": read, "keys": keys})
 
 
 def callable_place(name: str) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.schema import Config
+from aligner.schema.keys import is_read
 
 _PREFIX = "experiment:"
 _NAME = re.compile(r"[\w.+=-]+")
@@ -54,7 +55,7 @@ def parse_reference(key: str, text: str) -> Reference | None:
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
     """The configuration with each path that the run reads replaced by `change(key, path)`."""
     for pattern in _PATHS:
-        if _is_read(config, pattern):
+        if is_read(config, pattern.partition(".*")[0]):
             config = _mapped(config, pattern.split("."), "", change)
     return config
 
@@ -69,17 +70,6 @@ def read_paths(config: Config) -> dict[str, str]:
 
     map_paths(config, note)
     return found
-
-
-def _is_read(config: Config, pattern: str) -> bool:
-    if pattern.startswith("reward."):
-        wanted = "combined" if "*" in pattern else "model"
-        return config.algorithm.generates and config.reward.kind == wanted
-    if pattern == "evaluation.path":
-        return config.algorithm.trainer == "online" and config.evaluation.every > 0
-    if pattern == "data.normalization":
-        return config.algorithm.trainer == "reward_model"
-    return config.model.source == "directory" if pattern == "model.path" else True
 
 
 def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, str], str]) -> Any:

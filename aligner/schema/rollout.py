@@ -30,10 +30,15 @@ class RolloutConfig:
         minimum=0,
     )
     max_deferrals: int = option(
-        1, "a prompt is left behind by so many steps at most, and then waited for (spare_prompts above 0)", minimum=1
+        1,
+        "a prompt is left behind by so many steps at most, and then waited for (spare_prompts above 0)",
+        minimum=1,
+        read=".spare_prompts>0",
     )
     max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
-    min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
+    min_response_tokens: int = option(
+        0, "no end-of-sequence token is drawn before so many tokens", minimum=0, read=".stop_at_eos=true"
+    )
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
     top_k: int = option(0, "draw among the k most probable tokens; 0: among all, which is what the losses assume", minimum=0)
     top_p: float = option(
@@ -46,7 +51,9 @@ class RolloutConfig:
     truncate_token: str | None = option(
         None, 'a response is cut behind this token, such as ".", before it is scored; one without it has no end; null: none is'
     )
-    truncate_after: int = option(16, "response tokens in which truncate_token does not count yet", minimum=0)
+    truncate_after: int = option(
+        16, "response tokens in which truncate_token does not count yet", minimum=0, read=".truncate_token!=null"
+    )
 
     @property
     def prompts_per_micro_batch(self) -> int:

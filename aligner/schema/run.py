@@ -24,7 +24,7 @@ class RunConfig:
         choices=("false", "true", "auto"),
     )
     changes: list[str] = option(
-        [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with"
+        [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with", read=".resume!=false"
     )
     inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
     command: str = option("", "set at launch: the command line, but for run.dir and run.resume")

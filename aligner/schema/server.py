@@ -32,15 +32,23 @@ class TLSConfig:
 class ServerConfig:
     """What the critic and reward servers share."""
 
-    interface: str = option("127.0.0.1", "address, or name of the network interface, that the endpoints listen on")
+    interface: str = option(
+        "127.0.0.1",
+        "address, or name of the network interface, that the endpoints listen on",
+        read="algorithm.trainer=online|preferences or cluster.kind=slurm",
+    )
     guard: str = option(
         "key",
         "key: requests must carry the run's key, made at launch (access_key in the run directory); none: anyone is served",
         choices=("key", "none"),
     )
     tls: TLSConfig = section(TLSConfig)
-    accept_unnumbered: bool = option(False, "serve critic_train requests that carry no sequence number (foreign clients)")
-    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1)
+    accept_unnumbered: bool = option(
+        False,
+        "serve critic_train requests that carry no sequence number (foreign clients)",
+        read="algorithm.with_critic=true or algorithm.advantage=gae",
+    )
+    start_timeout_s: float = option(180.0, "a role that is not healthy by then ends the run", minimum=1, read="always")
     request_timeout_s: float = option(
         300.0,
         "deadline of a request, its retries and a server's restart included; also of each step by which a lost critic is"

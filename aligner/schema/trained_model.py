@@ -20,6 +20,7 @@ class ParallelConfig:
         "decoder layers on the last pipeline stage, which also computes the head; the other stages share the rest evenly,"
         " and all do when null; of no account with one stage",
         minimum=1,
+        read=".pipeline>1",
     )
     data: int = option(1, "data-parallel size (DP)", minimum=1)
     context: int = option(1, "context-parallel size (CP): each rank holds 1/CP of every sequence", minimum=1)
@@ -42,7 +43,7 @@ class OptimizerConfig:
     """Adam through megatron-core."""
 
     learning_rate: float = option(1e-5, "peak learning rate", minimum=0)
-    min_learning_rate: float = option(0.0, "where the decay ends", minimum=0)
+    min_learning_rate: float = option(0.0, "where the decay ends", minimum=0, read=".schedule=linear|cosine")
     schedule: str = option("linear", "learning-rate decay over the run, or none", choices=("linear", "cosine", "constant"))
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", minimum=0)
     beta1: float = option(0.9, "Adam's first-moment decay", minimum=0, below=1)

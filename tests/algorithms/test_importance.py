@@ -16,7 +16,7 @@ from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
 from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
-from aligner.training.setup import build_options
+from aligner.training.engine_setup import build_options
 from tests.algorithms import jobs
 from tests.megatron import families
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.renamed import RENAMED, renamed_key
+from aligner.config.overrides import RENAMED, renamed_key
 from aligner.errors import ConfigError
 from aligner.schema.keys import schema_keys, schema_sections
 

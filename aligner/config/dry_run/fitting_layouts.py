@@ -43,7 +43,7 @@ def with_fitting_layouts(config: Config) -> Config:
         smaller = with_values(smaller, _dependent(section, value_at(config, section), value_at(smaller, section)))
     if config.algorithm.generates and config.engine.placement == "colocated":
         smaller = with_values(smaller, {"engine.parallel": _colocated(config, smaller.actor.parallel)})
-    if config.critic.with_reward and config.reward.parallel == config.critic.parallel:
+    if config.critic_scores and config.reward.parallel == config.critic.parallel:
         smaller = with_values(smaller, {"reward.parallel": smaller.critic.parallel})
     return smaller
 
@@ -53,14 +53,14 @@ def layout_sections(config: Config) -> tuple[str, ...]:
     sections = ["actor.parallel"]
     if config.algorithm.has_critic:
         sections.append("critic.parallel")
-    if config.algorithm.generates and not config.critic.with_reward and has_reward_model(config.reward):
+    if config.algorithm.generates and not config.critic_scores and has_reward_model(config.reward):
         sections.append("reward.parallel")
     return tuple(sections)
 
 
 def _sizes(config: Config) -> Sizes:
     keys = [f"{section}.{name}" for section in layout_sections(config) for name in ("data", "pipeline", "context", "tensor")]
-    if config.algorithm.generates and not config.critic.with_reward:
+    if config.algorithm.generates and not config.critic_scores:
         keys.append("reward.replicas")
     if has_generator(config):
         keys += ["engine.parallel.data", "engine.parallel.tensor"]

@@ -166,7 +166,7 @@ def _is_enough(config: Config, prompts: int) -> bool:
 
 def schedules(config: Config) -> Values:
     """Warm-ups that end before the run does; call it when batches and steps are known."""
-    policy_waits = min(config.algorithm.critic_warmup_steps, config.run.steps - 1)
+    policy_waits = min(config.algorithm.policy_starts_after, config.run.steps - 1)
     config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
     updates = {"actor": policy_updates(config)}
     if config.algorithm.has_critic:

@@ -37,13 +37,13 @@ def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Con
     config = with_values(config, values)
     trained = [config.actor.parallel] + ([config.critic.parallel] if config.algorithm.has_critic else [])
     tensor = {layout.tensor for layout in trained} | ({config.engine.parallel.tensor} if config.algorithm.generates else set())
-    key = "critic.parallel" if config.critic.with_reward else "reward.parallel"
+    key = "critic.parallel" if config.critic_scores else "reward.parallel"
     layout: ParallelConfig = value_at(config, key)
     all_tensor = tensor | ({layout.tensor} if models.rewards else set())
     vocabulary = _multiple(_VOCABULARY, all_tensor)  # one for all: a reward model reads the policy's tokens
     policy = _narrow(dataclasses.replace(models.policy, num_layers=layers), trained, tensor, vocabulary)
     depth = config.critic.num_layers or layers  # at the critic's layout what fits one model fits the other
-    if models.rewards and not config.critic.with_reward:
+    if models.rewards and not config.critic_scores:
         first = next(iter(models.rewards.values()))
         depth, last = next(_depths(layout, given.reward.parallel, first.num_layers))
         config = with_values(config, {f"{key}.last_stage_layers": last})

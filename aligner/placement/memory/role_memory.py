@@ -65,7 +65,7 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
-    if rewards and not config.critic.with_reward:
+    if rewards and not config.critic_scores:
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
         fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
         roles += [replace(fullest, role=server) for server in servers]
