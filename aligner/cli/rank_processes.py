@@ -18,9 +18,9 @@ from aligner.signals import STOP_SIGNAL
 ROLES = {
     "prepare": "aligner.training.prepare:prepare_run",
     "trainer": "aligner.training.setup:train",
-    "generator": "aligner.servers.generator:serve_generator",
-    "critic": "aligner.servers.critic:serve_critic",
-    "reward": "aligner.servers.reward:serve_reward",
+    "generator": "aligner.servers.generator_server:serve_generator",
+    "critic": "aligner.servers.critic_server:serve_critic",
+    "reward": "aligner.servers.reward_server:serve_reward",
 }
 """`module:function` of what a rank of each role runs. They import torch: after the rank has its devices, logs and launcher."""
 

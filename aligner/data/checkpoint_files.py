@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from aligner.data.weight_files import DTYPES
 from aligner.errors import AlignerError
-from aligner.models.families import ARCHITECTURES, read_config
+from aligner.models.hugging_face import ARCHITECTURES, read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
@@ -32,28 +31,16 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 MANIFEST = CHECKPOINT_MANIFEST
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """The model that a checkpoint is of."""
-
-    config: dict[str, Any]
-    """Content of its Hugging Face config.json."""
-    head: Head
-    source: Path
-    """Directory of the model that training started from, with the tokenizer."""
-
-
-def describe_model(directory: Path, head: Head, num_layers: int) -> ModelDescription:
-    """What is trained when a Hugging Face directory's model is built with a head and so many of its first layers."""
+def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
+    """The config.json of what is built of a Hugging Face directory's model with a head and so many of its first layers."""
     config = json.loads((directory / "config.json").read_text())
     if head == "scalar":
-        name = ARCHITECTURES[config["architectures"][0]]
-        config |= {"architectures": [f"{name}ForSequenceClassification"], "num_labels": 1}
+        config |= {"architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name], "num_labels": 1}
         config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
-    return ModelDescription(config, head, directory)
+    return config
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,11 @@ class Manifest:
         """As the file's text, one tensor a line."""
         content = asdict(self)
         index = content.pop("index")
-        lines = [f"  {json.dumps(name)}: {json.dumps(_packed(entry))}" for name, entry in index.items()]
+        entries = {
+            name: [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
+            for name, entry in index.items()
+        }
+        lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
         return head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
@@ -113,11 +104,6 @@ class Manifest:
     def shape(self) -> ModelShape:
         """The model's shape."""
         return read_config(self.model, "the checkpoint's model")
-
-
-def _packed(entry: Mapping[str, Any]) -> list[Any]:
-    pieces = [[piece["rank"], piece["axis"], piece["start"], piece["stop"]] for piece in entry["pieces"]]
-    return [entry["shape"], entry["trained"], pieces]
 
 
 def rank_file(rank: int) -> str:
@@ -130,6 +116,18 @@ def tensor_key(name: str, kind: str) -> str:
     return name if kind == WEIGHT else f"{name}/{kind}"
 
 
+def read_manifest_file(file: Path) -> dict[str, Any]:
+    """What a model's or a run's checkpoint says of itself. Raises AlignerError where that is damaged or of another format."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise AlignerError(f"{file}: not valid JSON ({error})") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise AlignerError(f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}")
+    return content
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
@@ -139,13 +137,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not file.is_file():
         found = "the directory does not exist" if not directory.is_dir() else f"{MANIFEST} is missing, which is written last"
         raise AlignerError(f"{directory}: no complete checkpoint here: {found}")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise AlignerError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        got = content.get("format") if isinstance(content, dict) else None
-        raise AlignerError(f"{file}: a checkpoint of format {got}; this release of aligner reads format {FORMAT}")
+    content = read_manifest_file(file)
     fields = {field.name for field in dataclasses.fields(Manifest)}
     if content.keys() != fields:
         difference = ", ".join(sorted(content.keys() ^ fields))
@@ -154,21 +146,15 @@ def read_manifest(directory: Path) -> Manifest:
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
         for name, (shape, trained, pieces) in content["index"].items()
     }
-    manifest = Manifest(**content)
-    _check_files(directory, manifest)
-    return manifest
-
-
-def _check_files(directory: Path, manifest: Manifest) -> None:
-    problems = []
-    for name, size in manifest.files.items():
-        file = directory / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif (got := file.stat().st_size) != size:
-            problems.append(f"{name} has {got} bytes of {size}")
+    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else None for name in content["files"]}
+    problems = [
+        f"{name} is missing" if sizes[name] is None else f"{name} has {sizes[name]} bytes of {size}"
+        for name, size in content["files"].items()
+        if sizes[name] != size
+    ]
     if problems:
         raise AlignerError(f"{directory}: the checkpoint is incomplete: {'; '.join(problems)}")
+    return Manifest(**content)
 
 
 def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
@@ -195,7 +181,7 @@ class CheckpointReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """In what type a weight is stored."""
-        return DTYPES[self._file(self.manifest.index[name].pieces[0].rank).get_slice(name).get_dtype()]
+        return DTYPES[self._slice(self.manifest.index[name].pieces[0].rank, name).get_dtype()]
 
     def whole(self, name: str) -> Tensor:
         """All of a weight."""
@@ -206,7 +192,7 @@ class CheckpointReader:
         entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
         first = entry.pieces[0]
         if first.axis is None:
-            return self._read(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
+            return self._slice(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
         axis = first.axis
         start, stop = (0, entry.shape[axis]) if wanted.axis is None else (wanted.start, wanted.stop)
         parts = []
@@ -214,24 +200,19 @@ class CheckpointReader:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
                 held = cut_shape(entry.shape, axis, piece.start, piece.stop)
-                ranges = _ranges(held, axis, low - piece.start, high - piece.start)
-                parts.append(self._read(piece.rank, key, ranges))
+                parts.append(self._slice(piece.rank, key, _ranges(held, axis, low - piece.start, high - piece.start)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
-    def _file(self, rank: int) -> Any:
-        if rank not in self._open:
-            file = self.directory / rank_file(rank)
-            try:
-                self._open[rank] = safe_open(str(file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise AlignerError(f"{file} cannot be read: {error}") from error
-        return self._open[rank]
-
-    def _read(self, rank: int, key: str, ranges: tuple[slice, ...]) -> Tensor:
+    def _slice(self, rank: int, key: str, ranges: tuple[slice, ...] | None = None) -> Any:
+        """A range of a tensor; without one the tensor in the file, of which nothing is read."""
+        file = self.directory / rank_file(rank)
         try:
-            return self._file(rank).get_slice(key)[ranges]
-        except SafetensorError as error:
-            raise AlignerError(f"{self.directory / rank_file(rank)}: {key} cannot be read: {error}") from error
+            if rank not in self._open:
+                self._open[rank] = safe_open(str(file), framework="pt")
+            whole = self._open[rank].get_slice(key)
+            return whole if ranges is None else whole[ranges]
+        except (OSError, SafetensorError) as error:
+            raise AlignerError(f"{file}: {key} cannot be read: {error}") from error
 
 
 def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:

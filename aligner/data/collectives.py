@@ -38,12 +38,15 @@ def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     if not is_distributed(group):
         return [value]
     data = json.dumps(value).encode()
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    width = int(max(lengths))
-    buffers = [torch.empty(width, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group=group)
+    width = int(max(_all_gathered(torch.tensor([len(data)]), group)))
+    buffers = _all_gathered(torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group)
     return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
+
+
+def _all_gathered(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sample]:
@@ -58,12 +61,8 @@ def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sa
     width, count = int(widths[0]), int(widths[1])
     if len(samples) != count:
         raise ValueError(f"rank {dist.get_rank()} has {len(samples)} samples, another has {count}")
-    integers, logprobs = samples_to_tensors(samples, width)
-    all_integers = [torch.empty_like(integers) for _ in range(dist.get_world_size())]
-    all_logprobs = [torch.empty_like(logprobs) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_integers, integers)
-    dist.all_gather(all_logprobs, logprobs)
-    return [sample for rank in sources for sample in samples_from_tensors(all_integers[rank], all_logprobs[rank])]
+    integers, logprobs = (_all_gathered(tensor) for tensor in samples_to_tensors(samples, width))
+    return [sample for rank in sources for sample in samples_from_tensors(integers[rank], logprobs[rank])]
 
 
 def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:

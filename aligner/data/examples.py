@@ -60,7 +60,7 @@ class LabeledSteps:
 
 @dataclass(frozen=True)
 class RunData:
-    """Examples of the kind that the trainer learns from."""
+    """All that a run of an offline trainer reads."""
 
     examples: ExampleStream[Any]
     held_out: list[Any]
@@ -133,11 +133,10 @@ def _open(data: DataConfig, tokenizer: Tokenizer, seed: int, parse: Callable[[Re
 
 def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
     prompt, response = exchange(record, answer, tokenizer)
-    prompt_tokens = _prompt_tokens(record, prompt, tokenizer, data)
-    limit = data.max_response_tokens
+    asked, limit = _prompt_tokens(record, prompt, tokenizer, data), data.max_response_tokens
     allowed, ended = f"data.max_response_tokens={limit}", data.end_of_sequence
-    tokens = tokenize_text(response, answer, record.origin, tokenizer, limit, allowed, ended=ended)
-    return Demonstration(torch.cat([prompt_tokens, tokens]), prompt_tokens.numel())
+    answered = tokenize_text(response, answer, record.origin, tokenizer, limit, allowed, ended=ended)
+    return Demonstration(torch.cat([asked, answered]), asked.numel())
 
 
 def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
@@ -148,8 +147,7 @@ def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataCo
 def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
     chosen = _demonstration(record, "chosen", tokenizer, data)
     rejected = _demonstration(record, "rejected", tokenizer, data)
-    length = chosen.prompt_length
-    if not torch.equal(chosen.tokens[:length], rejected.tokens[: rejected.prompt_length]):
+    if not torch.equal(chosen.tokens[: chosen.prompt_length], rejected.tokens[: rejected.prompt_length]):
         raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
     if torch.equal(chosen.tokens, rejected.tokens):
         raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ from aligner.data.weight_files import (
 )
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_directory
-from aligner.models.adapters import adapter_map
-from aligner.models.families import read_config
-from aligner.models.model_source import directory_config
-from aligner.models.normalization import NORMALIZATION
+from aligner.models.hugging_face import read_config
+from aligner.models.model_source import NORMALIZATION, directory_config
+from aligner.models.trained_weights import adapter_map
 from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
 from aligner.paths import RunPaths, complete_steps
 from aligner.schema import LoraConfig
@@ -203,35 +202,19 @@ def export(
     """
     if output.exists():
         raise ConfigError(f"{output}: exists already; give a directory that does not")
-    wanted = None if dtype is None else EXPORT_DTYPES[dtype]
-    entries = [_converted(entry, wanted) for entry in source.entries]
-    with asked_for(output), new_directory(output) as directory:
-        return _write_all(source, entries, directory, max_shard_bytes, progress)
-
-
-def _write_all(
-    source: Source,
-    entries: Sequence[TensorEntry],
-    directory: Path,
-    max_shard_bytes: int,
-    progress: Callable[[int, int], None],
-) -> list[str]:
-    """Weights, configuration and what lies beside them; what the user should know of it."""
-    _write_weights(entries, source.read, directory, max_shard_bytes, progress)
+    entries = list(source.entries)
+    if dtype is not None:
+        kind = EXPORT_DTYPES[dtype]
+        entries = [replace(entry, dtype=kind) if entry.dtype.is_floating_point else entry for entry in entries]
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     names = {value: key for key, value in EXPORT_DTYPES.items()}
     config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    notices = _copy_companions(source.companions, directory)
-    if (source.directory / NORMALIZATION).is_file():
-        shutil.copyfile(source.directory / NORMALIZATION, directory / NORMALIZATION)
-    return notices
-
-
-def _converted(entry: TensorEntry, wanted: torch.dtype | None) -> TensorEntry:
-    if wanted is None or not entry.dtype.is_floating_point:
-        return entry
-    return TensorEntry(entry.name, wanted, entry.shape)
+    with asked_for(output), new_directory(output) as directory:
+        _write_weights(entries, source.read, directory, max_shard_bytes, progress)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if (source.directory / NORMALIZATION).is_file():
+            shutil.copyfile(source.directory / NORMALIZATION, directory / NORMALIZATION)
+        return _copy_companions(source.companions, directory)
 
 
 def _shards(entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[list[TensorEntry]]:
@@ -272,7 +255,7 @@ def _write_weights(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(directory / file, shard, convert)
         places |= {entry.name: file for entry in shard}
-    index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,10 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt.
-
-    `id` is the prompt's place in the run's endless stream of prompts, so it is unique within a run even when the same
-    text comes again: with the seed and the sample index it names a sample's random stream.
-    """
+    """A tokenized prompt."""
 
     id: int
+    """Its place in the run's endless stream: with the seed and the sample index it names a sample's random stream."""
     text: str
     tokens: Tensor
     """int64 [P]"""
@@ -79,10 +76,7 @@ def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences to learn from, as right-padded tensors. Entry t of a [B, S-1] tensor speaks of token t+1.
-
-    A subclass adds tensors with a number a row, [B], or a token, [B, S-1]; one that does not exist is None.
-    """
+    """Sequences to learn from, right-padded; subclasses add tensors [B], or [B, S-1] with entry t for token t+1, or None."""
 
     tokens: Tensor
     """int64 [B, S]"""
@@ -118,7 +112,7 @@ class Rows:
         return {name: tensor for name, tensor in members.items() if tensor is not None}
 
 
-_RowsT = TypeVar("_RowsT", bound=Rows, contravariant=True)
+RowsT = TypeVar("RowsT", bound=Rows)
 
 
 @dataclass(frozen=True)
@@ -171,15 +165,11 @@ class Experience(ScoredSamples):
     """float32 [B, S-1]: what the values should have been; None without a critic"""
 
 
-class PolicyLoss(Protocol[_RowsT]):
-    """A loss of the policy on right-padded rows."""
+PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, RowsT, float], tuple[Tensor, Stats]]
+"""`loss(logprobs, entropy, rows, denominator)` and statistics of some rows, as sums over what speaks of the whole minibatch.
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, rows: _RowsT, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
-
-        `logprobs` and `entropy` [N, L-1] are zero outside the rows' mask; both are differentiable.
-        """
-        ...
+The first two [N, L-1] are zero outside the rows' mask; both are differentiable.
+"""
 
 
 def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:

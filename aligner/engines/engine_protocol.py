@@ -214,19 +214,19 @@ class GenerationEngine(Protocol):
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
 
         Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
-        weights has none from the first one on until a commit. Responses that it
-        finds half-way are finished under the old weights, or go on under the new ones, as `engine.in_flight` says.
-        Raises AlignerError when another update is open or the engine sleeps.
+        weights has none from the first one on until a commit. Responses that it finds half-way are finished under the old
+        weights, or go on under the new ones, as `engine.in_flight` says. Raises AlignerError when another update is open or
+        the engine sleeps.
         """
 
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Free the device memory of keys and values, and of the weights: kept in host memory, or dropped.
+    def sleep(self) -> None:
+        """Free the device memory of keys and values, and of the weights, which are dropped.
 
         Raises AlignerError while responses are under way. Sleeping twice is sleeping.
         """
 
     def wake(self) -> None:
-        """Take the memory back. Weights that were dropped have to be published again."""
+        """Take the memory back. The weights have to be published again."""
 
     def shutdown(self) -> None:
         """End the processes that the engine started, if any; it is not used again."""

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from aligner.megatron.layers import decoder_submodules, install_head
 from aligner.megatron.world import World
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
@@ -86,25 +85,6 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _gpt_arguments(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a GPTModel that the model's shape decides, apart from its layers and head."""
-    return {
-        "vocab_size": shape.vocab_size,
-        "max_sequence_length": shape.max_positions,
-        "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"}[shape.position],
-        "rotary_percent": shape.rotary_fraction,
-    }
-
-
-def _set_rotary_frequencies(model: GPTModel, shape: ModelShape) -> None:
-    """Give the model the frequencies that the engines use too, every scaling included; call before its first forward pass.
-
-    They stay float32 whatever the model's type: positions of long contexts need the digits.
-    """
-    if shape.position == "rotary":
-        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
-
-
 def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline > 1
     return {
@@ -126,6 +106,7 @@ def transformer_config(
     shape: ModelShape, layout: ParallelConfig, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
     """megatron-core's description of the model at a layout."""
+    plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -145,16 +126,12 @@ def transformer_config(
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
             # On a GPU transformer-engine has its own; cpu_backend has these.
-            bias_activation_fusion=_is_plain_swiglu(shape) and not torch.cuda.is_available(),
+            bias_activation_fusion=plain_swiglu and not torch.cuda.is_available(),
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
             **_layout_arguments(layout),
             **_RECOMPUTE[recompute],
         )
-
-
-def _is_plain_swiglu(shape: ModelShape) -> bool:
-    return shape.gated and shape.activation == "silu" and not shape.linear_bias
 
 
 def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
@@ -180,14 +157,19 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
         model = GPTModel(
             config=config,
             transformer_layer_spec=decoder_submodules(shape, config, stage),
-            **_gpt_arguments(shape),
-            pre_process=world.is_first_stage and chunk == 0,
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type={"rotary": "rope", "learned": "learned_absolute"}[shape.position],
+            rotary_percent=shape.rotary_fraction,
+            pre_process=world.place.pipeline == 0 and chunk == 0,
             post_process=holds_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
             parallel_output=True,
             vp_stage=stage,
         )
-    _set_rotary_frequencies(model, shape)
+    if shape.position == "rotary":
+        # Those that the engines use too, every scaling included; in float32, since positions of long contexts need the digits.
+        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if holds_head:
@@ -200,13 +182,9 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
     # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in the gradient norm
     # instead of once a slice.
     for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
-            dimension = 0
-        elif isinstance(module, RowParallelLinear):
-            dimension = 1
-        else:
-            continue
-        if module.weight is not None:  # a tied head of the same stage has none of its own
+        cut = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear))
+        if cut and module.weight is not None:  # a tied head of the same stage has none of its own
+            dimension = int(isinstance(module, RowParallelLinear))
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)
 
 
@@ -227,15 +205,11 @@ def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool
         average_in_collective=False,
     )
     for chunk in chunks:
-        _let_gradients_through(chunk)
+        # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
+        # let the hidden states ask for one.
+        if chunk.pre_process and chunk.config.recompute_granularity == "full":
+            chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
     return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
-
-
-def _let_gradients_through(chunk: GPTModel) -> None:
-    # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
-    # let the hidden states ask for one.
-    if chunk.pre_process and chunk.config.recompute_granularity == "full":
-        chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
 
 
 def _asking_for_gradients(hidden: Tensor) -> Tensor:
@@ -248,9 +222,8 @@ def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
     Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient hooks these refer to the
     model itself, in a cycle that Python cannot see and would never collect.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    setattr(dispatcher, name, None)
+    dispatchers = [getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()]
+    for dispatcher in filter(None, dispatchers):
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, None)

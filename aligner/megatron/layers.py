@@ -53,15 +53,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels.
-
-    `config.window_size` (left, 0) limits a query to the `left` keys before it and its own.
-    """
+    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels."""
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__()
         self.scale = config.softmax_scale
         self.window = None if config.window_size is None else config.window_size[0]
+        """So many keys before its own does a query see."""
 
     def forward(
         self,
@@ -76,9 +74,8 @@ class PackedAttention(nn.Module):
         """Attend; query [T, heads, dim], key and value [T, key/value heads, dim] to [T, heads·dim].
 
         The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token from seeing padding, so
-        no mask tensor is made for whole sequences. Only attention sees the padding of rows; every matrix product runs on
-        packed tokens. Under context parallelism the T tokens are this rank's, and keys and values of all context ranks are
-        gathered (their gradients are summed and scattered back).
+        no mask tensor is made for whole sequences. Under context parallelism the T tokens are this rank's, and keys and
+        values of all context ranks are gathered (their gradients are summed and scattered back).
         """
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError(f"attention runs on packed micro-batches only, got {type(packed_seq_params).__name__}")
@@ -133,16 +130,15 @@ class ParallelResidualLayer(TransformerLayer):
 
 def decoder_submodules(shape: ModelShape, config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
     """This pipeline stage's layers, or those of one of its chunks: transformer-engine's where it is, or our own."""
-    layer, norm = _transformer_engine_layer(shape) if HAVE_TE and torch.cuda.is_available() else _own_layer(shape)
+    if HAVE_TE and torch.cuda.is_available():
+        # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
+        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
+        norm = TENorm
+    else:
+        layer, norm = _own_layer(shape)
     if shape.parallel_residual:
         layer.module = ParallelResidualLayer
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
-
-
-def _transformer_engine_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
-    # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
-    layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
-    return layer, TENorm
 
 
 def _own_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
@@ -223,10 +219,6 @@ class VocabularyHead(ColumnParallelLinear):
             group=self.tp_group,
             with_entropy=with_entropy,
         )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the vocabulary's logits of every token, [T, V/TP], all of them at once: for small models."""
-        return super().forward(hidden, weight=self.projection)[0]
 
 
 class ScalarHead(nn.Module):

@@ -170,8 +170,6 @@ def vocab_parallel_logprobs(
     `hidden` [M, H] are final hidden states, `weight` [V/TP, H] is this tensor rank's part of the vocabulary projection,
     `targets` int64 [M] are global token ids; both results are float32 [M], equal on every rank of `group`, and both can be
     differentiated, once. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
-
-    Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist; when that is fewer than M, the backward pass
-    computes the logits of all chunks but the last again.
+    Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy)

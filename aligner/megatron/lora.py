@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from aligner.errors import AlignerError
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
-from aligner.models.adapters import Adapter, adapter_map, adapter_table
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import Adapter, adapter_map, adapter_table
 from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, trainer_slices, weight_table
 from aligner.schema import LoraConfig
 
@@ -169,12 +169,10 @@ class LoraWeights(NamedWeights):
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Run as the model was before training, whose weights never change."""
-        self._enable(False)
+        for layer in self._layers:
+            layer.enabled = False
         try:
             yield
         finally:
-            self._enable(True)
-
-    def _enable(self, enabled: bool) -> None:
-        for layer in self._layers:
-            layer.enabled = enabled
+            for layer in self._layers:
+                layer.enabled = True

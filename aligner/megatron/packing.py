@@ -9,7 +9,9 @@ never reads it, and it belongs to no data row.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +19,6 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
-
-from aligner.data.batching import data_parallel_share, token_budget_batches
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class Cut:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch, with the rows that our attention computes on.
-
-    One row holds one padded sequence: N rows of L keys, and of L/C queries where context parallelism cuts them.
-    """
+    """megatron-core's description of a packed micro-batch, and the rows of our attention: N padded sequences of L tokens."""
 
     key_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context ranks"""
@@ -144,8 +141,7 @@ def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device, cu
 def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
     """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to the shorter sequences.
 
-    Rows of attention are as wide as the longest sequence, so these tokens cost it nothing; what does not fit there becomes a
-    last sequence of padding alone.
+    That costs attention nothing, whose rows are as wide as the longest; what does not fit becomes a last one of padding alone.
     """
     unit = cut.sequence_unit
     padded = -(-counts // unit) * unit
@@ -168,10 +164,9 @@ def _context_places(padded: Tensor, context: int, rank: int) -> Tensor:
 
 def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device) -> PackedSequences:
     cumulative = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32).to(device)
-    rows, longest = inside.shape
+    (rows, longest), query_width = inside.shape, inside.shape[1] // cut.context
     in_rows = inside.flatten().nonzero()[:, 0]
     key_index = in_rows[torch.cat(places)].to(device)
-    query_width = longest // cut.context
     query_index, positions = key_index, None
     if cut.context > 1:
         in_query_rows = (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
@@ -207,10 +202,8 @@ def pack_share(
 ) -> list[PackedBatch]:
     """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
 
-    Of every `group` rows in a row all are in one micro-batch, in their order.
-
-    Every data rank gets as many micro-batches as every other, a multiple of `multiple`, since pipeline schedules and
-    gradient reductions go in step; where sequences are too few, fillers make up the number.
+    Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets as many micro-batches, a
+    multiple of `multiple`, since schedules and gradient reductions go in step; fillers make up the number.
     """
     groups = lengths.view(-1, group).sum(1)
     shares = data_parallel_share(groups.tolist(), data_size)
@@ -221,3 +214,68 @@ def pack_share(
     batches += [[] for _ in range(count - len(batches))]
     members = torch.arange(len(lengths)).view(-1, group)
     return [pack(tokens, lengths, members[mine[batch]].flatten(), device, cut) for batch in batches]
+
+
+# Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time greedy, Graham 1969). Ties
+# go to the lower index, so equal lengths give equal answers on every rank.
+
+
+def token_budget_batches(lengths: Sequence[int], budget: int, count: int | None = None) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch: balanced, none empty, none above `budget` tokens.
+
+    As few batches as the greedy fits, or exactly `count` of them; a `count` at or above the fewest always fits, so
+    ranks agree by taking the largest of their fewest. Raises ValueError for a length outside [1, budget], and for a
+    count that the sequences cannot fill or the budget does not allow.
+    """
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= budget:
+            raise ValueError(f"sequence {index} has {length} tokens; allowed: 1 to micro_batch_tokens={budget}")
+    if count is not None:
+        if not min(1, len(lengths)) <= count <= len(lengths):
+            raise ValueError(f"{len(lengths)} sequences cannot fill exactly {count} micro-batches")
+        batches = _least_loaded(lengths, count)
+        if not _fits(batches, lengths, budget):
+            raise ValueError(f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget}")
+        return batches
+    fewest = -(-sum(lengths) // budget)
+    # With as many batches as sequences each is alone, which fits.
+    return next(
+        batches
+        for candidate in range(fewest, len(lengths) + 1)
+        if _fits(batches := _least_loaded(lengths, candidate), lengths, budget)
+    )
+
+
+def data_parallel_share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of each rank's sequences: equally many a rank, or one less, in ascending order, with balanced token totals.
+
+    Of every `ranks` sequences in order of length, the rank with the fewest tokens takes the longest: where the count
+    divides, totals differ by at most the longest minus the shortest length. Rank 0 has a sequence if there is one.
+    """
+    order = _longest_first(lengths)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for start in range(0, len(order), ranks):
+        emptiest_first = sorted(range(ranks), key=totals.__getitem__)
+        for rank, index in zip(emptiest_first, order[start : start + ranks], strict=False):
+            shares[rank].append(index)
+            totals[rank] += lengths[index]
+    return [sorted(share) for share in shares]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _least_loaded(lengths: Sequence[int], count: int) -> list[list[int]]:
+    batches: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, batch) for batch in range(count)]
+    for index in _longest_first(lengths):
+        load, batch = loads[0]
+        batches[batch].append(index)
+        heapq.heapreplace(loads, (load + lengths[index], batch))
+    return [sorted(batch) for batch in batches]
+
+
+def _fits(batches: list[list[int]], lengths: Sequence[int], budget: int) -> bool:
+    return all(sum(lengths[index] for index in batch) <= budget for batch in batches)

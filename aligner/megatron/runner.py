@@ -20,44 +20,41 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
+from aligner.megatron.optimizer import GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
+from aligner.models.frozen import frozen_names
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
-# Model output [1, T, …] of a micro-batch to what is wanted of it.
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
-# Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators.
+"""Model output [1, T, …] of a micro-batch to what is wanted of it."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
+"""Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
 
 
-class OffloadedWeights:
-    """Parameters whose memory on the device is given up until `restore`.
+def offload(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Give up the parameters' memory on the device, gradient buffers' too, until the returned function is called.
 
     The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
-    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers mean nothing between updates and
-    are given up without a copy; optimizer state stays.
+    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers then hold anything.
     """
+    parameters = list(parameters)
+    weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
+    buffers = _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
+    gradients = [(storage, storage.nbytes()) for storage in buffers]
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        self._weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
-        self._gradients = [
-            (storage, storage.nbytes())
-            for storage in _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
-        ]
-        for storage in (*(storage for storage, _ in self._weights), *(storage for storage, _ in self._gradients)):
-            storage.resize_(0)
-
-    def restore(self) -> None:
-        """Bring the weights back, bit for bit; gradient buffers hold anything."""
-        for storage, host in self._weights:
+    def restore() -> None:
+        for storage, host in weights:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host)
-        for storage, size in self._gradients:
+        for storage, size in gradients:
             storage.resize_(size)
+
+    for storage in [storage for storage, _ in (*weights, *gradients)]:
+        storage.resize_(0)
+    return restore
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
@@ -97,7 +94,7 @@ class ModelRunner:
         settings: MegatronModelConfig | TrainedModelConfig,
         total_steps: int = 1,
     ) -> None:
-        self.world, self.shape, self.settings = world, shape, settings
+        self.world, self.shape, self.head, self.settings = world, shape, head, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
         self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
@@ -114,14 +111,19 @@ class ModelRunner:
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
-        self._offloaded: OffloadedWeights | None = None
+        self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:
-        """Make gradient buffers and the optimizer, from the weights as they are now."""
+        """Make gradient buffers and the optimizer, from the weights as they are now, but for those that stay frozen.
+
+        Raises ConfigError, on every rank alike, where `frozen_names` does.
+        """
         if not isinstance(self.settings, TrainedModelConfig):
             raise ValueError("this model was built without optimizer settings")
         optimizer = self.settings.optimizer
-        freeze(self.weights, self.settings.frozen)
+        frozen = frozen_names(self.weights.table, self.settings.frozen)
+        for name in frozen.intersection(self.weights):
+            self.weights.parameter(name).requires_grad_(False)
         self.ddp = wrap_for_training(self.chunks, distributed_optimizer=optimizer.distributed)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
@@ -134,9 +136,8 @@ class ModelRunner:
                 yield f"{index}.{name}", parameter
 
     def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
-        """The micro-batches of this rank's data rank, of a whole batch: tokens int64 [B, S], lengths int64 [B].
+        """`pack_share` of a whole batch, tokens int64 [B, S] and lengths int64 [B], for this rank's data rank.
 
-        Of every `group` rows in a row all are in one micro-batch, in their order.
         Raises AlignerError for a sequence that is longer than the model's positions.
         """
         place, layout = self.world.place, self.world.layout
@@ -164,8 +165,7 @@ class ModelRunner:
 
         `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
         """
-        collected = torch.zeros(tokens.shape[0], width)
-        batches = self.share(tokens, lengths)
+        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths)
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
@@ -178,22 +178,20 @@ class ModelRunner:
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                result = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
-                return output.new_zeros(()), _no_tokens(output), result
+            def result(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                wanted = output.new_zeros(0, 0) if batch.is_filler else read(output, batch)
+                return output.new_zeros(()), _no_tokens(output), wanted
 
-            return _apply(model, batch), loss
+            return _apply(model, batch), result
 
         with torch.no_grad():
             return self._run_schedule(self.chunks, step, batches, forward_only=True)
 
     def update(self, batches: Sequence[PackedBatch], loss: OutputLoss) -> dict[str, float]:
-        """One optimizer step on the micro-batches' summed losses.
+        """One optimizer step on the micro-batches' summed losses; AlignerError when too many in a row are skipped.
 
-        Returns on every rank the statistics over all data ranks (a name that ends in _max by maximum, others by sum),
-        `grad_norm` (before clipping), `lr` (that of this step), `skipped` (1 when the gradients were not finite and nothing
-        was changed, else 0) and `skipped_total`. What is not finite in a skipped update is absent. Raises AlignerError when
-        too many in a row are skipped.
+        Returns on every rank what `GuardedStep` does, `skipped_total`, and the statistics over all data ranks (a name that
+        ends in _max by maximum, others by sum); what is not finite in a skipped update is absent.
         """
 
         def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -221,13 +219,12 @@ class ModelRunner:
     def _run_schedule(
         self, chunks: Sequence[nn.Module], step: Any, batches: Sequence[PackedBatch], *, forward_only: bool
     ) -> list[Any]:
-        if self._offloaded is not None:
+        if self._restore is not None:
             raise RuntimeError("the model is asleep: its weights are in host memory")
         iterators = [iter(batches) for _ in chunks]
-        interleaved = len(chunks) > 1
         results = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iterators if interleaved else iterators[0],
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(batches),
             seq_length=1,  # the true length travels with each micro-batch
@@ -252,14 +249,14 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Keep the weights in host memory and free the device's, until `wake`; nothing may use them in between."""
-        if self._offloaded is None:
-            self._offloaded = OffloadedWeights(parameter for _, parameter in self.parameters())
+        if self._restore is None:
+            self._restore = offload(parameter for _, parameter in self.parameters())
 
     def wake(self) -> None:
         """Bring the weights back to the device, as they were."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:

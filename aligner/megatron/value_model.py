@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from aligner.data.checkpoint_files import describe_model
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Rows, Stats
+from aligner.data.types import Rows, RowsT, Stats
 from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
@@ -21,28 +21,13 @@ from aligner.models.model_source import critic_shape, model_directory
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
 
-_R = TypeVar("_R", bound=Rows, contravariant=True)
+RowsLoss: TypeAlias = Callable[[Tensor, RowsT, float], tuple[Tensor, Stats]]
+"""`loss(values, rows, denominator)` and statistics of some rows, as sums over what speaks of the whole minibatch.
 
-
-class RowsLoss(Protocol[_R]):
-    """A loss of a model with one number a token, on right-padded rows."""
-
-    def __call__(self, values: Tensor, rows: _R, denominator: float) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows, as sums over `denominator`, which speaks of the whole minibatch.
-
-        `values` [N, L] are the head's numbers at the rows' tokens, zeros past a sequence's end; differentiable.
-        """
-        ...
-
-
-class ValueLoss(Protocol):
-    """A value loss on right-padded rows."""
-
-    def __call__(
-        self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, denominator: float
-    ) -> tuple[Tensor, Stats]:
-        """Loss and statistics of some rows [N, L-1], as sums over `denominator`, the whole batch's mask count."""
-        ...
+`values` [N, L] are the head's numbers at the rows' tokens, zeros past a sequence's end; differentiable.
+"""
+ValueLoss: TypeAlias = Callable[..., tuple[Tensor, Stats]]
+"""`loss(values, old_values, returns, mask, denominator=…)` and statistics of some rows [N, L-1], as `RowsLoss`."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +39,7 @@ class _CriticRows(Rows):
 
 
 class ValueModel(CheckpointedModel):
-    """A transformer with a scalar head, SPMD over its role's ranks.
-
-    Every rank calls every method with the same whole batch, and every rank gets the whole result.
-    """
+    """A transformer with a scalar head. Every rank calls every method with the same whole batch, and gets the whole result."""
 
     def __init__(
         self,
@@ -71,10 +53,7 @@ class ValueModel(CheckpointedModel):
         head: Tensor | None = None,
     ) -> None:
         """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None."""
-        super().__init__(
-            ModelRunner(shape, world, "scalar", settings, total_updates),
-            describe_model(directory, "scalar", shape.num_layers),
-        )
+        super().__init__(ModelRunner(shape, world, "scalar", settings, total_updates), directory)
         self._loss = loss
         weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
         if head is not None and SCALAR_HEAD.name in weights:
@@ -97,9 +76,7 @@ class ValueModel(CheckpointedModel):
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's number at each token; int64 [B, S] and [B] to float32 [B, S], zeros past a sequence's end."""
-        return self.runner.rows(
-            tokens, lengths, tokens.shape[1], lambda output, batch: batch.unpack_tokens(output[0, :, 0].float())
-        )
+        return self.runner.rows(tokens, lengths, tokens.shape[1], _values)
 
     def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
         """One optimizer step; tokens int64 [B, S], the others float32 [B, S-1] where entry t speaks of token t+1.
@@ -130,7 +107,7 @@ class ValueModel(CheckpointedModel):
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
-            return loss(batch.unpack_tokens(output[0, :, 0].float()), rows, shared)
+            return loss(_values(output, batch), rows, shared)
 
         return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
 
@@ -143,37 +120,28 @@ class ValueModel(CheckpointedModel):
         self.runner.wake()
 
 
+def _values(output: Tensor, batch: PackedBatch) -> Tensor:
+    return batch.unpack_tokens(output[0, :, 0].float())
+
+
 def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
     """The critic of a run, trained with `loss`."""
     directory = model_directory(config)
-    return ValueModel(
-        critic_shape(config, read_shape(directory)),
-        world,
-        directory,
-        config.critic,
-        total_updates=config.run.steps * config.algorithm.epochs * config.algorithm.minibatches,
-        loss=loss,
-    )
+    shape = critic_shape(config, read_shape(directory))
+    updates = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+    return ValueModel(shape, world, directory, config.critic, total_updates=updates, loss=loss)
 
 
 def build_initial_reward_model(config: Config, world: World) -> ValueModel:
-    """The reward model that a run trains, before its first step: the model's trunk, cut to `critic.num_layers` if set,
-    under a head that is drawn from the seed.
+    """The reward model that a run trains, before its first step: the model's trunk, cut to `critic.num_layers` if set.
 
-    The head is normal with deviation 1/sqrt(hidden size + 1) and has no bias (Huang et al. 2023, detail 5); it is the same
-    at every layout.
+    Its head has no bias and is drawn from the seed, N(0, 1/sqrt(hidden size + 1)) (Huang et al. 2023, detail 5).
     """
     directory = model_directory(config)
     shape = critic_shape(config, read_shape(directory))
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(config.seed))
-    return ValueModel(
-        shape,
-        world,
-        directory,
-        config.actor,
-        total_updates=config.run.steps,
-        head=head / (shape.hidden_size + 1) ** 0.5,
-    )
+    head = head / (shape.hidden_size + 1) ** 0.5
+    return ValueModel(shape, world, directory, config.actor, total_updates=config.run.steps, head=head)
 
 
 def build_reward_model(config: Config, directory: Path, world: World) -> ValueModel:

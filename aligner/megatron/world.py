@@ -27,21 +27,13 @@ class World:
     seed: int
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.place.pipeline == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head."""
         return self.place.pipeline == self.layout.pipeline - 1
 
     @property
     def speaks_for_outputs(self) -> bool:
-        """Whether this rank is the one that contributes its data rank's model outputs.
-
-        It is of the last stage, and the first of its tensor and context ranks, which all hold the same.
-        """
+        """Whether it contributes its data rank's model outputs: the first of the last stage's ranks, which hold the same."""
         return self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
 
     @property
@@ -60,11 +52,6 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.size > 1:
-            dist.barrier()
 
 
 def initialize_alone(seed: int) -> World:

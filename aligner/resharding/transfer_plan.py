@@ -79,10 +79,6 @@ class TransferPlan:
         """The table by tensor name."""
         return {spec.name: spec for spec in self.table}
 
-    def local(self, rank: int) -> tuple[Transfer, ...]:
-        """What a rank copies to itself."""
-        return self.between(rank, rank)
-
     def between(self, source: int, target: int) -> tuple[Transfer, ...]:
         """What one rank gives to another."""
         return self._by_pair.get((source, target), ())
@@ -96,7 +92,7 @@ class TransferPlan:
 
     def bytes_local(self, rank: int) -> int:
         """Bytes that a rank copies to itself."""
-        return self.itemsize * sum(transfer.numel for transfer in self.local(rank))
+        return self.itemsize * sum(transfer.numel for transfer in self.between(rank, rank))
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that a rank receives from others."""

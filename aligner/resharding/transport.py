@@ -154,7 +154,7 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
 
 def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
     """Copy what this rank already holds into its views; nothing where a view is the source itself."""
-    for transfer in plan.local(rank):
+    for transfer in plan.between(rank, rank):
         _copy(given(plan, transfer, read), wanted(plan, transfer, views))
 
 

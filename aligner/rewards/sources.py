@@ -43,7 +43,6 @@ class RewardSource(Protocol):
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """Finite scores float64 [B], the same on every rank. Collective; raises ScoringError on every rank alike."""
-        ...
 
 
 class ScalarModel(Protocol):
@@ -51,7 +50,6 @@ class ScalarModel(Protocol):
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """float32 [B, S] of tokens int64 [B, S] and lengths int64 [B]; collective."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
 from aligner.schema import RolloutConfig
-from aligner.servers.client import RemoteFuture
 from aligner.servers.connection import RefusedError
+from aligner.servers.remote_client import RemoteFuture
 
 _log = logging.getLogger(__name__)
 

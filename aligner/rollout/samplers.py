@@ -58,7 +58,7 @@ class ColocatedSampler:
     def rest(self) -> None:
         """As `Sampler`."""
         if self.sleeps:
-            self.engine.sleep(keep_weights=False)
+            self.engine.sleep()
 
     def close(self) -> None:
         """As `Sampler`."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.data.types import SampleBatch
 from aligner.errors import AlignerError
-from aligner.servers.client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
-from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
+from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
+from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
 
 
 def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:

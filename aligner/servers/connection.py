@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER, Access, Endpoint
-from aligner.servers.protocol import CONTROL, EndpointSpec, told_error
+from aligner.placement.addresses import KEY_HEADER, Access, Endpoint
+from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
 _DATATYPES = {np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}
 _CHANNEL = [
@@ -101,6 +102,11 @@ class Connection:
         except ValueError as error:  # gRPC's for a call on a channel that was closed before it
             raise self._hung_up() if self._is_closed else error from None
         return {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
+
+    def control(self, timeout_s: float, op: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to a control operation. Raises as `infer`."""
+        request = {"request": text_array(json.dumps({"op": op, **arguments}))}
+        return json.loads(array_text(self.infer(CONTROL, request, timeout_s)["response"]))
 
     def check_ready(self, timeout_s: float) -> None:
         """Return when all endpoints are up. Raises TransportError when they are not, or not heard of in time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import deque
@@ -17,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, UnavailableError
 from aligner.observability.timeline import Timeline
-from aligner.servers.commands import Command, Handler, joins_of, ops_at_pauses, rows_of, take_together
+from aligner.servers.rank_commands import Command, Handler, RowJoin, rows_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
@@ -39,10 +39,11 @@ class SpmdExecutor:
 
     An AlignerError that every rank raises goes to the command's caller, and the world goes on; anything else ends the
     world, because its ranks may have parted ways. Ranks wait for each other in gloo, whatever the model computes in.
-    Commands run in the order of their arrival; alike ones that wait next to each other run as one where `joined_by` says how.
+    Commands run in the order of their arrival; alike ones that wait next to each other run as one where their handler is
+    marked with a `join`.
 
     A handler may be a generator, whose return value is the result. Each `yield` is a pause at which every rank has come
-    equally far: what waits then, and is marked `runs_at_pauses`, runs there, ahead of what is not.
+    equally far: what waits then, and is marked `at_pauses`, runs there, ahead of what is not.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class SpmdExecutor:
         commands, and ends the world by raising. What this rank computes is a span of the `timeline`, by its op.
         """
         self._handlers = dict(handlers)
-        self._joins, self._at_pauses = joins_of(handlers), ops_at_pauses(handlers)
+        joins: dict[str, RowJoin | None] = {op: getattr(handler, "join", None) for op, handler in handlers.items()}
+        self._joins = {op: join for op, join in joins.items() if join is not None}
+        self._at_pauses = {op for op, handler in handlers.items() if getattr(handler, "at_pauses", False)}
         self._batch_tokens = batch_tokens
         self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
@@ -118,7 +121,8 @@ class SpmdExecutor:
             if self._rank == 0:
                 self._lead()
             else:
-                self._follow()
+                while self._follow_once() != _SHUTDOWN:
+                    pass
         finally:
             self._refuse_rest()
 
@@ -168,40 +172,30 @@ class SpmdExecutor:
 
     def _answer(self, commands: list[Command]) -> None:
         """Run the commands as one; where that is refused, they are next one by one: the refusal may be about one of them."""
+        join = self._joins[commands[0].op] if len(commands) > 1 else None
         try:
-            parts = self._results(commands)
+            result = self._send_and_execute(join.joined(commands) if join is not None else commands[0])
         except AlignerError as error:
-            if len(commands) > 1 and not isinstance(error, UnavailableError):
+            if join is not None and not isinstance(error, UnavailableError):
                 with self._arrived:
                     self._waiting.extendleft(replace(command, alone=True) for command in reversed(commands))
                 return
             for command in commands:
                 command.future.set_exception(error)
             return
+        parts = [result] if join is None else join.split(result, commands)
         for command, part in zip(commands, parts, strict=True):
             command.future.set_result(part)
 
-    def _results(self, commands: list[Command]) -> list[Any]:
-        if len(commands) == 1:
-            return [self._send_and_execute(commands[0])]
-        join = self._joins[commands[0].op]
-        return join.split(self._send_and_execute(join.joined(commands)), commands)
-
     def _send_and_execute(self, command: Command) -> Any:
         if self._group is not None:
-            self._send(command)
+            self._broadcast(command)
         return self._run_handler(command)
-
-    def _follow(self) -> None:
-        op = ""
-        while op != _SHUTDOWN:
-            op = self._follow_once()
 
     def _follow_once(self) -> str:
         """Run the command that rank 0 sends, and say which it was."""
-        command = self._receive()
-        with contextlib.suppress(_AgreedError):  # rank 0 tells it
-            self._run_handler(command)
+        command = self._broadcast(None)
+        self._run_handler(command)
         return command.op
 
     def _run_handler(self, command: Command) -> Any:
@@ -218,8 +212,8 @@ class SpmdExecutor:
             error = raised
         self._timeline.flush()
         self._agree(command.op, error=error)
-        if error is not None:
-            raise error if self._rank == 0 else _AgreedError from error
+        if error is not None and self._rank == 0:  # which tells it
+            raise error
         return result
 
     def _run_with_pauses(self, op: str, steps: Generator[None, None, Any]) -> Any:
@@ -258,24 +252,20 @@ class SpmdExecutor:
             raise RuntimeError(f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}")
         return bool(following)
 
-    def _send(self, command: Command) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}
-        shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
-        header = json.dumps({"op": command.op, "tensors": shapes, "arguments": dict(command.arguments)}).encode()
-        data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data, *tensors.values()):
-            dist.broadcast(tensor, 0, group=self._group)
-
-    def _receive(self) -> Command:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._group)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self._group)
-        header = json.loads(data.numpy().tobytes())
-        tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in header["tensors"].items()}
+    def _broadcast(self, command: Command | None) -> Command:
+        """Rank 0's command on every rank; the others give None. Collective."""
+        header = None
+        if command is not None:
+            tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}
+            shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+            header = {"op": command.op, "tensors": shapes, "arguments": dict(command.arguments)}
+        header = broadcast_json(header, group=self._group)
+        if command is None:
+            tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in header["tensors"].items()}
+            command = Command(header["op"], tensors, header["arguments"])
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._group)
-        return Command(header["op"], tensors, header["arguments"])
+        return command
 
     def _refuse_rest(self) -> None:
         """Leave no caller without an answer."""
@@ -293,7 +283,3 @@ class SpmdExecutor:
 def _is_wanted(command: Command) -> bool:
     """Whether its caller has not given it up; from now on he cannot."""
     return command.future.running() or command.future.set_running_or_notify_cancel()
-
-
-class _AgreedError(Exception):
-    """On the ranks beside rank 0: every rank raised an AlignerError."""

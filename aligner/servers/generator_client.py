@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
-from aligner.placement.endpoints import Access, Endpoint
-from aligner.servers.client import RemoteClient, RemoteFuture, control
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import TransportError
-from aligner.servers.protocol import GENERATE, text_array
-from aligner.servers.samples import response_tensors, with_responses
+from aligner.servers.remote_client import RemoteClient, RemoteFuture
+from aligner.servers.wire_protocol import GENERATE, response_tensors, text_array, with_responses
 
 _REPLACED_S = 10.0
 """By then a server of which a rank has ended is gone: the launcher ends what is left of it."""
@@ -54,7 +53,7 @@ class GeneratorClient(RemoteClient):
 
         Raises RemoteError when none does.
         """
-        return str(control(self._replicas.connections[0], self._timeout_s, "health")["instance"])
+        return str(self.control("health")["instance"])
 
     def is_another(self, instance: str, start_timeout_s: float) -> bool:
         """Whether the server has been started again since that start of it; waits where it is gone, or about to be.
@@ -81,9 +80,8 @@ class GeneratorClient(RemoteClient):
         return self._update("receive", version=version)
 
     def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
-        return self._future(
-            self._parallel, lambda: control(self._replicas.connections[0], self._update_timeout_s, op, **arguments)
-        )
+        connection = self._replicas.connections[0]
+        return self._future(self._parallel, lambda: connection.control(self._update_timeout_s, op, **arguments))
 
     def _drawn(self, samples: Sequence[Sample], request: Mapping[str, NDArray]) -> list[Sample]:
         return with_responses(samples, {name: torch.tensor(array) for name, array in self._infer(GENERATE, request).items()})

@@ -9,6 +9,7 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,76 +22,61 @@ from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
-from aligner.placement.endpoints import create_access_key, load_endpoints
-from aligner.placement.ports import group_ports, interface_address
+from aligner.placement.addresses import create_access_key, group_ports, interface_address, load_endpoints, run_access
 from aligner.schema import Config, PortsConfig
-from aligner.servers.commands import Handler
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.guard import run_guard
-from aligner.servers.host import Serve, TritonHost
-from aligner.servers.protocol import (
-    CONTROL,
-    PROTOCOL_VERSION,
-    EndpointSpec,
-    InstanceError,
-    RequestError,
-    array_text,
-    text_array,
-)
-from aligner.servers.validation import Limits, validate
+from aligner.servers.rank_commands import Handler
+from aligner.servers.triton_host import Guard, Serve, TritonHost
+from aligner.servers.validation import Limits, control_request, validate
+from aligner.servers.wire_protocol import CONTROL, PROTOCOL_VERSION, EndpointSpec, InstanceError, array_text, text_array
 
 _log = logging.getLogger(__name__)
 
-_ARGUMENTS = {
-    **dict.fromkeys(("checkpoint", "begin_checkpoint", "restore"), ("step",)),
-    "connect": ("host", "port", "generation"),
-    "receive": ("version",),
-}
-"""What the control operations need beside their name."""
-_LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
-"""Their numbers, and the lowest allowed."""
 _LOGGED = 500  # characters of what a request says that are logged
 _SPANS = {
     "infer": "values",
     "train": "critic_train",
-    **dict.fromkeys(("score_tokens", "score_texts"), "score"),
     **dict.fromkeys(("begin_checkpoint", "finish_checkpoint"), "checkpoint"),
 }
 """What the ops are called in the timeline, where that is not their own name."""
 
 
+@dataclass(frozen=True)
 class Caller:
     """Rank 0's way from a request thread to the ranks."""
 
-    def __init__(self, role: str, executor: SpmdExecutor, timeout_s: float) -> None:
-        self._role = role
-        self._executor = executor
-        self._timeout_s = timeout_s
+    role: str
+    executor: SpmdExecutor
+    timeout_s: float
 
     def __call__(self, op: str, tensors: Mapping[str, Tensor] | None = None, *, alone: bool = False, **arguments: Any) -> Any:
         """The ranks' result. Raises AlignerError when they refuse, or have not answered in time."""
-        future = self._executor.submit(op, tensors, alone=alone, **arguments)
+        future = self.executor.submit(op, tensors, alone=alone, **arguments)
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.timeout_s)
         except concurrent.futures.TimeoutError:
             state = "was not begun and is dropped" if future.cancel() else "goes on"
             raise AlignerError(
-                f"the {self._role}'s ranks did not answer {op} within {self._timeout_s:g} s; it {state}"
+                f"the {self.role}'s ranks did not answer {op} within {self.timeout_s:g} s; it {state}"
             ) from None
+
+
+Endpoints = Callable[[Caller], Mapping[EndpointSpec, Serve]]
+"""Makes rank 0's endpoint functions, which get validated requests."""
 
 
 def serve_role(
     role: str,
     config: Config,
     handlers: Mapping[str, Handler],
-    endpoints: Callable[[Caller], Mapping[EndpointSpec, Serve]],
+    endpoints: Endpoints,
     operations: Collection[str],
     limits: Limits,
 ) -> None:
     """Serve until SIGTERM, SIGINT or a shutdown request; returns when the role has ended in order.
 
-    `endpoints` makes rank 0's endpoint functions, which get validated requests; `operations` are the control operations
-    whose handlers run on every rank. Raises whatever was fatal for the world, on every rank that learns of it.
+    `operations` are the control operations whose handlers run on every rank. Raises whatever was fatal for the world, on
+    every rank that learns of it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = _host(config, role) if rank == 0 else None
@@ -110,7 +96,10 @@ def serve_role(
         return
     caller = Caller(role, executor, config.server.request_timeout_s)
     instance = secrets.token_hex(8)
-    served = {**endpoints(caller), CONTROL: _control(role, instance, executor, caller, operations)}
+    served = {
+        **endpoints(caller),
+        CONTROL: _control(role, instance, executor, caller, {op: handlers[op] for op in operations}),
+    }
     starting = True
 
     def stop() -> None:
@@ -140,7 +129,7 @@ def _host(config: Config, role: str) -> TritonHost:
         _ports(config, role),
         server.max_batch_size,
         server.concurrent_requests,
-        run_guard(config),
+        Guard(run_access(config).key, server.tls),
         log,
     )
 
@@ -201,12 +190,10 @@ def _check_instance(wanted: str, instance: str) -> None:
         raise InstanceError(f"the request is for start {wanted!r} of this server, which is now {instance!r}")
 
 
-def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, operations: Collection[str]) -> Serve:
-    allowed = ("health", "shutdown", *operations)
-
+def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, operations: Mapping[str, Handler]) -> Serve:
     def control(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         """A JSON request's JSON answer."""
-        request = _control_request(array_text(arrays["request"]), allowed)
+        request = control_request(array_text(arrays["request"]), operations)
         op = request.pop("op")
         if (wanted := request.pop("instance", None)) is not None:
             _check_instance(wanted, instance)
@@ -221,26 +208,3 @@ def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, o
         return {"response": text_array(json.dumps({**answer, "instance": instance}))}
 
     return control
-
-
-def _control_request(text: str, allowed: Collection[str]) -> dict[str, Any]:
-    """Raises RequestError unless it is an allowed operation with exactly its arguments."""
-    try:
-        request = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"control: request is not JSON: {error}") from error
-    op = request.get("op") if isinstance(request, dict) else None
-    if not isinstance(op, str) or op not in allowed:
-        raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
-    expected = {"op", *_ARGUMENTS.get(op, ())}
-    optional = {"instance", *(("run_id", "sequence_number") if "step" in expected else ())}
-    if set(request) - optional != expected:
-        raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
-    for name in {"instance", "run_id", "host"} & set(request):
-        if not isinstance(request[name], str):
-            raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
-    for name in _LOWEST.keys() & set(request):
-        value, lowest = request[name], _LOWEST[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
-            raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
-    return request

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.servers.protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
+from aligner.servers.wire_protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
 
 _BYTES_A_TOKEN = 16
 """Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
+_LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
+"""Numbers of control requests, and the lowest allowed."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,7 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
     """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in `sizes`."""
-    is_bytes = array.dtype.kind in "SO"
-    if is_bytes if spec.dtype is not np.bytes_ else not is_bytes:
-        raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
-    if not is_bytes and array.dtype != spec.dtype:
+    if array.dtype.kind not in "SO" if spec.dtype is np.bytes_ else array.dtype != spec.dtype:
         raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
     shown = f"[{', '.join(map(str, spec.shape))}]"
     if array.ndim != len(spec.shape):
@@ -157,3 +159,31 @@ def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -
     smallest, largest = int(array.min()), int(array.max())
     if smallest < low or largest > high:
         raise RequestError(f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high} ({meaning})")
+
+
+def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """A request of the endpoint `control`: its `op`, and what the operation of that name takes.
+
+    Raises RequestError unless it is `health`, `shutdown` or one of `operations` with its arguments.
+    """
+    try:
+        request = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"control: request is not JSON: {error}") from error
+    op = request.get("op") if isinstance(request, dict) else None
+    allowed = ("health", "shutdown", *operations)
+    if not isinstance(op, str) or op not in allowed:
+        raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
+    parameters = inspect.signature(operations[op]).parameters.values() if op in operations else ()
+    expected = {"op", *(each.name for each in parameters if each.default is each.empty)}
+    optional = {"instance", *(each.name for each in parameters)}
+    if not expected <= set(request) <= expected | optional:
+        raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
+    for name in {"instance", "run_id", "host"} & set(request):
+        if not isinstance(request[name], str):
+            raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
+    for name in _LOWEST.keys() & set(request):
+        value, lowest = request[name], _LOWEST[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
+            raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
+    return request

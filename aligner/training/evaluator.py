@@ -26,6 +26,7 @@ from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
+from aligner.training.engine_setup import build_options
 
 
 def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
@@ -171,9 +172,9 @@ class Evaluator:
 
 
 def build_evaluator(
-    config: Config, tokenizer: Tokenizer, policy: Policy, builder: RolloutBuilder, services: Services, options: SamplingOptions
+    config: Config, tokenizer: Tokenizer, policy: Policy, builder: RolloutBuilder, services: Services
 ) -> Evaluator | None:
-    """What evaluates the run, whose own samples are drawn with `options`; None where `evaluation.every` is 0.
+    """What evaluates the run; None where `evaluation.every` is 0.
 
     Raises ConfigError for prompts that can not be used, or a scorer that is not there.
     """
@@ -187,7 +188,11 @@ def build_evaluator(
         settings=settings,
         last_step=config.run.steps,
         prompts=open_evaluation_prompts(settings, tokenizer, config.data.max_prompt_tokens),
-        options=replace(options, greedy=draws_greedily(settings), temperature=settings.temperature),
+        options=replace(
+            build_options(config.rollout, policy.runner.shape),
+            greedy=draws_greedily(settings),
+            temperature=settings.temperature,
+        ),
         tokenizer=tokenizer,
         policy=policy,
         builder=builder,

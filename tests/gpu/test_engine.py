@@ -88,19 +88,17 @@ def test_recorded_steps_see_new_weights(directory, kind):
     assert all(sample.weight_versions.tolist() == [1] * 12 for sample in after)
 
 
-@pytest.mark.parametrize("keep_weights", [True, False])
-def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path, keep_weights):
+def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
     path = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
     empty = torch.cuda.memory_allocated()
     engine = make_engine(path)
     before = generate(engine, make_requests(8), OPTIONS)
     held = torch.cuda.memory_allocated() - empty
-    engine.sleep(keep_weights=keep_weights)
-    engine.sleep(keep_weights=keep_weights)
+    engine.sleep()
+    engine.sleep()
     assert torch.cuda.memory_allocated() - empty < 0.1 * held
     engine.wake()
-    if not keep_weights:
-        load_directory(engine, path)
+    load_directory(engine, path)
     assert [response(sample) for sample in generate(engine, make_requests(8), OPTIONS)] == [
         response(sample) for sample in before
     ]

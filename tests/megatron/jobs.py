@@ -148,10 +148,13 @@ def logits(directory: str, layout: dict[str, Any], settings: dict[str, Any] | No
 
 def policy_logits(actor: Policy, experience: Experience) -> Tensor:
     """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
     runner, world = actor.runner, actor.world
 
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
-        return batch.unpack_tokens(runner.chunks[-1].output_layer.logits(output[0]).float())
+        head = runner.chunks[-1].output_layer
+        return batch.unpack_tokens(ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float())
 
     batches = runner.share(experience.tokens, experience.lengths)
     whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)

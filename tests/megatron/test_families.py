@@ -46,7 +46,13 @@ def layouts(family: str) -> Iterable[str]:
 
 
 Errors = dict[tuple[str, str], float]
-CELLS = [(family, name) for family in CONFIGS for name in layouts(family)]
+TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2", *VARIANTS["llama-linear"])
+"""The layouts at which every family is of the first round of tests."""
+CELLS = [
+    pytest.param(family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow)
+    for family in CONFIGS
+    for name in layouts(family)
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +109,7 @@ def largest_errors(directory, results, expected) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("family", "name"), CELLS, ids=[f"{family}-{name}" for family, name in CELLS])
+@pytest.mark.parametrize(("family", "name"), CELLS)
 def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(pool, model, table, family, name):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name), expected)

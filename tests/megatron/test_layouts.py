@@ -47,9 +47,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+TYPICAL = ("single", "tp2", "dp2", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "full-recompute")
+"""What of all layouts is of the first round of tests."""
+
+
 def layouts(*names: str) -> Any:
-    """Parametrizes a test by the layouts of these names, or by all."""
-    return pytest.mark.parametrize(("layout", "settings"), [LAYOUTS[name] for name in names or LAYOUTS], ids=names or LAYOUTS)
+    """Parametrizes a test by the layouts of these names, or by all, of which the typical ones come in the first round."""
+    rows = [
+        pytest.param(*LAYOUTS[name], id=name, marks=() if names or name in TYPICAL else pytest.mark.slow)
+        for name in names or LAYOUTS
+    ]
+    return pytest.mark.parametrize(("layout", "settings"), rows)
 
 
 def ranks(layout: dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL, EndpointSpec
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL, EndpointSpec
 
 
 def good(endpoint: EndpointSpec, rows: int = 3, width: int = 8) -> dict[str, NDArray]:

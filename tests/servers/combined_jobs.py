@@ -18,8 +18,8 @@ from aligner.rewards.scorers import ScoringError, ScoringRequest
 from aligner.rewards.sources import ModelSource, ScoringBatch, TextSource, WeightedSum
 from aligner.schema import CriticConfig, ParallelConfig, RewardConfig
 from aligner.schema.reward_sources import FunctionSource
-from aligner.servers.backend import ValueModel as Served
-from aligner.servers.combined import Turns
+from aligner.servers.value_models import DeviceSharing
+from aligner.servers.value_models import ValueModel as Served
 from tests.megatron.jobs import OPTIMIZER, make_experience
 
 
@@ -83,13 +83,13 @@ def apart_and_together(
 
     critic, reward = models()
     whole = {"critic": device_bytes(critic), "reward": device_bytes(reward)}
-    turns, seen, moves = Turns(), [], []
+    sharing, seen, moves = DeviceSharing(), [], []
     for model in (critic, reward):
         model.wake = _counted(model.wake, moves)
-    taking = turns.join("critic", critic), turns.join("reward", reward)
+    models_in_turn = sharing.add("critic", critic), sharing.add("reward", reward)
     seen.append(("neither", device_bytes(critic), device_bytes(reward)))
     together = services(
-        *taking,
+        *models_in_turn,
         vocab_size,
         Path(checkpoints, "together"),
         lambda model: seen.append((model, device_bytes(critic), device_bytes(reward))),

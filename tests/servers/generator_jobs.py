@@ -28,11 +28,10 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.remote_publisher import plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator import Generator, weight_receiver
 from aligner.servers.generator_client import request_arrays
-from aligner.servers.protocol import GENERATE
-from aligner.servers.samples import with_responses
+from aligner.servers.generator_server import Generator, weight_receiver
 from aligner.servers.serving import Caller
+from aligner.servers.wire_protocol import GENERATE, with_responses
 
 TIMEOUT = timedelta(seconds=30)
 

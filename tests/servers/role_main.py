@@ -18,9 +18,8 @@ from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, TextSource, WeightedSum
 from aligner.schema import Config, PortsConfig, TLSConfig
 from aligner.schema.reward_sources import FunctionSource
-from aligner.servers.critic import run_critic
-from aligner.servers.reward import run_reward
-from aligner.servers.scoring import Scoring
+from aligner.servers.critic_server import run_critic
+from aligner.servers.reward_server import Scoring, run_reward
 from aligner.servers.validation import Limits
 from tests.servers.tiny_model import VOCAB_SIZE, TinyValueModel
 
@@ -61,11 +60,11 @@ class SlowModel(TinyValueModel):
 
 def serve_generator(run_directory: str, ports: PortsConfig) -> None:
     from aligner.config.compose import compose_config
-    from aligner.servers import generator
+    from aligner.servers import generator_server
 
     config = compose_config([*os.environ["OVERRIDES"].split(), f"run.dir={run_directory}"])
     config.engine.ports = ports
-    generator.serve_generator(config)
+    generator_server.serve_generator(config)
 
 
 def main(role: str, run_directory: str, *ports: str) -> None:

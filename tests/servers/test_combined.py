@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aligner.rewards.sources import TextSource
-from aligner.servers.combined import with_rewards
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL, RequestError
+from aligner.servers.critic_server import with_rewards
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL, RequestError
 from tests.megatron.reference import save_llama, save_reward_llama
 from tests.servers import combined_jobs
 from tests.servers.role_main import character_tokenizer, length_scorer, scoring

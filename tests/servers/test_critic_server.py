@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER
-from aligner.servers.client import RewardClient
+from aligner.placement.addresses import KEY_HEADER
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.critic_client import CriticClient, CriticState
-from aligner.servers.journal import UpdateJournal
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, array_text, text_array
+from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import CriticState, UpdateJournal
+from aligner.servers.remote_client import RewardClient
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, array_text, text_array
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
@@ -54,7 +54,7 @@ def update(client, number, run=None):
     """A numbered update as it goes over the wire."""
     tokens, returns, old_values, mask = (tensor.numpy() for tensor in TARGETS)
     targets = {"tokens": tokens, "returns": returns, "prev_values": old_values, "mask": mask.astype(np.float32)}
-    order = {"sequence_number": np.array([number]), "run_id": text_array(run or str(client._run))}
+    order = {"sequence_number": np.array([number]), "run_id": text_array(run or str(client._recovery._run))}
     return json.loads(array_text(send(client, CRITIC_TRAIN, targets | order)["stats"]))
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import AlignerError, UnavailableError
-from aligner.servers.commands import Command, RowJoin, joined_by, runs_at_pauses, take_together
 from aligner.servers.executor import ServerStopping, SpmdExecutor
+from aligner.servers.rank_commands import Command, RowJoin, rank_handler, take_together
 
 UNAVAILABLE, SLOWLY_REFUSED = 99, -99
 
@@ -47,7 +47,7 @@ class Ranks:
             raise AlignerError(f"{number} is refused")
         return number
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def short(self, number, refuses=False):
         self.note("short", number)
         if refuses:
@@ -61,7 +61,7 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    @joined_by(RowJoin(("names",)))
+    @rank_handler(join=RowJoin(("names",)))
     def describe(self, tokens, lengths, names, scale=1):
         """Each row's tokens scaled, and how many rows were computed together."""
         self.described += 1
@@ -88,7 +88,7 @@ class Ranks:
         if dist.get_rank() == 1:
             raise AlignerError("only here")
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def crash(self):
         raise ZeroDivisionError("a bug")
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from aligner.servers.client import control
 from aligner.servers.connection import Connection
-from aligner.servers.protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
 from tests.servers import fuzz
 from tests.servers.bad_requests import good
 
@@ -29,7 +28,7 @@ def connection(critic):
 
 def name_the_run(connection):
     """Have the critic belong to a run; returns the run, and the number of its next update."""
-    state = control(connection, 20, "version")
+    state = connection.control(20, "version")
     run = state["run_id"] or "run-a@0"
     order = {"sequence_number": np.array([state["sequence_number"] + 1]), "run_id": text_array(run)}
     connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
@@ -65,7 +64,7 @@ def send_bad(choose, critic, stub, run):
 def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(critic, connection):
     run, number = name_the_run(connection)
     arrays = good(CRITIC_INFER)
-    before, values = control(connection, 20, "version"), connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes()
+    before, values = connection.control(20, "version"), connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes()
 
     def call(caller):
         """This caller's share; returns the longest time that a request took."""
@@ -84,8 +83,8 @@ def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_
         slowest = max(callers.map(call, range(CALLERS)))
     assert slowest < fuzz.TIMEOUT_S
     assert all(rank.poll() is None for rank in critic.ranks)
-    assert control(connection, 20, "version") == before
+    assert connection.control(20, "version") == before
     assert connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes() == values
     order = {"sequence_number": np.array([number]), "run_id": text_array(run)}
     connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
-    assert control(connection, 20, "version")["version"] == before["version"] + 1
+    assert connection.control(20, "version")["version"] == before["version"] + 1

@@ -19,12 +19,10 @@ from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.connection import RemoteError
-from aligner.servers.generator import Generator, weight_receiver
 from aligner.servers.generator_client import GeneratorClient, request_arrays
-from aligner.servers.protocol import GENERATE, RequestError, WeightsError
-from aligner.servers.samples import with_responses
-from aligner.servers.serving import _control_request
-from aligner.servers.validation import Limits, validate
+from aligner.servers.generator_server import Generator, weight_receiver
+from aligner.servers.validation import Limits, control_request, validate
+from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
 from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
@@ -289,5 +287,6 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     ],
 )
 def test_what_is_no_order_to_move_weights_is_refused(request_, message):
+    generator = object.__new__(Generator)
     with pytest.raises(RequestError, match=message):
-        _control_request(json.dumps(request_), ("connect", "receive"))
+        control_request(json.dumps(request_), {"connect": generator._connect, "receive": generator._receive})

@@ -14,12 +14,11 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import ConfigError
-from aligner.placement.endpoints import KEY_HEADER, Access, create_access_key, run_access
-from aligner.placement.ports import http_address, interface_address
+from aligner.placement.addresses import KEY_HEADER, Access, create_access_key, http_address, interface_address, run_access
 from aligner.schema import Config, TLSConfig
 from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.guard import Guard
-from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
+from aligner.servers.triton_host import Guard
+from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Endpoint
-from aligner.servers.client import control
+from aligner.placement.addresses import Endpoint
 from aligner.servers.connection import Connection
-from aligner.servers.critic_client import CriticClient, CriticState
-from aligner.servers.journal import UpdateJournal
+from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import CriticState, UpdateJournal
 from tests.servers.proxy import BadProxy
 from tests.servers.roles import RunningRole
 from tests.servers.tiny_model import TinyValueModel
@@ -88,7 +87,7 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
         client.keep([saving])
         assert not journal.covers(19, 19) and journal.covers(20, 29)
         direct = Connection("critic", role.endpoint, role.access)
-        state = control(direct, 10, "version")
+        state = direct.control(10, "version")
         direct.close()
         assert (state["sequence_number"], state["version"]) == (29, 30)
         client.assert_settled()

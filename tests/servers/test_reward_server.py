@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 
 from aligner.data.tokenizer import read_tokenizer
 from aligner.rewards.sources import ModelSource
-from aligner.servers.client import RewardClient
 from aligner.servers.connection import RemoteError
-from aligner.servers.protocol import PROTOCOL_VERSION, REWARD_MODEL, RequestError
+from aligner.servers.remote_client import RewardClient
 from aligner.servers.validation import Limits
+from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, RequestError
 from tests.servers.bad_requests import REFUSED, spoiled
 from tests.servers.role_main import character_tokenizer, scoring
 from tests.servers.tiny_model import TinyValueModel

@@ -17,14 +17,14 @@ import torch
 import tritonclient.grpc
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER
+from aligner.placement.addresses import KEY_HEADER
 from aligner.schema import PortsConfig
-from aligner.servers.client import RewardClient
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_client import CriticClient
-from aligner.servers.host import TritonHost
-from aligner.servers.journal import UpdateJournal
-from aligner.servers.protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
+from aligner.servers.critic_updates import UpdateJournal
+from aligner.servers.remote_client import RewardClient
+from aligner.servers.triton_host import TritonHost
+from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
 from tests.servers.tiny_model import TinyValueModel
@@ -232,10 +232,10 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
 _STARTS_AND_STOPS = """
 import os
 from pathlib import Path
-from aligner.schema import Ports
-from aligner.servers.host import TritonHost
-from aligner.servers.protocol import CONTROL
-host = TritonHost("127.0.0.1", Ports(), 16)
+from aligner.schema import PortsConfig
+from aligner.servers.triton_host import TritonHost
+from aligner.servers.wire_protocol import CONTROL
+host = TritonHost("127.0.0.1", PortsConfig(), 16)
 host.start({CONTROL: lambda request: request})
 (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}")
 directories = claim.read_text().splitlines()

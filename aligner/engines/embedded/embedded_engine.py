@@ -79,7 +79,6 @@ class EmbeddedEngine:
         self._asleep = False
         self._spare: EngineWeights | None = None
         """The other set of weights: an atomic update is written into it, and the two change places."""
-        self._host_copy: Tensor | None = None
         self._weights = self._allocate()
 
     @property
@@ -138,8 +137,8 @@ class EmbeddedEngine:
             self._why_no_weights = f"the update to version {version} is under way"
         return self._update
 
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Free the memory of keys and values, and that of the weights where it is not host memory anyway."""
+    def sleep(self) -> None:
+        """Free the memory of keys and values and of the weights."""
         if self._update is not None:
             raise AlignerError(f"the engine can not sleep: the update to version {self._update.version} is open")
         if self._generation is not None and not self._generation.done:
@@ -148,28 +147,18 @@ class EmbeddedEngine:
         self._forget_graphs()
         self._machine.cache.free()
         self._spare = None
-        if not keep_weights:
-            self._machine.version, self._host_copy = None, None
-            self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
-        elif self._device.type != "cpu" and self.version is not None and self._host_copy is None:
-            self._host_copy = torch.empty_like(self._weights.storage, device="cpu", pin_memory=True)
-            self._host_copy.copy_(self._weights.storage)
-        if self._device.type != "cpu" or not keep_weights:
-            self._weights = EngineWeights((), self._device, self._dtype)
-            self._machine.decoder.use({})
+        self._machine.version = None
+        self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+        self._weights = EngineWeights((), self._device, self._dtype)
+        self._machine.decoder.use({})
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory back, with the weights that were kept."""
-        if not self._asleep:
-            return
-        if not self._weights.views:
+        """Take the memory back, for weights to be published into."""
+        if self._asleep:
             self._weights = self._allocate()
-        if self._host_copy is not None:
-            self._weights.storage.copy_(self._host_copy)
-            self._host_copy = None
-        self._asleep = False  # last: who runs out of memory above may try again
+            self._asleep = False  # last: who runs out of memory above may try again
 
     def shutdown(self) -> None:
         """Nothing to end: the engine has no processes of its own."""

@@ -199,11 +199,9 @@ class Client:
         model, cache = self._tags
         self._loop.run("releasing memory", self._llm.release([*model, *cache]), self._timeout_s)
 
-    def resume(self, *, cache: bool) -> None:
-        """Take the model's memory back, with its contents; `cache`: that of keys and values too."""
+    def resume_model(self) -> None:
+        """Take the model's memory back."""
         self._loop.run("taking memory back", self._llm.resume(list(self._tags[0])), self._timeout_s)
-        if cache:
-            self.resume_cache()
 
     def resume_cache(self) -> None:
         """Take the memory of keys and values back."""

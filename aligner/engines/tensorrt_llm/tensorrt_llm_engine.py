@@ -120,7 +120,7 @@ class TensorRTLLMEngine:
         self._update = StreamedUpdate(steps, self._replica, self._table, self._format, self._device)
         return self._update
 
-    def sleep(self, keep_weights: bool = True) -> None:
+    def sleep(self) -> None:
         """Free the memory of keys and values and of the model; TensorRT-LLM keeps a copy of the model in host memory."""
         if not self._settings.sleep:
             raise AlignerError(
@@ -133,17 +133,15 @@ class TensorRTLLMEngine:
         if not self._asleep:
             self._replica.drive("going to sleep", self._release)
             self._asleep = self._cache_asleep = True
-        if not keep_weights and self._version is not None:
+        if self._version is not None:
             self._version = None
             self._missing = "they were dropped when the engine went to sleep; publish them again"
 
     def wake(self) -> None:
-        """Take the memory back; where weights have to be published first, that of keys and values follows them."""
-        if not self._asleep:
-            return
-        cache = self._version is not None
-        self._replica.drive("waking up", lambda client: client.resume(cache=cache))
-        self._asleep, self._cache_asleep = False, not cache
+        """Take the model's memory back; that of keys and values follows the weights that are published next."""
+        if self._asleep:
+            self._replica.drive("waking up", Client.resume_model)
+            self._asleep = False
 
     def shutdown(self) -> None:
         """End TensorRT-LLM's processes. Collective over the replica."""

@@ -77,6 +77,7 @@ def test_every_release_gets_the_arguments_that_it_knows(release, directory, want
     assert texts(engine) == wanted
     engine.sleep()
     engine.wake()
+    publish(engine, directory, 1)
     assert texts(engine) == wanted
     engine.shutdown()
 
@@ -139,7 +140,7 @@ def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory
     publish(engine, directory, 0)
     assert texts(engine) == wanted
     llm.calls.clear()
-    engine.sleep(keep_weights=False)
+    engine.sleep()
     engine.wake()
     publish(engine, directory, 1)
     assert llm.calls == ["release", "resume model", "update", "end update", "resume cache"]
@@ -151,9 +152,9 @@ def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory
 def test_an_engine_that_woke_without_weights_can_sleep_again(directory, wanted):
     engine, _ = start(directory)
     for version in (0, 1):
-        engine.sleep(keep_weights=False)
+        engine.sleep()
         engine.wake()
-        engine.sleep(keep_weights=False)
+        engine.sleep()
         engine.wake()
         publish(engine, directory, version)
         assert texts(engine) == wanted

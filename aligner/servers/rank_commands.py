@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,31 +39,12 @@ def rows_of(command: Command) -> dict[str, int]:
     return {"rows": len(command.arguments["texts"])} if "texts" in command.arguments else {}
 
 
-class Join(Protocol):
-    """How several commands of one op are computed as one."""
-
-    def size(self, command: Command) -> tuple[int, int]:
-        """Rows, and tokens of the widest row."""
-        ...
-
-    def alike(self, one: Command, other: Command) -> bool:
-        """Whether two commands of the op ask the same of their rows."""
-        ...
-
-    def joined(self, commands: Sequence[Command]) -> Command:
-        """One command for all rows."""
-        ...
-
-    def split(self, result: Any, commands: Sequence[Command]) -> list[Any]:
-        """Each command's own part of the joined command's result."""
-        ...
-
-
 @dataclass(frozen=True)
 class RowJoin:
-    """For ops whose rows do not know of each other: tensors and results are [B], or [B, S] padded with zeros.
+    """How commands of an op whose rows do not know of each other are computed as one.
 
-    A result may be a mapping of such tensors. An argument in `listed` is a list with a value a row.
+    Tensors and results are [B], or [B, S] padded with zeros; a result may be a mapping of such tensors. An argument in
+    `listed` is a list with a value a row.
     """
 
     listed: tuple[str, ...] = ()
@@ -106,33 +87,17 @@ class RowJoin:
         return {name: value for name, value in command.arguments.items() if name not in listed}
 
 
-def joined_by(join: Join) -> Callable[[_H], _H]:
-    """Mark a handler: commands of its op that wait together may be run as one."""
+def rank_handler(*, join: RowJoin | None = None, at_pauses: bool = False) -> Callable[[_H], _H]:
+    """Mark a handler: commands of its op that wait together may be joined, or may run where another command pauses."""
 
     def mark(handler: _H) -> _H:
-        handler.join = join  # type: ignore[attr-defined]
+        handler.join, handler.at_pauses = join, at_pauses  # type: ignore[attr-defined]
         return handler
 
     return mark
 
 
-def joins_of(handlers: Mapping[str, Handler]) -> dict[str, Join]:
-    """How each op's commands are joined, for the ops whose handlers are marked."""
-    return {op: handler.join for op, handler in handlers.items() if hasattr(handler, "join")}
-
-
-def runs_at_pauses(handler: _H) -> _H:
-    """Mark a handler: commands of its op may run in the middle of another one, where that pauses."""
-    handler.runs_at_pauses = True  # type: ignore[attr-defined]
-    return handler
-
-
-def ops_at_pauses(handlers: Mapping[str, Handler]) -> frozenset[str]:
-    """The ops whose handlers are marked so."""
-    return frozenset(op for op, handler in handlers.items() if getattr(handler, "runs_at_pauses", False))
-
-
-def take_together(waiting: deque[Command], joins: Mapping[str, Join], budget: int) -> list[Command]:
+def take_together(waiting: deque[Command], joins: Mapping[str, RowJoin], budget: int) -> list[Command]:
     """Take the first command, and those like it right behind it that fit into `budget` tokens, padding included.
 
     Those whose width is nearest come first. A command is never taken past one that is not like it: order is a promise.

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from aligner.placement.endpoints import Endpoint
+from aligner.placement.addresses import Endpoint
 from aligner.servers.connection import Connection, RefusedError, TransportError
-from aligner.servers.protocol import (
+from aligner.servers.validation import Limits, validate
+from aligner.servers.wire_protocol import (
     CONTROL,
     CRITIC_INFER,
     CRITIC_SAVE,
@@ -18,7 +19,6 @@ from aligner.servers.protocol import (
     RequestError,
     told_error,
 )
-from aligner.servers.validation import Limits, validate
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 
 LIMITS = Limits(vocab_size=64, max_sequence_length=40)
@@ -60,7 +60,9 @@ def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_se
 
 def test_an_error_is_found_in_whatever_triton_wraps_around_it():
     error = EndpointError(RequestError('two\nlines with "quotes" and EndpointError: in it'))
-    wrapped = f"Model execute error: Traceback…\naligner.servers.protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
+    wrapped = (
+        f"Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
+    )
     assert told_error(wrapped) == ("RequestError", 'two\nlines with "quotes" and EndpointError: in it')
     assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
 
@@ -106,6 +108,6 @@ def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(mess
 def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
     told = EndpointError(RequestError("tokens: got 3"))
-    message = f"Model execute error: Traceback ...\naligner.servers.protocol.EndpointError: {told}"
+    message = f"Model execute error: Traceback ...\naligner.servers.wire_protocol.EndpointError: {told}"
     error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
     assert isinstance(error, RefusedError) and error.kind == "RequestError" and error.message == "tokens: got 3"

@@ -1,4 +1,4 @@
-"""The reward's side of a world of ranks: requests to scores, whoever hosts it."""
+"""The reward role: requests to scores, by functions, remote scorers and models, on ranks of its own or beside the critic."""
 
 from __future__ import annotations
 
@@ -16,21 +16,39 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from aligner.data.tokenizer import read_tokenizer
-from aligner.models.model_source import model_directory
-from aligner.models.normalization import read_normalization
+from aligner.errors import ConfigError
+from aligner.models.model_source import model_directory, read_normalization
 from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.schema import Config, reward_sources
-from aligner.servers.backend import ValueModel
-from aligner.servers.commands import Handler, RowJoin, joined_by
-from aligner.servers.host import Serve
-from aligner.servers.protocol import REWARD_MODEL, EndpointSpec, RequestError
-from aligner.servers.serving import Caller, model_limits, tensor
+from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
+from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
+from aligner.servers.value_models import ValueModel
+from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, EndpointSpec, RequestError
 
-BuildModel = Callable[[Path], ValueModel]
-"""The reward model in a directory, on this rank."""
+
+def serve_reward(config: Config, group: str = "reward") -> None:
+    """One rank of the reward server, or of the replica that `group` names, until it is told to stop."""
+    if reward_sources.has_reward_model(config.reward):
+        from aligner.megatron.value_model import build_reward_model
+        from aligner.megatron.world import initialize, shutdown
+
+        world = initialize(config.reward.parallel, config.seed, config.cluster.collective_timeout_s)
+        run_reward(config, build_scoring(config, lambda directory: build_reward_model(config, directory, world)), group)
+        shutdown()  # the groups' threads would abort an interpreter that ends under them
+    elif config.reward.parallel.ranks == 1:
+        run_reward(config, build_scoring(config), group)
+    else:
+        raise ConfigError(f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward model")
+
+
+def run_reward(config: Config, scoring: Scoring, group: str = "reward") -> None:
+    """Serve the scores; every rank of their world calls this."""
+    handlers = {**scoring.handlers, "version": lambda: {"protocol": PROTOCOL_VERSION, "version": 0}}
+    serve_role(group, config, handlers, scoring.endpoints, ("version",), scoring.limits)
 
 
 class Scoring:
@@ -46,50 +64,51 @@ class Scoring:
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """What each op does."""
-        return {"score_tokens": self.score_tokens, "score_texts": self.score_texts}
+        return {"score": self.score}
 
-    @joined_by(RowJoin(("metadata",)))
-    def score_tokens(
-        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[str] | None = None
+    @rank_handler(join=RowJoin(("texts", "metadata")))
+    def score(
+        self,
+        tokens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+        texts: Sequence[str] | None = None,
+        metadata: Sequence[str] | None = None,
     ) -> Tensor:
-        """Scores float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B], and B JSON objects."""
+        """Scores float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B]; `metadata` is B JSON objects.
+
+        Or of whole texts, which are the responses to nothing; their tokens and lengths where a model wants them.
+        """
 
         @functools.cache
         def requests() -> list[ScoringRequest]:
-            return _requests(self._decoded(tokens, lengths, prompt_lengths), metadata)
+            pairs = self._decoded(tokens, lengths, prompt_lengths) if texts is None else [("", text) for text in texts]
+            fields = [{}] * len(pairs) if metadata is None else _json_objects(metadata)
+            return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
 
         return self._reward(ScoringBatch(requests, tokens, lengths))
-
-    @joined_by(RowJoin(("texts", "metadata")))
-    def score_texts(
-        self,
-        texts: Sequence[str],
-        metadata: Sequence[str] | None = None,
-        tokens: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Scores float32 [B] of whole texts, which are the responses to nothing; their tokens where a model wants them."""
-        return self._reward(ScoringBatch(lambda: _requests([("", text) for text in texts], metadata), tokens, lengths))
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
 
         def rewards(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-            arguments: dict[str, Any] = {"alone": "sequence_number" in arrays}
+            texts = metadata = None
             if "metadata" in arrays:
-                arguments["metadata"] = _metadata(arrays["metadata"])
+                metadata = _texts("metadata", arrays["metadata"])
+                _json_objects(metadata)  # what is none is refused before the ranks have any work
             if "sentences" in arrays:
-                texts = _texts(arrays["sentences"])
+                texts = _texts("sentences", arrays["sentences"])
                 tensors = self._encoded(texts) if self._wants_tokens else {}
-                scores = call("score_texts", tensors, texts=texts, **arguments)
             else:
-                scores = call("score_tokens", _token_tensors(arrays), **arguments)
+                tensors = _token_tensors(arrays)
+            scores = call("score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata)
             return {"rewards": scores.float().cpu().numpy()[:, None]}
 
         return {REWARD_MODEL: rewards}
 
-    def _decoded(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> list[tuple[str, str]]:
+    def _decoded(self, tokens: Tensor | None, lengths: Tensor | None, prompt_lengths: Tensor | None) -> list[tuple[str, str]]:
         """Prompt and response of each row, special tokens skipped."""
+        assert tokens is not None and lengths is not None and prompt_lengths is not None
         rows = zip(tokens.tolist(), lengths.tolist(), prompt_lengths.tolist(), strict=True)
         halves = [half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])]
         texts = self._tokenizer.decode_batch(halves, skip_special_tokens=True)
@@ -110,14 +129,18 @@ class Scoring:
         return {"tokens": tokens, "lengths": torch.tensor(lengths)}
 
 
-def build_scoring(config: Config, build_model: BuildModel) -> Scoring:
-    """The reward that the configuration describes. Raises ConfigError when it cannot be had."""
+def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | None = None) -> Scoring:
+    """The reward that the configuration describes; `build_model` reads the reward model in a directory onto this rank.
+
+    Raises ConfigError when it cannot be had.
+    """
     directory = model_directory(config)
     tokenizer = read_tokenizer(directory)
     limits = model_limits(config, directory, tokenizer.get_vocab_size())
     parts: list[tuple[reward_sources.Source, RewardSource]] = []
     for source in reward_sources.reward_sources(config.reward):
         if isinstance(source, reward_sources.ModelSource):
+            assert build_model is not None
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             parts.append((source, ModelSource(source.name, model, normalizer)))
@@ -137,34 +160,26 @@ def narrower(limits: Limits, others: Limits) -> Limits:
     )
 
 
-def _requests(parts: Sequence[tuple[str, str]], metadata: Sequence[str] | None) -> list[ScoringRequest]:
-    fields = [{}] * len(parts) if metadata is None else [_json_object(row, text) for row, text in enumerate(metadata)]
-    return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(parts, fields, strict=True)]
-
-
-def _metadata(column: NDArray) -> list[str]:
-    """The JSON texts of a `metadata` tensor [B, 1], each checked to be an object."""
-    texts = _texts(column, "metadata")
-    for row, text in enumerate(texts):
-        _json_object(row, text)
-    return texts
-
-
-def _json_object(row: int, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
-    return value
-
-
-def _texts(column: NDArray, name: str = "sentences") -> list[str]:
+def _texts(name: str, column: NDArray) -> list[str]:
+    """The texts of a tensor [B, 1] of bytes."""
     try:
         return [bytes(entry).decode() for entry in column[:, 0]]
     except UnicodeDecodeError as error:
         raise RequestError(f"{name}: got bytes that are not UTF-8 text: {error}") from error
+
+
+def _json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """What the data says about each row's prompt."""
+    objects = []
+    for row, text in enumerate(texts):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row") from error
+        if not isinstance(value, dict):
+            raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
+        objects.append(value)
+    return objects
 
 
 def _token_tensors(arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:

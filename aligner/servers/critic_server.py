@@ -1,11 +1,11 @@
-"""The critic role: values and value-model updates behind Triton."""
+"""The critic role: values and value-model updates behind Triton, and the reward beside them where it is served there too."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,28 @@ from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.paths import run_paths
 from aligner.schema import Config
-from aligner.servers.backend import ValueModel
-from aligner.servers.combined import build_with_reward, with_rewards
-from aligner.servers.commands import Handler, RowJoin, joined_by
-from aligner.servers.host import Serve
-from aligner.servers.ledger import RunId, SequenceError, UpdateLedger
-from aligner.servers.protocol import (
+from aligner.schema.reward_sources import has_reward_model
+from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
+from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
+from aligner.servers.reward_server import Scoring, build_scoring, narrower
+from aligner.servers.serving import Caller, Endpoints, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
+from aligner.servers.validation import Limits
+from aligner.servers.value_models import DeviceSharing, ValueModel
+from aligner.servers.wire_protocol import (
     CRITIC_INFER,
+    CRITIC_INFER_WITH_REWARD,
     CRITIC_SAVE,
     CRITIC_TRAIN,
     PROTOCOL_VERSION,
+    REWARD_MODEL,
     EndpointSpec,
     InstanceError,
     array_text,
     text_array,
 )
-from aligner.servers.scoring import Scoring, narrower
-from aligner.servers.serving import Caller, model_limits, serve_role, tensor
-from aligner.servers.validation import Limits
+
+_LEDGER = "updates.json"
 
 
 def serve_critic(config: Config) -> None:
@@ -46,11 +50,13 @@ def serve_critic(config: Config) -> None:
 
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
     loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
-    critic = functools.partial(build_critic, config, world, loss)
+    sharing = DeviceSharing()  # where a reward model is served too, the two take turns on the device
+    scoring = None
     if config.critic.with_reward:
-        model, scoring = build_with_reward(config, critic, lambda directory: build_reward_model(config, directory, world))
-    else:
-        model, scoring = critic(), None
+        scoring = build_scoring(config, lambda path: sharing.add("reward", build_reward_model(config, path, world)))
+    critic = build_critic(config, world, loss)
+    takes_turns = config.critic.with_reward and has_reward_model(config.reward)
+    model = sharing.add("critic", critic) if takes_turns else critic
     run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
     shutdown()  # the groups' threads would abort an interpreter that ends under them
 
@@ -68,15 +74,6 @@ def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scori
     )
 
 
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written, and the ledger of when it was begun."""
-
-    step: int
-    directory: Path
-    ledger: UpdateLedger
-
-
 class CriticRank:
     """One rank's side of the critic. All ranks hold the same ledger, so that they accept and refuse alike."""
 
@@ -84,7 +81,7 @@ class CriticRank:
         self._config = config
         self._model = model
         self._ledger = UpdateLedger()
-        self._saving: _Saving | None = None
+        self._saving: tuple[int, UpdateLedger] | None = None  # the checkpoint that is being written, and its ledger
         self._finished: int | None = None
 
     @property
@@ -100,7 +97,7 @@ class CriticRank:
             "restore": self.restore,
         }
 
-    @joined_by(RowJoin())
+    @rank_handler(join=RowJoin())
     def infer(self, tokens: Tensor, lengths: Tensor, after: int | None = None) -> Tensor:
         """Values float32 [B, S] of tokens int64 [B, S]. Raises SequenceError unless `after` is the last update."""
         if after is not None:
@@ -146,12 +143,15 @@ class CriticRank:
 
         Raises SequenceError unless `sequence_number` is the last update, and for another trainer than the run's newest.
         """
-        self._check_order(sequence_number, run_id)
+        if run_id is not None:
+            self._ledger.check_run(RunId.parse(run_id))
+        if sequence_number is not None:
+            self._ledger.check_follows(sequence_number)
         self.finish_checkpoint()
         directory = self._directory(step)
         directory.parent.mkdir(parents=True, exist_ok=True)
         self._model.begin_save(directory)
-        self._saving = _Saving(step, directory, replace(self._ledger))
+        self._saving = step, replace(self._ledger)
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
@@ -159,15 +159,13 @@ class CriticRank:
         saving, self._saving = self._saving, None
         self._model.finish_save()
         if saving is not None:
+            self._finished, ledger = saving
             # After the weights: a checkpoint with a ledger is complete.
             if not dist.is_initialized() or dist.get_rank() == 0:
-                saving.ledger.save(_ledger_path(saving.directory))
-            self._finished = saving.step
+                ledger.save(self._directory(self._finished) / _LEDGER)
         return {"finished": self._finished, **self.version()}
 
-    def checkpoint(
-        self, step: int | None = None, sequence_number: int | None = None, run_id: str | None = None
-    ) -> dict[str, Any]:
+    def checkpoint(self, step: int | None, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
         """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete.
 
         One that the trainer has begun is complete then, and is still the one that it finds finished.
@@ -191,7 +189,7 @@ class CriticRank:
         directory = self._directory(step)
         if not directory.is_dir():
             raise AlignerError(f"restore: there is no critic checkpoint {directory}")
-        ledger = UpdateLedger.load(_ledger_path(directory))
+        ledger = UpdateLedger.load(directory / _LEDGER)
         if run_id is not None:
             run = RunId.parse(run_id)
             self._ledger.check_run(run)
@@ -201,18 +199,8 @@ class CriticRank:
         self._ledger = ledger
         return {"step": step, **self.version()}
 
-    def _check_order(self, sequence_number: int | None, run_id: str | None) -> None:
-        if run_id is not None:
-            self._ledger.check_run(RunId.parse(run_id))
-        if sequence_number is not None:
-            self._ledger.check_follows(sequence_number)
-
     def _directory(self, step: int) -> Path:
         return run_paths(self._config).checkpoint(step, "critic")
-
-
-def _ledger_path(directory: Path) -> Path:
-    return directory / "updates.json"
 
 
 def _number(arrays: Mapping[str, NDArray]) -> int | None:
@@ -243,7 +231,25 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
         return {"loss_mean": np.array([loss], dtype=np.float32), "stats": text_array(json.dumps(stats))}
 
     def save(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-        call("checkpoint")
+        call("checkpoint", step=None)
         return {"status": np.zeros(1, dtype=np.int64)}
 
     return {CRITIC_INFER: infer, CRITIC_TRAIN: train, CRITIC_SAVE: save}
+
+
+def with_rewards(critic: Endpoints, scoring: Scoring) -> Endpoints:
+    """The critic's endpoints with `rewards` beside the values, and `reward_model` beside them."""
+
+    def endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
+        served, rewards = dict(critic(call)), scoring.endpoints(call)
+        infer, score = served.pop(CRITIC_INFER), rewards[REWARD_MODEL]
+
+        def infer_with_reward(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+            asked = {spec.name for spec in REWARD_MODEL.inputs}
+            # First, because metadata is read there: what is refused costs the ranks nothing.
+            scores = score({name: array for name, array in arrays.items() if name in asked})
+            return infer(arrays) | scores
+
+        return {CRITIC_INFER_WITH_REWARD: infer_with_reward, **served, **rewards}
+
+    return endpoints

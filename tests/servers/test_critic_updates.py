@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.servers.ledger import RunId, SequenceError, UpdateLedger
+from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
 
 
 def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():

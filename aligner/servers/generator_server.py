@@ -23,11 +23,20 @@ from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
 from aligner.resharding.remote_publisher import WeightReceiver, plan_between_worlds
 from aligner.schema import Config
-from aligner.servers.commands import Handler, runs_at_pauses
-from aligner.servers.host import Serve
-from aligner.servers.protocol import DRAWN, GENERATE, PROTOCOL_VERSION, EndpointSpec, RequestError, WeightsError, array_text
-from aligner.servers.samples import response_tensors, with_responses
+from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.triton_host import Serve
+from aligner.servers.wire_protocol import (
+    DRAWN,
+    GENERATE,
+    PROTOCOL_VERSION,
+    EndpointSpec,
+    RequestError,
+    WeightsError,
+    array_text,
+    response_tensors,
+    with_responses,
+)
 
 _OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
 
@@ -118,16 +127,16 @@ class Generator:
         )
         return parts if self._interrupts else run_through(parts)
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _version(self) -> dict[str, Any]:
         return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
         self._receiver.connect(host, port, generation)
         return {"status": "connected"}
 
-    @runs_at_pauses
+    @rank_handler(at_pauses=True)
     def _receive(self, version: int) -> dict[str, Any]:
         self._receiver.receive(version)
         return {"status": "received", "version": version}

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
-from aligner.servers.protocol import CONTROL, REWARD_MODEL, EndpointSpec, array_text, text_array
+from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
 
 T = TypeVar("T")
 
@@ -36,9 +36,11 @@ _SHUTDOWN_S = 10.0
 class RemoteFuture(Future[T]):
     """An answer to come. Whoever asked must call `result`: `assert_settled` finds the futures that were dropped."""
 
-    def __init__(self, settle: Callable[[Future[T]], None]) -> None:
+    def __init__(self, outstanding: set[Future[Any]]) -> None:
+        """It is `outstanding` until somebody has seen its answer."""
         super().__init__()
-        self._settle = settle
+        self._outstanding = outstanding
+        outstanding.add(self)
 
     def result(self, timeout: float | None = None) -> T:
         """The answer. Raises RemoteError; the request's own deadline bounds the wait."""
@@ -46,7 +48,7 @@ class RemoteFuture(Future[T]):
             return super().result(timeout)
         finally:
             if self.done():
-                self._settle(self)
+                self._outstanding.discard(self)
 
     def fulfil(self, function: Callable[..., T], *arguments: Any) -> None:
         """Become the function's result or error."""
@@ -72,13 +74,12 @@ class RemoteClient:
         self._timeout_s = timeout_s
         self._max_batch_size = max_batch_size
         self._outstanding: set[Future[Any]] = set()
-        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._parallel = ThreadPoolExecutor(_PARALLEL_REQUESTS * len(endpoints), thread_name_prefix=f"{role}-requests")
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
-        return control(self._replicas.connections[0], self._timeout_s, op, **arguments)
+        return self._replicas.connections[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
@@ -95,10 +96,8 @@ class RemoteClient:
 
     def assert_settled(self) -> None:
         """Raise AlignerError if an answer was asked for and never looked at."""
-        with self._lock:
-            count = len(self._outstanding)
-        if count:
-            raise AlignerError(f"{count} answers of the {self._role} server were never consumed")
+        if self._outstanding:
+            raise AlignerError(f"{len(self._outstanding)} answers of the {self._role} server were never consumed")
 
     def close(self) -> None:
         """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
@@ -111,19 +110,9 @@ class RemoteClient:
             )
 
     def _future(self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> RemoteFuture[T]:
-        future = self._promise()
+        future: RemoteFuture[T] = RemoteFuture(self._outstanding)
         pool.submit(future.fulfil, function, *arguments)
         return future
-
-    def _promise(self) -> RemoteFuture[Any]:
-        future: RemoteFuture[Any] = RemoteFuture(self._forget)
-        with self._lock:
-            self._outstanding.add(future)
-        return future
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._outstanding.discard(future)
 
     def _infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
         return self._retried(lambda connection, left: connection.infer(endpoint, arrays, left))
@@ -131,7 +120,8 @@ class RemoteClient:
     def _retried(self, attempt: Callable[[Connection, float], T]) -> T:
         """`attempt`'s result, given a connection and the seconds left; repeated after a TransportError."""
         deadline = time.monotonic() + self._timeout_s
-        for pause in _pauses():
+        pause = _FIRST_PAUSE_S
+        while True:
             if self._closing.is_set():
                 raise self._replicas.connections[0].error("Closed", "the request was not sent: the client is closing")
             try:
@@ -142,15 +132,34 @@ class RemoteClient:
                     # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
                     # started anew.
                     with contextlib.suppress(RemoteError):
-                        control(connection, _SHUTDOWN_S, "shutdown")
+                        connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
                     raise error.final(f"after {self._timeout_s:g} s") from None
                 if self._closing.wait(pause):
                     raise error.final("because the client is closing") from None
-        raise AssertionError  # there is always a next pause
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _pieces(self, lengths: Tensor) -> list[slice]:
-        return [slice(first, first + self._max_batch_size) for first in range(0, lengths.shape[0], self._max_batch_size)]
+    def _row_requests(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        sequence_number: int,
+        prompt_lengths: Tensor | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[tuple[slice, dict[str, NDArray]]]:
+        """Requests of at most `max_batch_size` rows each, and which ones; their padding is cut to what they need."""
+        for first in range(0, len(lengths), self._max_batch_size):
+            rows = slice(first, first + self._max_batch_size)
+            arrays = {
+                "tokens": tokens[rows, : int(lengths[rows].max())].contiguous().numpy(),
+                "sequence_lengths": lengths[rows, None].contiguous().numpy(),
+                "sequence_number": np.full((len(lengths[rows]), 1), sequence_number),
+            }
+            if prompt_lengths is not None:
+                arrays["prompt_lengths"] = prompt_lengths[rows, None].contiguous().numpy()
+            if metadata is not None and any(metadata):
+                arrays["metadata"] = np.array([[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object)
+            yield rows, arrays
 
 
 class UnscoredError(RefusedError):
@@ -164,13 +173,7 @@ class UnscoredError(RefusedError):
 class RewardClient(RemoteClient):
     """The reward servers."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        access: Access,
-        timeout_s: float,
-        max_batch_size: int = 256,
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], access: Access, timeout_s: float, max_batch_size: int = 256) -> None:
         super().__init__("reward", endpoints, access, timeout_s, max_batch_size)
 
     def score(
@@ -208,13 +211,10 @@ class RewardClient(RemoteClient):
             return scores
 
     def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:
-        scores = []
-        for rows in self._pieces(lengths):
-            arrays = sequence_arrays(tokens[rows], lengths[rows]) | response_arrays(prompt_lengths, metadata, rows)
-            # Numbered requests are computed alone, so that scores do not depend on who else asks.
-            arrays["sequence_number"] = np.zeros((len(lengths[rows]), 1), dtype=np.int64)
-            scores.append(torch.from_numpy(self._infer(REWARD_MODEL, arrays)["rewards"][:, 0].copy()))
-        return torch.cat(scores)
+        # Numbered requests are computed alone, so that scores do not depend on who else asks.
+        requests = self._row_requests(tokens, lengths, 0, prompt_lengths, metadata)
+        answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
+        return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
 
 
 class _Replicas:
@@ -247,31 +247,3 @@ class _Replicas:
         """Hang up."""
         for connection in self.connections:
             connection.close()
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds before each next attempt, without end."""
-    pause = _FIRST_PAUSE_S
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def control(connection: Connection, timeout_s: float, op: str, **arguments: Any) -> dict[str, Any]:
-    """Run a control operation, once."""
-    request = text_array(json.dumps({"op": op, **arguments}))
-    return json.loads(array_text(connection.infer(CONTROL, {"request": request}, timeout_s)["response"]))
-
-
-def sequence_arrays(tokens: Tensor, lengths: Tensor) -> dict[str, NDArray]:
-    """A request's sequences, their padding cut to what these rows need."""
-    width = int(lengths.max()) if lengths.numel() else tokens.shape[1]
-    return {"tokens": tokens[:, :width].contiguous().numpy(), "sequence_lengths": lengths[:, None].contiguous().numpy()}
-
-
-def response_arrays(prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None, rows: slice) -> dict[str, NDArray]:
-    """Where some rows' responses begin, and what the data says about their prompts."""
-    arrays = {"prompt_lengths": prompt_lengths[rows, None].contiguous().numpy()}
-    if metadata is not None and any(metadata):
-        arrays["metadata"] = np.array([[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object)
-    return arrays

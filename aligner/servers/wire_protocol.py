@@ -6,12 +6,15 @@ Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endp
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from aligner.data.types import FinishReason, Sample
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2
@@ -115,6 +118,7 @@ REWARD_MODEL = EndpointSpec(
     (REWARDS,),
     batching=True,
 )
+_FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}
 # Each prompt's samples in a row: what has been drawn of them.
 DRAWN = (
     TensorSpec("responses", np.int64, ("N", "R")),
@@ -162,6 +166,43 @@ def array_text(array: NDArray) -> str:
         return value.decode() if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
         raise RequestError(f"got bytes that are not UTF-8 text: {error}") from error
+
+
+def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Their responses, as `DRAWN` names and shapes them; zeros behind a response."""
+    lengths = [len(sample.response) for sample in samples]
+    responses = torch.zeros(len(samples), max(1, *lengths), dtype=torch.int64)
+    versions, logprobs = torch.zeros_like(responses), torch.zeros(responses.shape)
+    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        responses[row, :length] = sample.response
+        versions[row, :length] = sample.weight_versions
+        logprobs[row, :length] = sample.engine_logprobs
+    return {
+        "responses": responses,
+        "response_lengths": torch.tensor(lengths)[:, None],
+        "logprobs": logprobs,
+        "weight_versions": versions,
+        "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
+    }
+
+
+def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The same samples with the responses that `response_tensors` made these of."""
+    reasons = {code: reason for reason, code in _FINISH_CODES.items()}
+    changed = []
+    for row, sample in enumerate(samples):
+        length = int(tensors["response_lengths"][row, 0])
+        prompt = sample.tokens[: sample.prompt_length]
+        changed.append(
+            replace(
+                sample,
+                tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
+                engine_logprobs=tensors["logprobs"][row, :length],
+                weight_versions=tensors["weight_versions"][row, :length],
+                finish_reason=reasons[int(tensors["stopped"][row, 0])],
+            )
+        )
+    return changed
 
 
 _ERROR_MARK = "EndpointError: "

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +20,64 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.endpoints import Endpoint
-from aligner.placement.ports import http_address
-from aligner.schema import PortsConfig
-from aligner.servers.environment import ensure_server_environment
-from aligner.servers.guard import Guard
-from aligner.servers.protocol import EndpointError, EndpointSpec, TensorSpec
+from aligner.placement.addresses import KEY_HEADER, Endpoint, http_address
+from aligner.schema import PortsConfig, TLSConfig
+from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments
 
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
+_REQUESTS = ("inference", "metadata", "model-config", "statistics")
+# Loading a model runs code that its sender chose; shared memory, traces and logs name files of this machine.
+_MANAGEMENT = ("model-repository", "shared-memory", "trace", "logging")
 _END_TIMEOUT_S = 10.0
 _LOOK_S = 0.5
 _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What Triton asks of those who speak to it. Health is open: it tells nothing, and launchers poll it.
+
+    Triton manages models over the same ports, so that whoever may do that owns this process: without the run's key they
+    are closed with one that no other process knows.
+    """
+
+    key: str | None = field(default=None, repr=False)
+    """The run's key; None serves anyone."""
+    tls: TLSConfig = field(default_factory=TLSConfig)
+    own_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+
+    @property
+    def management_key(self) -> str:
+        """What Triton's HTTP asks for where models are managed, as PyTriton does from this process."""
+        return self.own_key if self.key is None or self.tls.certificate is not None else self.key
+
+    def triton_settings(self) -> dict[str, Any]:
+        """Fields of PyTriton's TritonConfig."""
+        everything = (*_REQUESTS, *_MANAGEMENT)
+        closed = _MANAGEMENT if self.key is None else everything
+        settings: dict[str, Any] = {
+            "http_restricted_api": _restricted(closed, self.management_key),
+            "grpc_restricted_protocol": _restricted(closed, self.key or self.own_key),
+        }
+        tls = self.tls
+        if tls.certificate is None:
+            return settings
+        return {
+            **settings,
+            "http_restricted_api": _restricted(everything, self.management_key),
+            "grpc_use_ssl": not tls.mutual,
+            "grpc_use_ssl_mutual": tls.mutual,
+            "grpc_server_cert": Path(tls.certificate).resolve(),
+            "grpc_server_key": Path(tls.key or "").resolve(),
+            **({"grpc_root_cert": Path(tls.authorities or "").resolve()} if tls.mutual else {}),
+        }
+
+
+def _restricted(apis: tuple[str, ...], key: str) -> str:
+    return f"{','.join(apis)}:{KEY_HEADER}={key}"
 
 
 class TritonHost:
@@ -47,7 +94,7 @@ class TritonHost:
         ports: PortsConfig,
         max_batch_size: int,
         concurrent: int = 1,
-        guard: Guard = Guard(),  # noqa: B008  # frozen
+        guard: Guard = Guard(),  # frozen
         log: Path | None = None,
     ) -> None:
         """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
@@ -72,7 +119,7 @@ class TritonHost:
 
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
-        ensure_server_environment()
+        _prepare_environment()
         claim_triton_files()
         workspace = Workspace()
         claim_directories([workspace.path])
@@ -225,3 +272,17 @@ def _model_folders(processes: Sequence[psutil.Process]) -> set[Path]:
         with contextlib.suppress(psutil.Error):
             folders.update(Path(argument).parent.parent for argument in process.cmdline() if argument.endswith("/1/model.py"))
     return folders
+
+
+def _prepare_environment() -> None:
+    """Let Triton's Python stub load this interpreter's libpython: with another one it dies at start.
+
+    The dynamic linker reads LD_LIBRARY_PATH when a process starts, so setting it here reaches the stub, and a restart of
+    this process is not needed. A model's instances start one after another: PyTriton's others wait a second for the first
+    to tell them its settings, and on a busy machine the first is not up by then if all start at once.
+    """
+    os.environ["TRITON_PARALLEL_INSTANCE_LOADING"] = "0"
+    own = sysconfig.get_config_var("LIBDIR")
+    paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
+    if own and paths[:1] != [own]:
+        os.environ["LD_LIBRARY_PATH"] = ":".join([own, *paths])

@@ -1,0 +1,139 @@
+"""Each way from one phase of the critic's recovery to another, with a critic that counts what it applies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aligner.servers.connection import TransportError
+from aligner.servers.critic_recovery import CriticRecovery, Phase
+from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
+
+TOKENS = {"tokens": np.zeros((1, 2), dtype=np.int64)}
+
+
+class Critic:
+    """The critic behind a connection: its starts, the updates of the one that runs, and the requests that it got."""
+
+    address = "here"
+
+    def __init__(self):
+        self.start, self.updates, self.asked = 0, 0, []
+        self.checkpoints, self.fails_at = {}, None
+
+    def start_again(self):
+        self.start, self.updates = self.start + 1, 0
+
+    def _asked(self, *request):
+        self.asked.append(request)
+        if self.fails_at == request:
+            self.fails_at = None
+            raise TransportError("critic", self.address, "Unreachable", "gone")
+
+    def control(self, timeout_s, op, step=None, instance=None, **arguments):
+        self._asked(op, *(() if step is None else (step,)))
+        if op in ("checkpoint", "begin_checkpoint"):
+            self.checkpoints[step] = self.updates
+        if op == "restore":
+            self.updates = self.checkpoints[step]
+        return {
+            "instance": f"start {self.start}",
+            "sequence_number": self.updates - 1,
+            "finished": max(self.checkpoints, default=None),
+        }
+
+    def infer(self, endpoint, arrays, timeout_s):
+        number = int(arrays["sequence_number"][0])
+        self._asked("train", number)
+        assert arrays["instance"][0] == f"start {self.start}".encode() and number == self.updates
+        self.updates += 1
+        return {}
+
+
+@pytest.fixture
+def critic():
+    return Critic()
+
+
+@pytest.fixture
+def recovery(tmp_path, critic):
+    """Follows the critic, which has applied five updates; a checkpoint was made after two."""
+    journal = UpdateJournal(tmp_path)
+    recovery = CriticRecovery(RunId("run"), journal, 1.0)
+    recovery.start([CriticState(None, 0)])
+    start = recovery.follow(critic)
+    for number in range(5):
+        if number == 2:
+            critic.checkpoints[7] = 2
+            recovery.keep([CriticState(7, 2)], number)
+        journal.append(number, TOKENS)
+        critic.updates += 1
+        recovery.record(number, start)
+    critic.asked.clear()
+    return recovery
+
+
+def test_the_start_that_was_lost_is_followed_again_as_it_is(recovery, critic):
+    recovery.lose()
+    assert recovery._phase is Phase.LOST
+    assert recovery.follow(critic) == "start 0" and recovery._phase is Phase.FOLLOWING
+    assert recovery.follow(critic) == "start 0" and critic.asked == [("version",)]
+
+
+def test_another_start_is_restored_and_replayed(recovery, critic):
+    critic.start_again()
+    recovery.lose()
+    assert recovery.follow(critic) == "start 1" and critic.updates == 5
+    assert critic.asked == [("version",), ("restore", 7), ("train", 2), ("train", 3), ("train", 4)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "phase", "rest"),
+    [
+        (("restore", 7), Phase.RESTORING, [("restore", 7), ("train", 2), ("train", 3), ("train", 4)]),
+        (("train", 3), Phase.REPLAYING, [("train", 3), ("train", 4)]),
+    ],
+    ids=["restore", "replay"],
+)
+def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(recovery, critic, broken, phase, rest):
+    critic.start_again()
+    recovery.lose()
+    for start in ("start 1", "start 2"):
+        critic.fails_at = broken
+        with pytest.raises(TransportError):
+            recovery.follow(critic)
+        recovery.lose()
+        assert recovery._phase is phase
+        critic.asked.clear()
+        if start == "start 1":
+            critic.start_again()  # and the second time the same one answers
+    assert recovery.follow(critic) == "start 2" and critic.asked == [("version",), *rest] and critic.updates == 5
+
+
+def test_an_update_that_the_start_before_answered_is_replayed(recovery, critic):
+    recovery._journal.append(5, TOKENS)
+    critic.start_again()  # after its answer, and found by another request before the answer is recorded
+    recovery.lose()
+    recovery.follow(critic)
+    recovery.record(5, "start 0")
+    assert recovery._phase is Phase.REPLAYING
+    critic.asked.clear()
+    assert recovery.follow(critic) == "start 1" and critic.asked == [("version",), ("train", 5)]
+    recovery.record(5, "start 1")
+    assert recovery._phase is Phase.FOLLOWING
+
+
+def test_a_checkpoint_that_was_being_written_is_made_on_the_way_back(recovery, critic):
+    recovery.expect_checkpoint(CriticState(9, 5))
+    recovery.begin_checkpoint(critic, 1.0, "start 0")
+    critic.start_again()
+    del critic.checkpoints[9]
+    with pytest.raises(Exception, match="CheckpointLost"):
+        critic.error = lambda kind, message: TransportError("critic", critic.address, kind, message)
+        recovery.finish_checkpoint(critic, 1.0, "start 0")
+    recovery.lose()
+    recovery.follow(critic)
+    assert critic.asked[-1] == ("checkpoint", 9) and critic.checkpoints[9] == 5
+    asked = len(critic.asked)
+    recovery.finish_checkpoint(critic, 1.0, "start 1")
+    assert len(critic.asked) == asked  # it is made
