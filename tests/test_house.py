@@ -89,7 +89,8 @@ def test_the_way_from_the_launch_to_the_loss_is_as_documented_and_short() -> Non
     files = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", page, re.MULTILINE)]
     assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and 0 < len(files) <= MOST_FILES_TO_THE_LOSS
     for place, file in enumerate(files[1:], start=1):
-        named = re.compile(rf"\b{re.escape(_module(file))}\b")
+        parent, _, name = _module(file).rpartition(".")
+        named = re.compile(rf"\b{re.escape(parent)}(\.| import .*\b){name}\b")
         assert any(named.search(before.read_text(encoding="utf-8")) for before in files[:place]), file.name
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from aligner.checks.trained_model import micro_batch_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape
-from aligner.models.normalization import read_normalization
+from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys

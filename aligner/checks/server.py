@@ -11,7 +11,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.ports import client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.placement.addresses import client_address, explicit_ports, listening_addresses, port_is_free
 from aligner.placement.roles import has_generator
 from aligner.schema import Config, TLSConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import exchange, prompt_text
-from aligner.data.prompts import tokenize_text
+from aligner.data.prompts import exchange, prompt_text, tokenize_text
 from aligner.data.records import BadRecord, Record, first_record, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from aligner.launch.run_view import RunView, print_line
 from aligner.launch.server_ports import FreePorts, free_ports, is_healthy, pick_endpoints
 from aligner.models.model_source import model_directory
 from aligner.paths import run_paths
-from aligner.placement.endpoints import Endpoint, save_endpoints
+from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL
 

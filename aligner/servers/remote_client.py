@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
 from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
 

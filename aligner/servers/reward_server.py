@@ -17,8 +17,7 @@ from torch import Tensor
 
 from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
-from aligner.models.model_source import model_directory
-from aligner.models.normalization import read_normalization
+from aligner.models.model_source import model_directory, read_normalization
 from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source

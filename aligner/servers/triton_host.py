@@ -20,8 +20,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.endpoints import KEY_HEADER, Endpoint
-from aligner.placement.ports import http_address
+from aligner.placement.addresses import KEY_HEADER, Endpoint, http_address
 from aligner.schema import PortsConfig, TLSConfig
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told
 
 
 def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
-    from aligner.models.families import read_config
+    from aligner.models.hugging_face import read_config
 
     shape = read_config(
         {

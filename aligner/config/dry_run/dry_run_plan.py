@@ -9,13 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from aligner.checks.check import check
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.dry_run import tiny_settings as settings
 from aligner.config.dry_run.fitting_layouts import with_fitting_layouts
 from aligner.config.dry_run.stand_in_data import with_present_data
 from aligner.config.dry_run.tiny_shapes import Models, with_positions, with_tiny_models
 from aligner.config.prerequisites import RunPlan
-from aligner.models.model_source import reward_shapes
+from aligner.models.model_source import absent_inputs, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.keys import schema_keys, value_at, with_values

@@ -8,10 +8,10 @@ from typing import Any
 
 from aligner.config.dry_run.fitting_layouts import layout_sections
 from aligner.config.dry_run.tiny_shapes import Models
-from aligner.models.frozen import frozen_names
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
