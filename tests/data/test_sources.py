@@ -8,7 +8,7 @@ import pytest
 
 from aligner.checks import data as data_checks
 from aligner.config.compose import compose_config
-from aligner.data.examples import has_steps, open_demonstrations
+from aligner.data.examples import open_demonstrations
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
