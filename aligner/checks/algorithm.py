@@ -1,7 +1,5 @@
 """The parts of an algorithm against each other, and the run around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs

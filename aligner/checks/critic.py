@@ -1,7 +1,5 @@
 """The critic against the model, the algorithm and the reward that it may serve."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems

@@ -1,7 +1,5 @@
 """The records that a run learns from, against the trainer and the model."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator

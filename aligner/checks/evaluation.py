@@ -1,7 +1,5 @@
 """What a run is evaluated on, against the trainer and the data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

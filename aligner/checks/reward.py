@@ -1,7 +1,5 @@
 """The reward's sources against the model, the layout and the machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

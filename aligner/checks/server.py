@@ -1,7 +1,5 @@
 """Ports, interface, TLS files and limits of the servers, against each other, the batches and this machine."""
 
-from __future__ import annotations
-
 import ssl
 import sys
 from collections.abc import Iterator

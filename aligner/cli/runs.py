@@ -1,7 +1,5 @@
 """The commands of a run: check it, start it or queue it, tell and draw what comes of it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What the offline trainers learn from: streams of demonstrations, preferences and labeled steps, as tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`aligner launch … dry_run.scale=tiny`: the run's roles with a tiny model on this machine's CPU, and what that has shown."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which rank's failure is the cause, and how it is told."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

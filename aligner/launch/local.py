@@ -1,7 +1,5 @@
 """`aligner launch` on one machine: a process a rank, after the experiments whose results the run needs."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

@@ -1,7 +1,5 @@
 """One launch at a time on a directory, by a lock of the operating system's that ends with the process that has it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Processes of this machine: ranks and all that comes of them, started, ended, and tied to their launcher's life."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """What each rank is started with, its command and its environment, and what it takes from that when it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the supervisor knows of the ranks that it watches, wherever they run."""
 
-from __future__ import annotations
-
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline and summary."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a run does, for `aligner status`: from its directory, its servers and Slurm's queue."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import time

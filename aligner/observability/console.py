@@ -1,7 +1,5 @@
 """What a run shows on a console: its steps as they come, samples, and a summary of its first steps and its last."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The plots of a run's report, as plotly figures. What a run has not measured has no plot."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a line."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

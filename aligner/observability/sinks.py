@@ -1,7 +1,5 @@
 """Where a run's metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -5,8 +5,6 @@ clock counts, so that spans of a process never run backwards. `clock_offset_us` 
 have to be added to a machine's clock to make it that of the trainer's rank 0; nothing measures it, and it is 0.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """A run's timeline as a whole: read from its processes' files, written as `trace.json`, and summed up."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A run's metrics in Weights & Biases and in MLflow."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """The phases of a run that was measured, from its directory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

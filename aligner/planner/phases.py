@@ -1,7 +1,5 @@
 """The pipeline that is to be predicted: its phases, which role runs each for how long, and how far generation runs ahead."""
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math

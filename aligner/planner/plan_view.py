@@ -1,7 +1,5 @@
 """A plan as tables and as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -6,8 +6,6 @@ guessing, no phase that gets shorter makes anything later, and neither does a lo
 graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

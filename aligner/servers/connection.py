@@ -1,7 +1,5 @@
 """One server as a client sees it: requests out, answers or typed errors back. It needs only tritonclient."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping

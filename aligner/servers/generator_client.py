@@ -1,7 +1,5 @@
 """The trainer's rank 0 towards the generator: samples, and the moments at which weights move."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The main of a server role's rank: rank 0 hosts Triton, every rank executes, a signal ends them all."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

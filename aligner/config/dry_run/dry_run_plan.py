@@ -1,7 +1,5 @@
 """From a run's plan to its dry run's, with what differs between the two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any

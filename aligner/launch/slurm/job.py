@@ -1,7 +1,5 @@
 """`aligner supervise`: the run inside its Slurm job, from the batch script on the trainer's first node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The nodes of a run's Slurm job, and its ranks there: a job step, one `srun`, for each start of a role."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Slurm's own commands."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import subprocess

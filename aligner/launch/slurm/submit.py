@@ -1,7 +1,5 @@
 """`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a run that is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
