@@ -29,15 +29,12 @@ class MetricsSink(Protocol):
 
     def write(self, step: int, record: Record) -> None:
         """Take the metrics of a step; one that it has is not taken again."""
-        ...
 
     def resume(self, kept: Sequence[Record]) -> None:
         """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
-        ...
 
     def close(self, failed: bool) -> None:
         """The run has ended; write out what is held back."""
-        ...
 
 
 class RecordWriter:
