@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import compose_config, unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
@@ -20,7 +19,7 @@ from aligner.launch.local import launch as launch_here
 from aligner.launch.slurm.job import supervise as supervise_job
 from aligner.launch.slurm.submit import checked_script, submit
 from aligner.launch.status import OVER, describe_status, read_status
-from aligner.models.model_source import ExpectedInputs, is_expected
+from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
 from aligner.observability.report import write_report
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.roles import describe_model, placement_table

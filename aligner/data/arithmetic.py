@@ -36,13 +36,6 @@ def demonstrations() -> Iterator[dict[str, str]]:
             yield {"prompt": f"{one}+{other}=", "response": str(total)}
 
 
-def preferences() -> Iterator[dict[str, str]]:
-    """The right answers to the sums of `prompts`, each against the one without carrying, where that is another."""
-    for one, other in _sums()[_HELD_OUT:]:
-        if (wrong := _without_carrying(one, other)) != one + other:
-            yield {"prompt": f"{one}+{other}=", "chosen": str(one + other), "rejected": str(wrong)}
-
-
 def _sums() -> list[tuple[int, int]]:
     """All of them, in an order of no meaning that is always the same."""
     sums = [(one, other) for one in range(_BELOW) for other in range(_BELOW)]

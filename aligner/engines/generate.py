@@ -21,7 +21,7 @@ from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 

@@ -25,7 +25,7 @@ from aligner.launch.server_ports import FreePorts, local_hosts
 from aligner.launch.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.paths import run_paths
-from aligner.placement.ports import LOOPBACK
+from aligner.placement.addresses import LOOPBACK
 from aligner.placement.roles import role_ranks, threads_per_rank
 from aligner.schema import Config
 

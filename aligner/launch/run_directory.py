@@ -16,7 +16,7 @@ from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
 from aligner.paths import RunPaths, run_paths
-from aligner.placement.endpoints import create_access_key
+from aligner.placement.addresses import create_access_key
 from aligner.schema import Config
 
 

@@ -11,9 +11,9 @@ import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Endpoint
-from aligner.placement.ports import (
+from aligner.placement.addresses import (
     LOOPBACK,
+    Endpoint,
     client_address,
     explicit_ports,
     group_ports,

@@ -19,7 +19,7 @@ from aligner.launch.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW, Pace, describe_step
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths, can_resume, run_paths
-from aligner.placement.endpoints import load_endpoints
+from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
 _SLURM_S = 5.0  # how long Slurm is waited for

@@ -23,7 +23,7 @@ from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
 from aligner.paths import run_paths
-from aligner.placement.endpoints import Endpoint, save_endpoints
+from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL
 

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from aligner.megatron.layers import decoder_submodules, install_head
 from aligner.megatron.world import World
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from aligner.errors import AlignerError
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
-from aligner.models.adapters import Adapter, adapter_map, adapter_table
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import Adapter, adapter_map, adapter_table
 from aligner.models.weight_slices import Head, Slice, TensorSpec, cut_shape, trainer_slices, weight_table
 from aligner.schema import LoraConfig
 

@@ -17,7 +17,7 @@ from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import ActorConfig, MegatronModelConfig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 
 _MAGIC = b"GGUF"

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_recovery import CriticRecovery, for_instance
 from aligner.servers.critic_updates import INITIAL, CriticState, RunId, UpdateJournal

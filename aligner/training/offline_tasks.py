@@ -26,7 +26,7 @@ from aligner.data.types import Rows, Stats, response_mask
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
-from aligner.models.normalization import NORMALIZATION
+from aligner.models.model_source import NORMALIZATION
 from aligner.rewards.normalizer import RewardNormalizer
 from aligner.schema import PreferenceConfig
 

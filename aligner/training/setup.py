@@ -19,7 +19,7 @@ from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.paths import run_paths
-from aligner.placement.endpoints import load_endpoints, replicas, run_access
+from aligner.placement.addresses import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
 from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.rollout_builder import RolloutBuilder

@@ -18,8 +18,7 @@ from aligner.config.dry_run.stand_in_data import with_present_data
 from aligner.config.dry_run.tiny_shapes import Models
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
-from aligner.models.hugging_face import hugging_face_config
+from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.shape import ModelShape, RopeScaling
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig

@@ -18,7 +18,7 @@ from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import character_tokenizer
-from aligner.models.normalization import NORMALIZATION
+from aligner.models.model_source import NORMALIZATION
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.rewards.normalizer import RewardNormalizer

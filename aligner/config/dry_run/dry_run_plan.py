@@ -9,15 +9,15 @@ from typing import Any
 from rich.table import Table
 
 from aligner.checks.check import check
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.dry_run import tiny_settings as settings
 from aligner.config.dry_run.fitting_layouts import with_fitting_layouts
 from aligner.config.dry_run.stand_in_data import with_present_data
 from aligner.config.dry_run.tiny_shapes import Models, with_positions, with_tiny_models
 from aligner.config.prerequisites import RunPlan
-from aligner.models.model_source import reward_shapes
+from aligner.models.model_source import absent_inputs, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import schema_keys, value_at, with_values
 from aligner.schema.reward_sources import RemoteSource, reward_sources
 
@@ -68,7 +68,7 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
     config = with_values(config, settings.frozen(config, given, tiny, models))
     config = with_values(config, settings.place(config))
     config = with_values(config, settings.lengths(config))
-    tiny = with_positions(tiny, settings.longest_sequence(config), settings.longest_sequence(given))
+    tiny = with_positions(tiny, longest_sequence(config), longest_sequence(given))
     config = with_values(config, settings.scores(config, unreachable))
     config = with_values(config, settings.models(config, tiny))
     config = with_values(config, settings.batches(config))

@@ -8,14 +8,14 @@ from typing import Any
 
 from aligner.config.dry_run.fitting_layouts import layout_sections
 from aligner.config.dry_run.tiny_shapes import Models
-from aligner.models.frozen import frozen_names
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
-from aligner.schema.derived import policy_updates, rows_together, samples_learned_from
+from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
 
@@ -26,12 +26,6 @@ _PATIENCE_S = 1800.0
 """For what takes seconds where every rank has a device to itself: here many share a core."""
 
 _DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
-
-
-def longest_sequence(config: Config) -> int:
-    """The most tokens that a sequence may have."""
-    responses = config.rollout.max_response_tokens if config.algorithm.generates else config.data.max_response_tokens
-    return config.data.max_prompt_tokens + responses
 
 
 def text_limit(config: Config) -> int:
@@ -170,7 +164,7 @@ def schedules(config: Config) -> Values:
     config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
     updates = {"actor": policy_updates(config)}
     if config.algorithm.has_critic:
-        updates["critic"] = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+        updates["critic"] = critic_updates(config)
     warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
     return {
         "algorithm.critic_warmup_steps": policy_waits,

@@ -50,11 +50,6 @@ class Cache:
         self.keys = self.values = torch.empty(0)
         """[layers, rows, KV heads, columns, head dim]"""
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return self._storage.nbytes
-
     def resize(self, size: CacheSize) -> bool:
         """Cut into rows and columns, for other sequences than those it holds; says whether tensors moved or changed shape."""
         if size == self.size:

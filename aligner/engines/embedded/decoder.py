@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -113,11 +113,6 @@ class EngineWeights:
                 rows = one.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.transposed else rows
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of its own."""
-        return self.storage.nbytes
-
 
 class EmbeddedUpdate:
     """A `WeightUpdate` whose views are the storage that will serve: nothing is held twice, nothing moves at the end."""

@@ -20,7 +20,7 @@ from aligner.launch.lock import locked, refuse_locked
 from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import RunPaths, cache_directory, run_paths
-from aligner.placement.endpoints import create_access_key
+from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL

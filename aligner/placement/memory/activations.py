@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, stage_layers
-from aligner.placement.devices import Device
+from aligner.placement.roles import Device
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
 FP32 = 4

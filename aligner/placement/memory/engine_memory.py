@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.shape import ModelShape
-from aligner.placement.devices import device_of
 from aligner.placement.memory.activations import forward_work
 from aligner.placement.memory.model_states import engine_weights, largest_tensor, shared_weights
+from aligner.placement.roles import device_of
 from aligner.schema import Config
 
 _PROMPT_TOKENS = 8192

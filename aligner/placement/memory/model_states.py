@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from aligner.models.adapters import adapter_map, adapter_table
-from aligner.models.frozen import frozen_names
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, engine_slices, stage_layers, weight_table
-from aligner.placement.devices import Device
+from aligner.placement.roles import Device
 from aligner.schema import EngineParallelConfig, LoraConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _GRADIENT, _MAIN_COPY, _MOMENTS = 4, 4, 8

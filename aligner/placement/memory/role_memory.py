@@ -12,11 +12,10 @@ from rich.table import Table
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.devices import device_of, uses_gpus
 from aligner.placement.memory.activations import Load, Stage
 from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import States, frozen_states, trained_states
-from aligner.placement.roles import has_generator, server_ranks
+from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
 from aligner.schema.derived import rows_together, samples_learned_from
 
