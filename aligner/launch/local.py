@@ -93,21 +93,16 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
             for file in (paths.preferences, paths.responses):
                 shutil.copyfile(file, directory / file.name)
     else:
-        _convert(first, interrupts)
+        # The last checkpoint's model is converted in a process of its own: this one has no torch.
+        command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
+        with closing(Processes(config.cluster.stop_timeout_s)) as processes:
+            rank = processes.spawn("convert", 0, command, {}, paths.log("convert", 0))
+            while rank.poll():
+                interrupts.check_before_training()
+                time.sleep(_POLL_S)
+        if rank.exit_code:
+            raise failure_error([rank])
         shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here
-
-
-def _convert(first: Prerequisite, interrupts: Interrupts) -> None:
-    """Write the last checkpoint's model as a Hugging Face directory, in a process of its own: this one has no torch."""
-    paths = run_paths(first.config)
-    command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
-    with closing(Processes(first.config.cluster.stop_timeout_s)) as processes:
-        rank = processes.spawn("convert", 0, command, {}, paths.log("convert", 0))
-        while rank.poll():
-            interrupts.check_before_training()
-            time.sleep(_POLL_S)
-    if rank.exit_code:
-        raise failure_error([rank])
 
 
 class LocalRanks(Processes, Ranks):

@@ -172,18 +172,15 @@ def _note(config: Config, launcher: LauncherState | None, state: str, resumable:
         log = paths.job_log("*" if launcher is None else str(launcher.job))
         return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
     elif state in ("failed", "stopped"):
-        how = f"{'resume it' if resumable else 'start it again'} with: {_starts_again(config, paths)}"
+        if config.cluster.kind == "slurm":
+            command = f"sbatch {shlex.quote(str(paths.job_script))}"
+        else:
+            launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
+            command = f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"
+        how = f"{'resume it' if resumable else 'start it again'} with: {command}"
         if in_queue is None:
             how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"
     else:
         return None
     why = "it has no status.json" if launcher is None else launcher.why_ended
     return f"{why}; {how}" if why else how
-
-
-def _starts_again(config: Config, paths: RunPaths) -> str:
-    """The command that goes on with a run where it is, or begins it there where there is nothing to go on from."""
-    if config.cluster.kind == "slurm":
-        return f"sbatch {shlex.quote(str(paths.job_script))}"
-    launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
-    return f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"

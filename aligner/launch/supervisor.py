@@ -46,7 +46,6 @@ class Supervisor:
     hosts: Mapping[str, str]
     """Where each server group is reached."""
     job: str | None = None
-    """The cluster's job that the run is."""
     requeue: Callable[[], None] | None = None
     """Has the job queued again; called where the run is stopped before its end."""
     patience_s: float = 0.0

@@ -1,8 +1,7 @@
 """What each process of a run does when: a step's phases, and spans of time appended to `timeline/<role>-<rank>.jsonl`.
 
 The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file; from there its monotonic
-clock counts, so that spans of a process never run backwards. `clock_offset_us` in a file's opening records is what would
-have to be added to a machine's clock to make it that of the trainer's rank 0; nothing measures it, and it is 0.
+clock counts. `clock_offset_us`, what would make it the clock of the trainer's rank 0, is not measured, and 0.
 """
 
 import json

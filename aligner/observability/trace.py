@@ -164,8 +164,7 @@ def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - limit))
         block = content.read(limit)
-    whole = block[: block.rfind(b"\n") + 1].splitlines()
-    cut = size > limit
+    whole, cut = block[: block.rfind(b"\n") + 1].splitlines(), size > limit
     try:
         records = [json.loads(line) for line in (whole[1:] if cut else whole)]
     except ValueError as error:
@@ -201,8 +200,8 @@ def _spans(file: Path, records: Iterable[Mapping[str, Any]]) -> list[Span]:
         elif "start" in record:
             start = record["start"] + offset
             about = {key: value for key, value in record.items() if key not in _OWN}
-            own = {"step": record.get("step"), "thread": record.get("thread", ""), "about": about}
-            spans.append(Span(role, int(rank), record["name"], start, start + record["us"], **own))
+            end, step, thread = start + record["us"], record.get("step"), record.get("thread", "")
+            spans.append(Span(role, int(rank), record["name"], start, end, step, thread, about))
     return spans
 
 

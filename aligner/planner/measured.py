@@ -28,7 +28,7 @@ class Measured:
     """The run's own: with its engine where it was, and as far ahead"""
     placement: dict[str, int]
     units: dict[str, int]
-    """Of the generator too, should it get devices of its own"""
+    """Ranks of a replica of each role; of the generator too, should it get devices of its own"""
     steps: int
     """Of the whole run, as configured"""
     seed: int
@@ -123,10 +123,13 @@ def _measured(run: _Recording) -> Measured:
     ]
     whole = [step - sum(parts) for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)]
     parts = config.rollout.micro_batches
+    layouts = {"trainer": config.actor.parallel, "critic": config.critic.parallel, "reward": config.reward.parallel}
+    units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
+    units |= {"generator": config.engine.parallel.tensor}
     return Measured(
         pipeline=PipelineModel(tuple(phases), micro_batches=parts, max_staleness=ahead, stepwise=True),
         placement={"trainer": ranks} | {phase.role: phase.devices for phase in phases if phase.role != HOST},
-        units=_units(config),
+        units=units,
         steps=config.run.steps,
         seed=config.seed,
         step_s=sum(whole) / len(whole),
@@ -211,10 +214,3 @@ def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> 
     if name == "critic_train":
         seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, run.numbers, strict=True)]
     return _phase(name, role, seconds, ranks)
-
-
-def _units(config: Config) -> dict[str, int]:
-    """Ranks of a replica of each role."""
-    layouts = {"trainer": config.actor.parallel, "critic": config.critic.parallel, "reward": config.reward.parallel}
-    units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
-    return units | {"generator": config.engine.parallel.tensor}

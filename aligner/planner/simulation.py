@@ -1,9 +1,8 @@
 """The pipeline, event by event: every batch's phases on the roles that run them, each as soon as its inputs exist.
 
-A role does its phases in one order, batch by batch, as the real pipeline must so that a run can be repeated. Every start
-is then the latest of some ends, which nothing that comes later can change: batches are followed one by one without
-guessing, no phase that gets shorter makes anything later, and neither does a looser bound on staleness (a timed event
-graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
+A role does its phases in one order, batch by batch, so every start is the latest of some ends, which nothing later can change:
+no phase that gets shorter, and no looser bound on staleness, makes anything later (a timed event graph: Baccelli et al. 1992,
+"Synchronization and Linearity", chapter 2).
 """
 
 import math
@@ -38,7 +37,7 @@ class Forecast:
 
 @dataclass
 class Simulation:
-    """Follows batches from the start of a run; deterministic."""
+    """Follows batches from the start of a run: each one's staleness, and how long each role was busy so far; deterministic."""
 
     pipeline: PipelineModel
     placement: Placement
@@ -47,9 +46,7 @@ class Simulation:
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
-    """By batch."""
     busy: dict[str, float] = field(init=False)
-    """By role, seconds for which it was busy so far."""
     history: list[tuple[list[float], dict[str, float]]] = field(default_factory=list)
     """After every batch, the times that later batches depend on, but for the slots of `lengths`; and `busy`."""
 

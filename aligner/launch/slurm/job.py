@@ -42,17 +42,9 @@ def supervise(directory: Path) -> None:
         again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-        supervisor = Supervisor(
-            config,
-            console,
-            interrupts,
-            partial(SlurmSteps, layout, allocation),
-            hosts,
-            job=allocation.job,
-            requeue=partial(_requeue, allocation.job) if requeue else None,
-            patience_s=_PATIENCE_S,
-        )
-        supervisor.run()
+        again_later = partial(_requeue, allocation.job) if requeue else None
+        make_ranks = partial(SlurmSteps, layout, allocation)
+        Supervisor(config, console, interrupts, make_ranks, hosts, allocation.job, again_later, _PATIENCE_S).run()
 
 
 def _requeue(job: str) -> None:
