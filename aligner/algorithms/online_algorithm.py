@@ -64,7 +64,7 @@ class OnlineAlgorithm:
         )
         found = self.estimate(samples, settings)
         estimated, returns = found if isinstance(found, tuple) else (found, None)
-        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0)
+        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
             estimated = group_whiten(estimated, mask, batch.samples_per_prompt)
         elif settings.whiten_advantages:

@@ -52,11 +52,11 @@ def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) 
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
-        ratio_level=settings.ratio_level,  # type: ignore[arg-type]  # the schema's choices, here and below
+        ratio_level=settings.ratio_level,
         proximal_logprobs=trainer if corrected else None,
         behavior_weight_cap=settings.truncated_importance_cap if corrected else None,
         behavior_level="sequence" if settings.truncated_importance == "sequence" else "token",
-        above_behavior_cap=settings.above_importance_cap,  # type: ignore[arg-type]
+        above_behavior_cap=settings.above_importance_cap,
         weights=context.weights,
         denominator=context.denominator,
     )
@@ -111,7 +111,7 @@ def preference(logprobs: Tensor, rows: Experience, context: LossContext) -> tupl
         _drawn_together(rows.mask),
         settings.truncated_importance_cap,
         "sequence",
-        settings.above_importance_cap,  # type: ignore[arg-type]
+        settings.above_importance_cap,
     )
     weights, above = weights[:, 0], above[:, 0]  # a pair's, for each of its tokens
     loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, pairs, weights)

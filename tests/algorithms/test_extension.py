@@ -101,6 +101,10 @@ def loss_alone(logprobs, rows, context):
     return logprobs.sum()
 
 
+def loss_without_gradient(logprobs, rows, context):
+    return context.total(logprobs.detach(), rows.mask), {}
+
+
 def rows_twice(samples, scores):
     return torch.zeros(2, dtype=torch.int64)
 
@@ -118,6 +122,7 @@ def rows_twice(samples, scores):
         ("loss", "raising", "it raised ValueError: no such luck"),
         ("loss", "loss_alone", "must be a loss and a dict of its statistics"),
         ("loss", "loss_that_is_not_finite", "the loss must be finite, got "),
+        ("loss", "loss_without_gradient", "must be a loss with a gradient"),
         ("loss", "of_wrong_shape", r"it returned torch.float32 \[3, 2\], must be a loss"),
         ("train_on", "of_wrong_shape", r"must be int64 \[N\], rows"),
         ("train_on", "rows_twice", r"it returned \[0, 0\], must be different rows within 0 and 11"),
