@@ -18,7 +18,7 @@ from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
 from aligner.models.families import read_config
@@ -145,7 +145,19 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     )
     try:
         load(engine, job.source)
-        yield from _in_order(engine.start(job.requests, job.options), progress)
+        generation = engine.start(job.requests, job.options)
+        waiting: dict[int, Sample] = {}
+        """Complete samples that have to follow others, by place."""
+        done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
+        while not generation.done:
+            complete = generation.step()
+            waiting |= complete
+            while given in waiting:
+                yield waiting.pop(given)
+                given += 1
+            tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
+            done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
+            progress(done)
     finally:
         engine.shutdown()
 
@@ -178,21 +190,6 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         with asked_for(output):
             file = stack.enter_context(new_file(output))
         yield file
-
-
-def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> Iterator[Sample]:
-    waiting: dict[int, Sample] = {}
-    """Complete samples that have to follow others, by place."""
-    done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
-    while not generation.done:
-        complete = generation.step()
-        waiting |= complete
-        while given in waiting:
-            yield waiting.pop(given)
-            given += 1
-        tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
-        done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
-        progress(done)
 
 
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
