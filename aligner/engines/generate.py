@@ -57,11 +57,6 @@ class Job:
     seed: int
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and of a response to it."""
-        return max(prompt.tokens.numel() for prompt in self.prompts) + self.options.max_new_tokens
-
-    @property
     def requests(self) -> list[GenerationRequest]:
         """In the order of the output: each prompt's samples in a row."""
         return [GenerationRequest(prompt, index) for prompt in self.prompts for index in range(self.samples)]
@@ -140,9 +135,8 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = build_engine(
-        job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
-    )
+    longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
+    engine = build_engine(job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest)
     try:
         load(engine, job.source)
         generation = engine.start(job.requests, job.options)

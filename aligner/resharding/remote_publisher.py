@@ -148,12 +148,12 @@ class RemotePublisher:
 
     @property
     def served(self) -> int:
-        """As `AsyncWeightPublisher`; a generator that is being brought back is waited for."""
+        """The version that serves, as far as rank 0 knows; -1 before the first. Waits while a generator is restored."""
         with self._lock:
             return self._serving
 
     def offer(self, version: int) -> None:
-        """As `AsyncWeightPublisher`: a copy in memory."""
+        """Keep a copy of the weights as they are now, as `version`. Every rank of the trainer calls it."""
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
@@ -162,20 +162,23 @@ class RemotePublisher:
         self._together(lambda: None if self._calls is None else self.serve(version))
 
     def serve(self, version: int) -> None:
-        """As `AsyncWeightPublisher`."""
+        """Return once the engine serves `version` or newer weights. Rank 0's, from any thread.
+
+        An engine that was lost is awaited and gets its weights again. Raises AlignerError where that fails.
+        """
         with self._lock:
             self._wanted = max(self._wanted, version)
             self._bring_up_to_date()
 
     def restore(self) -> int:
-        """As `AsyncWeightPublisher`."""
+        """As `serve` for the version that serves, of an engine that has said that it does not; returns the version."""
         with self._lock:
             self._serving = -1
             self._bring_up_to_date()
             return self._serving
 
     def close(self) -> None:
-        """As `AsyncWeightPublisher`."""
+        """Hang up."""
         deadline = time.monotonic() + _END_S
         while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread

@@ -146,14 +146,11 @@ class EmbeddedEngine(GenerationEngine):
             held = self._machine.cache.size
             if held.columns >= longest and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows:
                 return
-            rounded = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
-            size = CacheSize(size.rows, rounded) if self._fits(size.rows, rounded) else size
+            rounded = CacheSize(size.rows, -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK)
+            if budget is None or rounded.rows * rounded.columns * self._token_bytes <= budget << 20:
+                size = rounded
         if self._machine.cache.resize(size):
             self._forget_graphs()
-
-    def _fits(self, rows: int, columns: int) -> bool:
-        budget = self._settings.kv_cache_mib
-        return budget is None or rows * columns * self._token_bytes <= budget << 20
 
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights
