@@ -65,11 +65,10 @@ class GenerationRequest:
     begun: Sample | None = None
     """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
 
-
-def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
-    """Most tokens of one response."""
-    limit = options.max_new_tokens
-    return limit if request.max_new_tokens is None else min(request.max_new_tokens, limit)
+    def limit(self, options: SamplingOptions) -> int:
+        """Most tokens of the response."""
+        most = options.max_new_tokens
+        return most if self.max_new_tokens is None else min(self.max_new_tokens, most)
 
 
 def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:
@@ -81,7 +80,7 @@ def request_problems(requests: Sequence[GenerationRequest], options: SamplingOpt
 
 
 def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
-    prompt, tokens, limit = request.prompt, request.prompt.tokens, response_limit(request, options)
+    prompt, tokens, limit = request.prompt, request.prompt.tokens, request.limit(options)
     if not len(tokens):
         return [f"prompt {prompt.id} is empty; it needs at least one token"]
     problems = []
@@ -182,58 +181,17 @@ def advance(generation: Generation, steps: int | None = None) -> dict[int, Sampl
     return samples
 
 
-class GenerationEngine(Protocol):
-    """A generator of samples, one object per engine rank.
+class GenerationEngine(ABC):
+    """A generator of samples, one object per engine rank: what each offers, and refuses in the same words.
 
     Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica make the same
     calls in the same order and return the same samples.
     """
 
-    @property
-    def weight_format(self) -> WeightFormat:
-        """How it takes new weights."""
-
-    @property
-    def version(self) -> int | None:
-        """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
-        and after a sleep that dropped them."""
-
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
-        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
-
-        Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
-        earlier generation is neither done nor cancelled.
-        """
-
-    def begin_update(self, version: int) -> WeightUpdate:
-        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
-
-        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
-        weights has none from the first one on until a commit. Responses that it finds half-way are finished under the old
-        weights, or go on under the new ones, as `engine.in_flight` says. Raises AlignerError when another update is open or
-        the engine sleeps.
-        """
-
-    def sleep(self) -> None:
-        """Free the device memory of keys and values, and of the weights, which are dropped.
-
-        Raises AlignerError while responses are under way. Sleeping twice is sleeping.
-        """
-
-    def wake(self) -> None:
-        """Take the memory back. The weights have to be published again."""
-
-    def shutdown(self) -> None:
-        """End the processes that the engine started, if any; it is not used again."""
-
-
-class EngineBase(ABC):
-    """What engines keep count of, and refuse in the same words: weights, an open update, responses under way, sleep."""
-
     def __init__(self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat) -> None:
         self._shape, self._settings = shape, settings
         self.weight_format = weight_format
-        """As `GenerationEngine`."""
+        """How it takes new weights."""
         self._why_no_weights = "none were published yet"
         self._generation: Generation | None = None
         self._incoming: int | None = None
@@ -243,7 +201,41 @@ class EngineBase(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """As `GenerationEngine`."""
+        """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
+        and after a sleep that dropped them."""
+
+    @abstractmethod
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
+
+        Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
+        earlier generation is neither done nor cancelled.
+        """
+
+    @abstractmethod
+    def begin_update(self, version: int) -> WeightUpdate:
+        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
+
+        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
+        weights has none from the first one on until a commit. Responses that it finds half-way are finished under the old
+        weights, or go on under the new ones, as `engine.in_flight` says. Raises AlignerError when another update is open or
+        the engine sleeps.
+        """
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Free the device memory of keys and values, and of the weights, which are dropped.
+
+        Raises AlignerError while responses are under way. Sleeping twice is sleeping.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory back. The weights have to be published again."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the processes that the engine started, if any; it is not used again."""
 
     def _check_weights(self) -> None:
         if self.version is None:

@@ -18,7 +18,8 @@ from aligner.data.collectives import broadcast_json, broadcast_samples, samples_
 from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.resharding.weight_update import AsyncWeightPublisher, WeightPublisher
+from aligner.resharding.remote_publisher import RemotePublisher
+from aligner.resharding.weight_update import WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
@@ -72,7 +73,7 @@ class RolloutPipeline:
         self,
         rollouts: RolloutBuilder,
         ahead: RolloutBuilder | None,
-        weights: WeightPublisher | AsyncWeightPublisher,
+        weights: WeightPublisher,
         services: Services,
         settings: RolloutConfig,
         steps: int,
@@ -81,8 +82,8 @@ class RolloutPipeline:
         interrupts: bool = False,
         workers: Callable[[str], Executor] = _thread,
     ) -> None:
-        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0, when `weights`
-        need not be `AsyncWeightPublisher`.
+        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0; elsewhere
+        `weights` is a `RemotePublisher`.
 
         No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
         """
@@ -118,7 +119,7 @@ class RolloutPipeline:
         if not self.is_ahead:
             self._weights.publish(version)
             return
-        weights = cast(AsyncWeightPublisher, self._weights)
+        weights = cast(RemotePublisher, self._weights)
         weights.offer(version)
         self._served = None
         if self._drawing is None or self._serving is None:
@@ -136,7 +137,7 @@ class RolloutPipeline:
 
         def wait() -> None:
             if self._serving is not None:
-                serving = self._served or self._serving.submit(cast(AsyncWeightPublisher, self._weights).serve, self._newest)
+                serving = self._served or self._serving.submit(cast(RemotePublisher, self._weights).serve, self._newest)
                 serving.result()
 
         if self.is_ahead:

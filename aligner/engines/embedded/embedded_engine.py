@@ -12,12 +12,11 @@ from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeight
 from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import (
-    EngineBase,
+    GenerationEngine,
     GenerationRequest,
     SamplingOptions,
     SpanListener,
     request_problems,
-    response_limit,
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
@@ -29,7 +28,7 @@ _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
 
 
-class EmbeddedEngine(EngineBase):
+class EmbeddedEngine(GenerationEngine):
     """A `GenerationEngine` for every model family that Megatron trains here.
 
     A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on the batch it is in by the
@@ -137,7 +136,7 @@ class EmbeddedEngine(EngineBase):
 
     def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
         """Make the cache hold rows for these requests' longest sequence; its last token needs none."""
-        longest = max(len(request.prompt.tokens) + response_limit(request, options) for request in requests) - 1
+        longest = max(len(request.prompt.tokens) + request.limit(options) for request in requests) - 1
         wanted, budget = min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib
         size = fit(self._token_bytes, longest, wanted, budget)
         if self._graphs is not None:
@@ -145,14 +144,11 @@ class EmbeddedEngine(EngineBase):
             held = self._machine.cache.size
             if held.columns >= longest and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows:
                 return
-            rounded = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
-            size = CacheSize(size.rows, rounded) if self._fits(size.rows, rounded) else size
+            rounded = CacheSize(size.rows, -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK)
+            if budget is None or rounded.rows * rounded.columns * self._token_bytes <= budget << 20:
+                size = rounded
         if self._machine.cache.resize(size):
             self._forget_graphs()
-
-    def _fits(self, rows: int, columns: int) -> bool:
-        budget = self._settings.kv_cache_mib
-        return budget is None or rows * columns * self._token_bytes <= budget << 20
 
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights

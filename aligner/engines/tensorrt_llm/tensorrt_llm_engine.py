@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.weight_files import assemble
-from aligner.engines.engine_protocol import EngineBase, GenerationRequest, SamplingOptions, request_problems
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, request_problems
 from aligner.engines.tensorrt_llm.generation import Replica, ReplicaGeneration
 from aligner.engines.tensorrt_llm.llm_client import Client, device_index
 from aligner.errors import AlignerError
@@ -28,7 +28,7 @@ from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig, EngineParallelConfig
 
 
-class TensorRTLLMEngine(EngineBase):
+class TensorRTLLMEngine(GenerationEngine):
     """A `GenerationEngine` whose replicas are TensorRT-LLM instances of TP' workers each.
 
     The workers are processes of TensorRT-LLM's own, one on each rank's GPU. A replica's first rank drives them; the others
@@ -121,7 +121,7 @@ class TensorRTLLMEngine(EngineBase):
     def wake(self) -> None:
         """Take the model's memory back; that of keys and values follows the weights that are published next."""
         if self._asleep:
-            self._replica.drive("waking up", Client.resume_model)
+            self._replica.drive("waking up", lambda client: client.resume(cache=False))
             self._asleep = False
 
     def shutdown(self) -> None:
@@ -130,7 +130,7 @@ class TensorRTLLMEngine(EngineBase):
 
     def _release(self, client: Client) -> None:
         if self._cache_asleep:  # more can not be released beside what is
-            client.resume_cache()
+            client.resume(cache=True)
         client.release()
 
     def _overwrite(self, version: int) -> None:
@@ -145,7 +145,7 @@ class TensorRTLLMEngine(EngineBase):
         def finish(client: Client) -> None:
             client.update_weights(None)
             if self._cache_asleep:
-                client.resume_cache()
+                client.resume(cache=True)
             client.admit(version)
 
         self._replica.drive("finishing the update", finish)
