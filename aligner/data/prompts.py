@@ -6,7 +6,6 @@ several turns only the last answer is learned from; the earlier ones are part of
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,9 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStr
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place.
     """
 
-    parse = _parser(tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+    def parse(record: Record) -> Prompt:
+        return _parsed(record, tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
@@ -59,29 +60,23 @@ def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, ma
 
     Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.
     """
-    parse = _parser(tokenizer, max_prompt_tokens)
 
-    def checked(record: Record) -> Prompt:
+    def parse(record: Record) -> Prompt:
         if "reference" in record.values:
             record.text("reference")
-        return parse(record)
+        return _parsed(record, tokenizer, max_prompt_tokens)
 
     if settings.path is None:
-        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", checked)
+        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
     else:
         source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
-        prompts, _ = source_examples(source, checked)
+        prompts, _ = source_examples(source, parse)
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
-def _parser(
-    tokenizer: Tokenizer, max_prompt_tokens: int, after: str | None = None, before: str | None = None
-) -> Callable[[Record], Prompt]:
-    def parse(record: Record) -> Prompt:
-        text = _between(prompt_text(record, tokenizer), after, before, record.origin)
-        return to_prompt(record, text, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
-
-    return parse
+def _parsed(record: Record, tokenizer: Tokenizer, limit: int, after: str | None = None, before: str | None = None) -> Prompt:
+    text = _between(prompt_text(record, tokenizer), after, before, record.origin)
+    return to_prompt(record, text, tokenizer, limit, f"data.max_prompt_tokens={limit}")
 
 
 def _between(text: str, after: str | None, before: str | None, origin: str) -> str:

@@ -75,9 +75,7 @@ def math(response: str, metadata: Mapping[str, Any]) -> bool:
     return equal
 
 
-@lru_cache(maxsize=1)
-def _math_checker() -> MathChecker:
-    return MathChecker()
+_math_checker = lru_cache(maxsize=1)(MathChecker)
 
 
 def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:

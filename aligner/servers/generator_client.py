@@ -84,8 +84,7 @@ class GeneratorClient(RemoteClient):
         return self._update("receive", version=version)
 
     def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
-        connection = self._replicas.connections[0]
-        return self._future(self._parallel, lambda: connection.control(self._update_timeout_s, op, **arguments))
+        return self._future(self._parallel, lambda: self._replicas[0].control(self._update_timeout_s, op, **arguments))
 
 
 def request_arrays(

@@ -67,7 +67,10 @@ class RemoteClient:
     ) -> None:
         """`timeout_s` is a request's deadline, retries included."""
         self._role = role
-        self._replicas = _Replicas([Connection(role, endpoint, access) for endpoint in endpoints])
+        self._replicas = [Connection(role, endpoint, access) for endpoint in endpoints]
+        self._busy = dict.fromkeys(self._replicas, 0)
+        self._failed_at = dict.fromkeys(self._replicas, 0.0)
+        self._lock = threading.Lock()  # of who is busy
         self._timeout_s = timeout_s
         self._max_batch_size = max_batch_size
         self._outstanding: set[Future[Any]] = set()
@@ -76,12 +79,12 @@ class RemoteClient:
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
-        return self._replicas.connections[0].control(self._timeout_s, op, **arguments)
+        return self._replicas[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for connection in self._replicas.connections:
+        for connection in self._replicas:
             while True:
                 try:
                     connection.check_ready(max(0.1, deadline - time.monotonic()))
@@ -99,7 +102,7 @@ class RemoteClient:
     def close(self) -> None:
         """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
         self._closing.set()
-        for connection in self._replicas.connections:
+        for connection in self._replicas:
             connection.close()
         self._parallel.shutdown()
         if self._outstanding:
@@ -121,9 +124,9 @@ class RemoteClient:
         pause = _FIRST_PAUSE_S
         while True:
             if self._closing.is_set():
-                raise self._replicas.connections[0].error("Closed", "the request was not sent: the client is closing")
+                raise self._replicas[0].error("Closed", "the request was not sent: the client is closing")
             try:
-                with self._replicas.least_busy() as connection:
+                with self._least_busy() as connection:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
@@ -135,6 +138,23 @@ class RemoteClient:
                 if self._closing.wait(pause):
                     raise error.final("because the client is closing") from None
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _least_busy(self) -> Iterator[Connection]:
+        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
+        with self._lock:
+            recently = time.monotonic() - _LONGEST_PAUSE_S
+            failed = {connection: max(recently, self._failed_at[connection]) for connection in self._replicas}
+            chosen = min(self._replicas, key=lambda connection: (failed[connection], self._busy[connection]))
+            self._busy[chosen] += 1
+        try:
+            yield chosen
+        except TransportError:
+            self._failed_at[chosen] = time.monotonic()
+            raise
+        finally:
+            with self._lock:
+                self._busy[chosen] -= 1
 
     def _row_requests(
         self,
@@ -212,30 +232,3 @@ class RewardClient(RemoteClient):
                 return scores
 
         return self._future(self._parallel, score_all)
-
-
-class _Replicas:
-    """The connections to servers that can stand in for each other."""
-
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self.connections = tuple(connections)
-        self._busy = dict.fromkeys(self.connections, 0)
-        self._failed_at = dict.fromkeys(self.connections, 0.0)
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def least_busy(self) -> Iterator[Connection]:
-        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
-        with self._lock:
-            recently = time.monotonic() - _LONGEST_PAUSE_S
-            failed = {connection: max(recently, self._failed_at[connection]) for connection in self.connections}
-            chosen = min(self.connections, key=lambda connection: (failed[connection], self._busy[connection]))
-            self._busy[chosen] += 1
-        try:
-            yield chosen
-        except TransportError:
-            self._failed_at[chosen] = time.monotonic()
-            raise
-        finally:
-            with self._lock:
-                self._busy[chosen] -= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -154,11 +153,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
 
 def narrower(limits: Limits, others: Limits) -> Limits:
     """What both models take."""
-    return dataclasses.replace(
-        limits,
-        vocab_size=min(limits.vocab_size, others.vocab_size),
-        max_sequence_length=min(limits.max_sequence_length, others.max_sequence_length),
-    )
+    longest = min(limits.max_sequence_length, others.max_sequence_length)
+    return Limits(min(limits.vocab_size, others.vocab_size), longest, limits.max_request_tokens)
 
 
 def _texts(name: str, column: NDArray) -> list[str]:

@@ -98,20 +98,17 @@ def serve_role(
         **endpoints(caller),
         CONTROL: _control(role, instance, executor, caller, {op: handlers[op] for op in operations}),
     }
-    starting = True
 
-    def stop() -> None:
-        nonlocal starting
+    def stop_early() -> None:
+        _on_stop_signals(executor.shutdown)
         executor.shutdown()
-        if starting:
-            starting = False
-            raise _StoppedEarly
+        raise _StoppedEarly
 
-    _on_stop_signals(stop)
+    _on_stop_signals(stop_early)
     try:
         with contextlib.suppress(_StoppedEarly):
             host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
-            starting = False
+            _on_stop_signals(executor.shutdown)
             _log.info("%s: ready at %s", role, host.endpoint)
         executor.run()  # returns at once, on every rank, after an early stop
     finally:

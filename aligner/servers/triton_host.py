@@ -197,7 +197,7 @@ def _interrupted_when_triton_ends() -> Iterator[None]:
     """Raise _TritonEnded inside soon after a Triton ends: PyTriton would go on asking it for two minutes. Main thread only."""
 
     def look(*_: object) -> None:
-        if not any(map(_runs, _triton_servers())):
+        if not any(map(_runs, _triton_processes()[:1])):
             raise _TritonEnded("it ended by itself")
 
     before = signal.signal(signal.SIGALRM, look)
@@ -240,17 +240,12 @@ def _claimed(interface: str, name: str, port: int) -> int:
 
 def _triton_processes() -> list[psutil.Process]:
     """The Triton server that this process started, first, and its stubs."""
-    servers = _triton_servers()
-    return servers + [stub for server in servers for stub in server.children(recursive=True)]
-
-
-def _triton_servers() -> list[psutil.Process]:
-    servers = []
+    found: list[psutil.Process] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "tritonserver":
-                servers.append(child)
-    return servers
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:
