@@ -1,7 +1,5 @@
 """Parts of an online algorithm by name: the built-in ones, and functions of the user's own (`module:callable`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

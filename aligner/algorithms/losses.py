@@ -7,8 +7,6 @@ each token's terms, in the loss and in those sums: 1 / the row's tokens, with th
 mean of the rows' means. What stands outside a mask reaches no loss, statistic or gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

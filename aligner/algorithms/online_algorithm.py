@@ -1,7 +1,5 @@
 """An online algorithm as a composition: which samples it learns from, their advantages, its loss, and where the KL goes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

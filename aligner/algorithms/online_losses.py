@@ -1,7 +1,5 @@
 """Losses of the policy on its own samples, by name (`algorithm.loss`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Each is the mean over its pairs, or their sum over `denominator`, and so are the
 batch's pairs as denominator the parts of a batch add up to it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid

@@ -1,7 +1,5 @@
 """The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score, convert."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ right where there is nothing to carry, and elsewhere as often as the teacher: an
 what is right, which is what `experiment=arithmetic` shows.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

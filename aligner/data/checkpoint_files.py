@@ -6,8 +6,6 @@ in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model
 are Adam's moments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,8 +5,6 @@ end-of-turn marker included, is what the model's chat template adds to the promp
 several turns only the last answer is learned from; the earlier ones are part of the prompt.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -41,8 +41,7 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     file = directory / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    # tokenizers raises nothing more specific than Exception.
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ConfigError(f"{file}: not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -68,12 +67,10 @@ class Tokenizer:
         """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
         try:
             text.encode()
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:  # JSON can escape half of a character
             raise AlignerError(f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}") from error
-        try:
-            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        # tokenizers raises nothing more specific than Exception.
-        except Exception as error:
+        except Exception as error:  # tokenizers raises nothing more specific
             unknown = sorted(character for character in set(text) if self._tokenizer.token_to_id(character) is None)
             raise AlignerError(f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})") from error
         return torch.tensor(tokens, dtype=torch.int64)

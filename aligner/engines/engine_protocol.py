@@ -1,8 +1,7 @@
 """What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
 
-from __future__ import annotations
-
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -116,14 +115,10 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
     layout = settings.parallel
     if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
         return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
-    return WeightFormat(layout, weight_dtype(settings.precision, torch.device(device)), None)
-
-
-def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What the embedded engine's weights are at a precision, on a device."""
+    precision = settings.precision
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
+    return WeightFormat(layout, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision], None)
 
 
 @dataclass(eq=False)
@@ -230,3 +225,49 @@ class GenerationEngine(Protocol):
 
     def shutdown(self) -> None:
         """End the processes that the engine started, if any; it is not used again."""
+
+
+class EngineBase(ABC):
+    """What engines keep count of, and refuse in the same words: weights, an open update, responses under way, sleep."""
+
+    def __init__(self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat) -> None:
+        self._shape, self._settings = shape, settings
+        self.weight_format = weight_format
+        """As `GenerationEngine`."""
+        self._why_no_weights = "none were published yet"
+        self._generation: Generation | None = None
+        self._incoming: int | None = None
+        """Version of the open update."""
+        self._asleep = False
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """As `GenerationEngine`."""
+
+    def _check_weights(self) -> None:
+        if self.version is None:
+            raise AlignerError(f"the engine has no weights: {self._why_no_weights}")
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep:
+            raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
+
+    def _check_may_start(self) -> None:
+        self._check_awake("generate")
+        self._check_weights()
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+
+    def _check_may_update(self, version: int) -> None:
+        self._check_awake("take new weights")
+        if self._incoming is not None:
+            raise AlignerError(
+                f"an update to version {version} can not begin: the one to version {self._incoming} is still open"
+            )
+
+    def _check_may_sleep(self) -> None:
+        if self._incoming is not None:
+            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming} is open")
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")

@@ -1,7 +1,5 @@
 """Samples of a stored model, written to a file: what `aligner generate` does."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

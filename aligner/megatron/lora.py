@@ -4,8 +4,6 @@ An adapter is a submodule of its layer and adds to the layer's output through a 
 their names. They are frozen, and lie in no gradient buffer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

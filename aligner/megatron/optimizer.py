@@ -1,7 +1,5 @@
 """megatron-core's optimizer and learning-rate schedule from our configuration, guarded steps, and Adam's state."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The policy being trained, the frozen reference beside it, and log-probs under a model that is stored."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One model on this rank: forward passes and updates through megatron-core's schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

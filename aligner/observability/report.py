@@ -1,7 +1,5 @@
 """`aligner report`: a run's directory as one HTML page that needs nothing else, no network either."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where a run's metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue
@@ -18,27 +16,24 @@ from aligner.schema import Config
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
-
-
 _Action = Callable[[MetricsSink], None]
 
 
 def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     """All that `logging` asks for."""
-    settings, opened = config.logging, dict[str, Callable[[], MetricsSink]]()
-    if settings.tensorboard:
-        opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)
-    if settings.wandb.enabled:
-        opened["wandb"] = lambda: WandbSink(config, paths)
-    if settings.mlflow.enabled:
-        opened["mlflow"] = lambda: MlflowSink(config, paths)
-    return [BackgroundSink(name, open_sink, lambda: read_metrics(paths.metrics)) for name, open_sink in opened.items()]
+    settings = config.logging
+    known: tuple[tuple[str, bool, Callable[[], MetricsSink]], ...] = (
+        ("tensorboard", settings.tensorboard, lambda: TensorBoardSink(paths.tensorboard)),
+        ("wandb", settings.wandb.enabled, lambda: WandbSink(config, paths)),
+        ("mlflow", settings.mlflow.enabled, lambda: MlflowSink(config, paths)),
+    )
+    return [BackgroundSink(name, opened, lambda: read_metrics(paths.metrics)) for name, chosen, opened in known if chosen]
 
 
 class BackgroundSink:
-    """A sink with a thread of its own, since a server may be slow to answer, or not answer at all: training never waits
-    for it, and does not end with it. Its first failure is told as a warning; it is opened again after a while, and then
-    gets all that it lacks.
+    """A sink with a thread of its own: training never waits for a server, and does not end with it.
+
+    The first failure is told as a warning; the sink is opened again after a while, and then gets all that it lacks.
     """
 
     def __init__(
@@ -137,9 +132,7 @@ class TensorBoardSink:
         self._shown.add(step)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Tell TensorBoard where the run starts again, so that it hides what an earlier attempt wrote beyond. That is at the
-        first step that it lacks: from there on all are written again, in their order.
-        """
+        """Tell TensorBoard to hide what was written from the first step on that it lacks, and write all from there again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         steps = [int(record["step"]) for record in kept]

@@ -1,7 +1,5 @@
 """A run's metrics in Weights & Biases and in MLflow."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -87,11 +85,10 @@ class MlflowSink:
         self._last = -1
         id_file = paths.tracker_run("mlflow")
         if id_file.exists():
-            self._id = id_file.read_text()
-            self._client.update_run(self._id, "RUNNING")
+            self._client.update_run(id_file.read_text(), "RUNNING")
         else:
-            self._id = self._create(config)
-            write_file(id_file, self._id)
+            write_file(id_file, self._create(config))
+        self._id = id_file.read_text()
         self._add_parameters(config)
 
     def write(self, step: int, record: Record) -> None:
@@ -104,7 +101,8 @@ class MlflowSink:
         last = int(kept[-1]["step"]) if kept else -1
         if self._files is not None:
             _cut_after(next(self._files.glob(f"*/{self._id}")) / "metrics", last)
-        found = self._steps()
+        keys = self._client.get_run(self._id).data.metrics
+        found = {metric.step for key in keys for metric in self._client.get_metric_history(self._id, key)}
         for record in kept:
             if (step := int(record["step"])) not in found:
                 self._log(step, {key: value for key, value in record.items() if key != "step"})
@@ -135,10 +133,6 @@ class MlflowSink:
 
         now = time.time_ns() // 1_000_000
         self._client.log_batch(self._id, [Metric(metric_name(key), value, now, step) for key, value in record.items()])
-
-    def _steps(self) -> set[int]:
-        keys = self._client.get_run(self._id).data.metrics
-        return {metric.step for key in keys for metric in self._client.get_metric_history(self._id, key)}
 
 
 def metric_name(key: str) -> str:

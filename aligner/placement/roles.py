@@ -1,7 +1,5 @@
 """The roles of a run: ranks, layout, device, threads."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The phases of a run that was measured, from its directory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +15,9 @@ from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
 _SERVERS = ("score", "values", "critic_train")
-_NEWEST = 3 * BATCHES
-"""Steps that are counted, at most"""
-_ANSWERED_US = 1000
-"""Who waited for less did not wait: the answer was there."""
-_NO_PART = ("evaluate", "checkpoint")
-"""What is not part of every step."""
+_NEWEST = 3 * BATCHES  # steps that are counted, at most
+_ANSWERED_US = 1000  # who waited for less did not wait: the answer was there
+_NO_PART = ("evaluate", "checkpoint")  # what is not part of every step
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ def read_run(directory: Path) -> Measured:
 
 
 def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Sequence[Mapping[str, float]]:
-    """The newest steps, but for the first; where samples are drawn `ahead`, those in which a batch is drawn and another one
-    trained on, without evaluations if possible, for the generator draws on meanwhile.
+    """The newest steps but the first; with samples drawn `ahead`, those that draw one batch and train on another, if possible
+    without evaluations, during which the generator draws on.
     """
     if not ahead:
         return (steps[1:] or steps)[-_NEWEST:]
@@ -206,10 +201,7 @@ def _phase(name: str, role: str, seconds: Sequence[float], devices: int) -> Phas
 
 
 def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> Phase:
-    """What a server computed in each of the steps, by its first ranks; replicas share it.
-
-    The critic's updates take as long as the trainer saw them take, which is more than they were computed for.
-    """
+    """What a server's first ranks computed in each step, shared by replicas; of the critic's updates what the trainer saw."""
     own = [span.role for span in run.work(name) if span.step in run.numbers]
     role, replicas, config = own[0].partition(".")[0], len(set(own)), run.config
     ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas

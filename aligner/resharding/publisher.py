@@ -1,7 +1,5 @@
 """The policy's weights into the engine after every update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack

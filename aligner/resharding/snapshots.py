@@ -1,7 +1,5 @@
 """A rank's weights as they were at several versions, for those who take them later than they were made."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 

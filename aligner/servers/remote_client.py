@@ -1,9 +1,6 @@
 """The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -102,7 +99,8 @@ class RemoteClient:
     def close(self) -> None:
         """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
         self._closing.set()
-        self._replicas.close()
+        for connection in self._replicas.connections:
+            connection.close()
         self._parallel.shutdown()
         if self._outstanding:
             warnings.warn(
@@ -129,8 +127,7 @@ class RemoteClient:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
-                    # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
-                    # started anew.
+                    # Triton may hand its helper's late answer to the next request: the server must be started anew.
                     with contextlib.suppress(RemoteError):
                         connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
@@ -189,32 +186,32 @@ class RewardClient(RemoteClient):
         `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
         for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
         """
-        score = self._score if rows_apart is None else functools.partial(self._score_apart, rows_apart)
-        return self._future(self._parallel, score, tokens, lengths, prompt_lengths, metadata)
 
-    def _score_apart(
-        self, count: int, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None
-    ) -> Tensor:
-        try:
-            return self._score(tokens, lengths, prompt_lengths, metadata)
-        except RefusedError as refused:
-            scores = torch.full(lengths.shape, math.nan)
-            for first in range(0, len(scores), count):
-                rows = slice(first, first + count)
-                try:
-                    known = None if metadata is None else metadata[rows]
-                    scores[rows] = self._score(tokens[rows], lengths[rows], prompt_lengths[rows], known)
-                except RefusedError as error:
-                    _log.warning("samples are left out: %s", error)
-            if scores.isnan().all():
-                raise UnscoredError(refused, len(scores)) from None
-            return scores
+        def score(rows: slice) -> Tensor:
+            known = None if metadata is None else metadata[rows]
+            # Numbered requests are computed alone, so that scores do not depend on who else asks.
+            requests = self._row_requests(tokens[rows], lengths[rows], 0, prompt_lengths[rows], known)
+            answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
+            return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
 
-    def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:
-        # Numbered requests are computed alone, so that scores do not depend on who else asks.
-        requests = self._row_requests(tokens, lengths, 0, prompt_lengths, metadata)
-        answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
-        return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
+        def score_all() -> Tensor:
+            try:
+                return score(slice(None))
+            except RefusedError as refused:
+                if rows_apart is None:
+                    raise
+                scores = torch.full(lengths.shape, math.nan)
+                for first in range(0, len(scores), rows_apart):
+                    rows = slice(first, first + rows_apart)
+                    try:
+                        scores[rows] = score(rows)
+                    except RefusedError as error:
+                        _log.warning("samples are left out: %s", error)
+                if scores.isnan().all():
+                    raise UnscoredError(refused, len(scores)) from None
+                return scores
+
+        return self._future(self._parallel, score_all)
 
 
 class _Replicas:
@@ -242,8 +239,3 @@ class _Replicas:
         finally:
             with self._lock:
                 self._busy[chosen] -= 1
-
-    def close(self) -> None:
-        """Hang up."""
-        for connection in self.connections:
-            connection.close()

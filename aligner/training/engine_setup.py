@@ -1,7 +1,5 @@
 """The engine that a trainer's rank samples from, and what takes the policy's weights there."""
 
-from __future__ import annotations
-
 import functools
 import os
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Evaluation while training: the newest weights' responses to held-out prompts, scored and compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

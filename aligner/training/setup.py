@@ -1,7 +1,5 @@
 """A trainer rank, put together from the configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from aligner.algorithms.kl import KLController

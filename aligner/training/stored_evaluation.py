@@ -1,7 +1,5 @@
 """Evaluation of a stored model: what `aligner evaluate` does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """From a run's plan to its dry run's, with what differs between the two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ from aligner.config.prerequisites import RunPlan
 from aligner.models.model_source import absent_inputs, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import schema_keys, value_at, with_values
 from aligner.schema.reward_sources import RemoteSource, reward_sources
 
@@ -67,7 +66,7 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
     config = with_values(config, settings.frozen(config, given, tiny, models))
     config = with_values(config, settings.place(config))
     config = with_values(config, settings.lengths(config))
-    tiny = with_positions(tiny, settings.longest_sequence(config), settings.longest_sequence(given))
+    tiny = with_positions(tiny, longest_sequence(config), longest_sequence(given))
     config = with_values(config, settings.scores(config, unreachable))
     config = with_values(config, settings.models(config, tiny))
     config = with_values(config, settings.batches(config))

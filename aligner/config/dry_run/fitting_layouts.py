@@ -1,7 +1,5 @@
 """The layouts of a dry run: a configuration's own, or smaller ones where their ranks are too many for one machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """What a dry run learns from: the run's own data where it is on this machine, else sums that every machine has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The models of a dry run: of their family, and as small as the layouts allow."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

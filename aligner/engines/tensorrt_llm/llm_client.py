@@ -1,7 +1,5 @@
 """TensorRT-LLM's asynchronous client, seen from a program that is not: every call here waits for its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import concurrent.futures
@@ -143,7 +141,6 @@ class Client:
         shape: ModelShape,
         settings: EngineConfig,
         seed: int,
-        context: int,
         dtype: torch.dtype,
         devices: Sequence[int],
         uuids: Sequence[str],
@@ -160,7 +157,7 @@ class Client:
         with ending_on_failure(self.shutdown):
             with environment(worker_environment(os.environ, devices)):
                 package = load_package()  # which starts MPI where a launcher's variables ask for it
-                arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype, context)
+                arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype)
                 self._tags = memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
                 self._end.callback(self._llm.shutdown)

@@ -1,7 +1,5 @@
 """What the generation engine holds on a device: weights, what an update needs, and keys and values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How much memory each role needs on one device, phase by phase, and the table of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
