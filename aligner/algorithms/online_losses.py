@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,11 @@ class LossContext:
     """Response tokens of the minibatch; its rows where the loss compares rows."""
     weights: Tensor | None
     """float32 [B, S-1]: each token's, by `algorithm.aggregation`; all are 1 where None."""
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """How the token losses of `aligner.algorithms.losses` are to add up."""
+        return {"weights": self.weights, "denominator": self.denominator}
 
     def total(self, terms: Tensor, mask: Tensor) -> Tensor:
         """The rows' part of the minibatch's mean: terms [B, S-1] over the mask, weighted, over the denominator."""
@@ -57,30 +63,20 @@ def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) 
         behavior_weight_cap=settings.truncated_importance_cap if corrected else None,
         behavior_level="sequence" if settings.truncated_importance == "sequence" else "token",
         above_behavior_cap=settings.above_importance_cap,
-        weights=context.weights,
-        denominator=context.denominator,
+        **context.sums,
     )
 
 
 def clipped_importance(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """CISPO."""
-    return losses.cispo_loss(
-        logprobs,
-        rows.old_logprobs,
-        rows.advantages,
-        rows.mask,
-        clip_low=context.settings.clip_low,
-        clip_high=context.settings.clip_high,
-        weights=context.weights,
-        denominator=context.denominator,
-    )
+    low, high = context.settings.clip_low, context.settings.clip_high
+    inputs = logprobs, rows.old_logprobs, rows.advantages, rows.mask
+    return losses.cispo_loss(*inputs, clip_low=low, clip_high=high, **context.sums)
 
 
 def policy_gradient(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """REINFORCE's loss: no ratio, so samples count as the policy's own however old they are."""
-    return losses.reinforce_loss(
-        logprobs, rows.advantages, rows.mask, weights=context.weights, denominator=context.denominator
-    )
+    return losses.reinforce_loss(logprobs, rows.advantages, rows.mask, **context.sums)
 
 
 def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
@@ -126,7 +122,7 @@ def _drawn_together(of_tokens: Tensor) -> Tensor:
 
 def imitation(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """Cross entropy of the chosen samples: best-of-n fine-tuning."""
-    loss = losses.cross_entropy_loss(logprobs, rows.mask, context.denominator, context.weights)
+    loss = losses.cross_entropy_loss(logprobs, rows.mask, **context.sums)
     return loss, {"loss": loss.detach()}
 
 
