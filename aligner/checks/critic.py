@@ -20,13 +20,6 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     too_many = is_built and model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and too_many:
         yield f"critic.num_layers={critic.num_layers}: the model has {model.num_layers} layers"
-    if critic.with_reward and algorithm.trainer == "preferences":
-        yield "critic.with_reward=true: algorithm.trainer=preferences has no critic; leave it out"
-    elif critic.with_reward and algorithm.generates and not algorithm.has_critic:
-        yield (
-            f"critic.with_reward=true: algorithm.advantage={algorithm.advantage} has no critic whose processes could serve the"
-            " reward; leave it out"
-        )
     if not algorithm.has_critic:
         return
     if model is not None and not too_many:

@@ -50,9 +50,3 @@ def _offline_problems(config: Config) -> Iterator[str]:
         yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
     elif trainer != "preferences" and settings.every and not config.data.held_out:
         yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
-    for name in ("path", "prompts", "function"):
-        if value := getattr(settings, name):
-            yield (
-                f"evaluation.{name}={value}: only algorithm.trainer=online is evaluated on prompts, got"
-                f" algorithm.trainer={trainer}; the trainers that learn from files are on data.held_out rows"
-            )

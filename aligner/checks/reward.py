@@ -61,8 +61,6 @@ def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator
     if config.critic_scores:
         if own not in (ParallelConfig(), config.critic.parallel):
             yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
-        if reward.replicas != 1:
-            yield f"reward.replicas={reward.replicas}: must be 1 with critic.with_reward=true, which has no server of its own"
     elif own.ranks != 1 and not models:
         yield f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model (reward.kind={reward.kind})"
 

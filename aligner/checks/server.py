@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ssl
 import sys
 from collections.abc import Iterator
@@ -74,14 +73,6 @@ def _port_problems(config: Config) -> Iterator[str]:
     What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
-    if config.critic_scores:
-        for name, port in dataclasses.asdict(config.reward.ports).items():
-            if port:
-                yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
-    if config.engine.placement != "server":
-        for name, port in dataclasses.asdict(config.engine.ports).items():
-            if port:
-                yield f"engine.ports.{name}={port}: the engine serves nothing; give engine.placement=server"
     try:
         addresses = listening_addresses(config) if is_here else {}
         for address in addresses.values():
