@@ -1,11 +1,10 @@
 """What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import count
 from typing import Any
 
-from aligner.config.dry_run.fitting_layouts import layout_sections
-from aligner.config.dry_run.tiny_shapes import Models
+from aligner.config.dry_run.tiny_models import Models, layout_sections
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
@@ -229,21 +228,21 @@ def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
 
 
 def _frozen_names(patterns: list[str], whole: ModelShape, small: ModelShape, head: Head) -> list[str]:
-    table = weight_table(whole, head)
-    chosen = frozen_names(table, patterns)
-    frozen = {(_template(spec), spec.layer, spec.expert) for spec in table if spec.name in chosen}
-    layer, expert = _counterpart(small.num_layers, whole.num_layers), _counterpart(small.num_experts, whole.num_experts)
-    small_table = weight_table(small, head)
-    names = [spec.name for spec in small_table if (_template(spec), layer(spec.layer), expert(spec.expert)) in frozen]
+    chosen, small_table = frozen_names(weight_table(whole, head), patterns), weight_table(small, head)
+
+    def stands_for(spec: TensorSpec) -> str:
+        name = spec.name
+        if spec.layer is not None:
+            name = name.replace(f".{spec.layer}.", f".{_counterpart(spec.layer, small.num_layers, whole.num_layers)}.", 1)
+        if spec.expert is not None:
+            expert = _counterpart(spec.expert, small.num_experts, whole.num_experts)
+            name = name.replace(f"experts.{spec.expert}.", f"experts.{expert}.")
+        return name
+
+    names = [spec.name for spec in small_table if stands_for(spec) in chosen]
     return names if len(names) < len(small_table) else []
 
 
-def _template(spec: TensorSpec) -> str:
-    """A weight's name without which layer and expert it belongs to."""
-    name = spec.name if spec.layer is None else spec.name.replace(f".{spec.layer}.", ".#.", 1)
-    return name if spec.expert is None else name.replace(f"experts.{spec.expert}.", "experts.#.")
-
-
-def _counterpart(few: int, many: int) -> Callable[[int | None], int | None]:
-    """From the index of one of few things to that of the one of many that it stands for."""
-    return lambda index: None if index is None else index * (many - 1) // max(few - 1, 1)
+def _counterpart(index: int, few: int, many: int) -> int:
+    """Of many things the one that one of few stands for."""
+    return index * (many - 1) // max(few - 1, 1)
