@@ -1,7 +1,5 @@
 """Writing files and directories that are complete whenever they are there; errors that say what could not be written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

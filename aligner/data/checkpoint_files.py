@@ -6,8 +6,6 @@ in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model
 are Adam's moments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from aligner.data.weight_files import DTYPES
 from aligner.errors import AlignerError
-from aligner.models.families import ARCHITECTURES, read_config
+from aligner.models.hugging_face import ARCHITECTURES, read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
@@ -35,8 +33,7 @@ def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]
     """The config.json of what is built of a Hugging Face directory's model with a head and so many of its first layers."""
     config = json.loads((directory / "config.json").read_text())
     if head == "scalar":
-        name = ARCHITECTURES[config["architectures"][0]]
-        config |= {"architectures": [f"{name}ForSequenceClassification"], "num_labels": 1}
+        config |= {"architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name], "num_labels": 1}
         config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     if config.get("layer_types"):

@@ -1,7 +1,5 @@
 """Data between ranks: as tensors and JSON, never as pickled objects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

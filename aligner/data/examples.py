@@ -1,7 +1,5 @@
 """What the offline trainers learn from: streams of demonstrations, preferences and labeled steps, as tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import exchange, prompt_text
-from aligner.data.prompts import tokenize_text
+from aligner.data.prompts import exchange, prompt_text, tokenize_text
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer

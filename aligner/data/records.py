@@ -1,7 +1,5 @@
 """Records as files have them, and what becomes of the bad ones."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The format: eight bytes of header length, a JSON header that says where each tensor lies, and the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

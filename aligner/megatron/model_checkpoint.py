@@ -4,8 +4,6 @@ Each slice of each weight is written once, by one of the ranks that hold it. A d
 when every rank's file is in it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """megatron-core's optimizer and learning-rate schedule from our configuration, guarded steps, and Adam's state."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -37,6 +35,7 @@ def build_optimizer(
     min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded.
     """
     dtype = chunks[0].config.params_dtype
+    lowest = 0.0 if settings.schedule == "constant" else settings.min_learning_rate
     offload = settings.offload_fraction > 0 and torch.cuda.is_available()
     # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
     with torch.no_grad():
@@ -44,7 +43,7 @@ def build_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.learning_rate,
-                min_lr=settings.min_learning_rate,
+                min_lr=lowest,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
@@ -67,7 +66,7 @@ def build_optimizer(
         optimizer,
         init_lr=0.0,
         max_lr=settings.learning_rate,
-        min_lr=settings.min_learning_rate,
+        min_lr=lowest,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,

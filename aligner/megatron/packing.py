@@ -7,8 +7,6 @@ evenly over the tensor ranks. Without either nothing is padded. Padding follows 
 never reads it, and it belongs to no data row.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The policy being trained, the frozen reference beside it, and log-probs under a model that is stored."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import ActorConfig, MegatronModelConfig
 

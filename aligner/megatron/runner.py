@@ -1,7 +1,5 @@
 """One model on this rank: forward passes and updates through megatron-core's schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +21,8 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
-from aligner.models.frozen import frozen_names
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 

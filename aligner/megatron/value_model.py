@@ -1,7 +1,5 @@
 """Models with one number a token: the critic, and a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

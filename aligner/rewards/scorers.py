@@ -1,7 +1,5 @@
 """Scoring functions: text in, one number a response out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

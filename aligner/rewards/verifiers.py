@@ -1,7 +1,5 @@
 """Rules that tell whether a response is right, from what the data says about its prompt."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """One server as a client sees it: requests out, answers or typed errors back. It needs only tritonclient."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER, Access, Endpoint
+from aligner.placement.addresses import KEY_HEADER, Access, Endpoint
 from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
 _DATATYPES = {np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}

@@ -1,7 +1,5 @@
 """What happens when the critic is lost: it is found again, restored and given the updates that it lacks."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import threading

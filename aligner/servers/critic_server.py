@@ -1,7 +1,5 @@
 """The critic role: values and value-model updates behind Triton, and the reward beside them where it is served there too."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """One world of ranks that executes commands in lockstep, in the order in which they arrived at rank 0."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """The trainer's rank 0 towards the generator: samples, and the moments at which weights move."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -15,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import TransportError
 from aligner.servers.remote_client import RemoteClient, RemoteFuture
 from aligner.servers.wire_protocol import GENERATE, response_tensors, text_array, with_responses

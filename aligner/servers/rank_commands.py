@@ -1,7 +1,5 @@
 """What the ranks are asked to do, and how commands that wait together become one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
 from aligner.servers.wire_protocol import REWARD_MODEL, EndpointSpec
 

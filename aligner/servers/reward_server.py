@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
-from aligner.models.model_source import model_directory
-from aligner.models.normalization import read_normalization
+from aligner.models.model_source import model_directory, read_normalization
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardNormalizer, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.schema import Config, reward_sources

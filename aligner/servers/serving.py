@@ -1,7 +1,5 @@
 """The main of a server role's rank: rank 0 hosts Triton, every rank executes, a signal ends them all."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json
@@ -22,8 +20,7 @@ from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
-from aligner.placement.endpoints import create_access_key, load_endpoints, run_access
-from aligner.placement.ports import group_ports, interface_address
+from aligner.placement.addresses import create_access_key, group_ports, interface_address, load_endpoints, run_access
 from aligner.schema import Config, PortsConfig
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler

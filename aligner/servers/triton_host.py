@@ -1,7 +1,5 @@
 """PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -20,8 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.endpoints import KEY_HEADER, Endpoint
-from aligner.placement.ports import http_address
+from aligner.placement.addresses import KEY_HEADER, Endpoint, http_address
 from aligner.schema import PortsConfig, TLSConfig
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments

@@ -1,7 +1,5 @@
 """What a request must be before any rank works on it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the same to a reader.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

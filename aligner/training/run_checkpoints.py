@@ -1,7 +1,5 @@
 """A run's checkpoints: which are complete, which is the last, which are no longer kept."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

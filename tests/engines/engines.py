@@ -16,7 +16,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
 from aligner.resharding.weight_update import WeightUpdate
@@ -57,6 +57,12 @@ def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False)
             parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     return directory
+
+
+def engine_bytes(engine: EmbeddedEngine) -> int:
+    """Device memory that the engine holds: weights, spare ones, keys and values."""
+    spare = 0 if engine._spare is None else engine._spare.storage.nbytes
+    return engine._weights.storage.nbytes + spare + engine._machine.cache._storage.nbytes
 
 
 def shape_of(directory: Path) -> ModelShape:

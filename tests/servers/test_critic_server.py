@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER
+from aligner.placement.addresses import KEY_HEADER
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import CriticState, UpdateJournal

@@ -17,7 +17,7 @@ import torch
 import tritonclient.grpc
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER
+from aligner.placement.addresses import KEY_HEADER
 from aligner.schema import PortsConfig
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_client import CriticClient
