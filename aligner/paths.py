@@ -1,9 +1,6 @@
 """Where a run keeps its files."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import ConfigError
@@ -18,101 +15,51 @@ CHECKPOINT_MANIFEST = "manifest.json"
 """Written last: a checkpoint without it does not count."""
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The files of a run directory; nothing is created by naming it."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
         """The resolved configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def endpoints(self) -> Path:
+        self.endpoints = root / "endpoints.json"
         """Addresses of the run's servers."""
-        return self.root / "endpoints.json"
-
-    @property
-    def access_key(self) -> Path:
+        self.access_key = root / "access_key"
         """The key that the run's servers ask for."""
-        return self.root / "access_key"
-
-    @property
-    def journal(self) -> Path:
+        self.journal = root / "journal"
         """The critic's updates since its last checkpoint."""
-        return self.root / "journal"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
+        self.samples = root / "samples.jsonl"
         """Samples with their rewards, one JSON object each."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def references(self) -> Path:
+        self.references = root / "references.jsonl"
         """The responses that evaluation compares the policy's with, and their scores, one JSON object each."""
-        return self.root / "references.jsonl"
-
-    @property
-    def preferences(self) -> Path:
+        self.preferences = root / PREFERENCES
         """The pairs of a run of algorithm.trainer=preferences, once it has ended: `aligner.training.preference_sampling`."""
-        return self.root / PREFERENCES
-
-    @property
-    def responses(self) -> Path:
+        self.responses = root / RESPONSES
         """All samples of such a run, one JSON object each."""
-        return self.root / RESPONSES
-
-    @property
-    def timeline(self) -> Path:
+        self.timeline = root / "timeline"
         """One file of spans a process: `aligner.observability.timeline`."""
-        return self.root / "timeline"
-
-    @property
-    def trace(self) -> Path:
+        self.trace = root / "trace.json"
         """All of them as Chrome trace events, once the run has ended."""
-        return self.root / "trace.json"
-
-    @property
-    def report(self) -> Path:
+        self.report = root / "report.html"
         """Where `aligner report` writes its page, if not told otherwise."""
-        return self.root / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
+        self.tensorboard = root / "tensorboard"
         """TensorBoard event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
+        self.wandb = root / "wandb"
         """What Weights & Biases writes, a directory a start of the run."""
-        return self.root / "wandb"
-
-    @property
-    def mlflow(self) -> Path:
+        self.mlflow = root / "mlruns"
         """MLflow's store, where it is not elsewhere."""
-        return self.root / "mlruns"
-
-    @property
-    def status(self) -> Path:
+        self.status = root / "status.json"
         """The launcher's word on its processes: `aligner.launch.launcher_state`."""
-        return self.root / "status.json"
-
-    @property
-    def job_script(self) -> Path:
+        self.job_script = root / "job.sh"
         """What `sbatch` is given, of a run that is a Slurm job."""
-        return self.root / "job.sh"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
         """One directory step_<N> a checkpoint."""
-        return self.root / "checkpoints"
+        self.initial_model = root / "initial_model"
+        """A randomly initialised model (model.source=random)."""
+        self.logs = root / "logs"
+        """What the run's processes print, a file a process."""
 
     @property
     def of_training(self) -> tuple[Path, ...]:
@@ -121,19 +68,9 @@ class RunPaths:
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
         return (*files, *trackers, self.journal, self.timeline, self.checkpoints)
 
-    @property
-    def initial_model(self) -> Path:
-        """A randomly initialised model (model.source=random)."""
-        return self.root / "initial_model"
-
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""
         return self.root / "random_models" / name
-
-    @property
-    def logs(self) -> Path:
-        """What the run's processes print, a file a process."""
-        return self.root / "logs"
 
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of one process."""

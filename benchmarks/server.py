@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
 from aligner.launch.server_ports import FreePorts
-from aligner.placement.endpoints import Endpoint, run_access
+from aligner.placement.addresses import Endpoint, run_access
 from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN

@@ -1,14 +1,12 @@
 """The policy's layout, batches, frozen weights and adapters against the model and the algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems
-from aligner.models.adapters import TARGETS
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import TARGETS
 from aligner.models.weight_slices import weight_table
 from aligner.schema import ActorConfig, Config
 from aligner.schema.derived import policy_updates, rows_together

@@ -1,12 +1,10 @@
 """The parts of an algorithm against each other, and the run around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.schema import AlgorithmConfig, Config, PreferenceConfig
+from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import rows_together, samples_learned_from
 from aligner.schema.options import callable_place
 
@@ -14,15 +12,10 @@ _GROUPED = ("rloo", "grpo", "dr_grpo")
 _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
 
-_CORRECTED = {"clip": ("none", "token", "sequence"), "dpo": ("none", "sequence")}
-"""What losses can be weighed by (`algorithm.truncated_importance`); the others are not."""
-
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What of the algorithm does not fit together, or the run around it."""
-    if config.algorithm.trainer == "dpo":
-        yield from _preference_loss_problems(config.algorithm.preference)
-    elif config.algorithm.trainer == "preferences":
+    if config.algorithm.trainer == "preferences":
         yield from _preference_problems(config)
     elif config.algorithm.trainer == "online":
         yield from _loss_problems(config.algorithm)
@@ -43,8 +36,6 @@ def _preference_problems(config: Config) -> Iterator[str]:
 
 def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
     loss, is_own_loss = settings.loss, callable_place(settings.loss) is not None
-    if settings.with_critic and not settings.has_critic:
-        yield f"algorithm.with_critic=true: advantage={settings.advantage} reads no values; give advantage=module:callable"
     if loss in _OWN_TARGET and settings.advantage != "none":
         yield f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give advantage=none"
     if loss not in _OWN_TARGET and not is_own_loss and settings.advantage == "none":
@@ -59,29 +50,10 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
     if (settings.advantage in _GROUPED or loss == "copg") and settings.train_on != "all":
         comparing = f"advantage={settings.advantage}" if settings.advantage in _GROUPED else "loss=copg"
         yield f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's samples"
-    if loss == "dpo":
-        yield from _preference_loss_problems(settings.preference)
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
-    if is_own_loss:
-        return
-    if loss != "clip":
-        for name, plain in (("ratio_level", "token"), ("dual_clip", None)):
-            if getattr(settings, name) != plain:
-                yield f"algorithm.{name}={getattr(settings, name)}: read with loss=clip only, got loss={loss}"
-    importance = settings.truncated_importance
-    if importance not in _CORRECTED.get(loss, ("none",)):
-        allowed = "; ".join(f"loss={name}: {', '.join(levels)}" for name, levels in _CORRECTED.items())
-        yield f"algorithm.truncated_importance={importance}: got loss={loss}; allowed with {allowed}"
-
-
-def _preference_loss_problems(settings: PreferenceConfig) -> Iterator[str]:
-    """What of algorithm.preference does not fit together."""
-    if settings.label_smoothing and settings.kind != "sigmoid":
-        yield (
-            f"algorithm.preference.label_smoothing={settings.label_smoothing:g}: read with kind=sigmoid only, got"
-            f" kind={settings.kind}"
-        )
+    if loss == "dpo" and settings.truncated_importance == "token":
+        yield "algorithm.truncated_importance=token: allowed with loss=dpo: none, sequence"
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:
@@ -96,20 +68,13 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         yield "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"
     if loss == "copg" and settings.kl_estimator != "k1":
         yield f"algorithm.kl_estimator={settings.kl_estimator}: loss=copg is defined with k1"
-    if settings.early_stop_kl is not None and loss not in ("clip", "cispo") and callable_place(loss) is None:
-        yield f"algorithm.early_stop_kl={settings.early_stop_kl:g}: loss={loss} has no ratio to measure; give clip or cispo"
     if settings.whiten_rewards and (settings.advantage in _GROUPED or loss == "copg"):
         yield "algorithm.whiten_rewards=true: scores of whole responses are compared, and theirs would depend on length"
     if settings.kl_target is not None:
         samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-        if not settings.kl_coefficient:
-            yield f"algorithm.kl_target={settings.kl_target:g}: a coefficient of 0 stays 0; give kl_coefficient"
         if settings.kl_horizon <= samples:
             yield f"algorithm.kl_horizon={settings.kl_horizon}: must be above a step's {samples} samples"
-    warmup = settings.critic_warmup_steps
-    if warmup and not settings.has_critic:
-        yield f"algorithm.critic_warmup_steps={warmup}: algorithm.advantage={settings.advantage} has no critic"
-    if warmup >= config.run.steps:
+    if (warmup := settings.critic_warmup_steps) >= config.run.steps:
         yield f"algorithm.critic_warmup_steps={warmup}: the run has {config.run.steps} steps, and its policy would never learn"
 
 

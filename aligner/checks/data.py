@@ -1,7 +1,5 @@
 """The records that a run learns from, against the trainer and the model."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -26,7 +24,9 @@ _RECORDS = {
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with what is learned from, but for the records' content."""
     yield from _source_problems(config, expected)
-    yield from _normalization_problems(config, expected)
+    normalization = config.data.normalization
+    if normalization is not None and not is_expected(normalization, expected) and not Path(normalization).exists():
+        yield f"data.normalization={normalization}: no such file"
     longest = longest_sequence(config)
     if model is not None and not config.algorithm.generates and longest > model.max_positions:
         yield f"{longest_sequence_keys(config)}: {longest} tokens, but the model has {model.max_positions} positions"
@@ -74,13 +74,3 @@ def _directory_problem(path: Path) -> str | None:
     if importlib.util.find_spec("datasets") is None:
         return "reading it needs the datasets package; install the datasets extra: pip install 'aligner[datasets]'"
     return None
-
-
-def _normalization_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
-    given = config.data.normalization
-    if given is None or config.algorithm.generates:
-        return
-    if config.algorithm.trainer != "reward_model":
-        yield f"data.normalization={given}: read with algorithm.trainer=reward_model only"
-    elif not is_expected(given, expected) and not Path(given).exists():
-        yield f"data.normalization={given}: no such file"

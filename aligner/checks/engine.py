@@ -1,14 +1,12 @@
 """The engine against the model, the layout and the machine."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 
 from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.devices import device_of, has_gpu
+from aligner.placement.roles import device_of, has_gpu
 from aligner.schema import Config, EngineConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 

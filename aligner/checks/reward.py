@@ -1,7 +1,5 @@
 """The reward's sources against the model, the layout and the machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +7,7 @@ from pathlib import Path
 from aligner.checks.trained_model import micro_batch_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape
-from aligner.models.normalization import read_normalization
+from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
@@ -59,12 +56,9 @@ def _layout(config: Config) -> tuple[str, ParallelConfig]:
 
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     reward, own = config.reward, config.reward.parallel
-    if config.critic_scores:
-        if own not in (ParallelConfig(), config.critic.parallel):
-            yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
-        if reward.replicas != 1:
-            yield f"reward.replicas={reward.replicas}: must be 1 with critic.with_reward=true, which has no server of its own"
-    elif own.ranks != 1 and not models:
+    if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
+        yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
+    elif not config.critic_scores and own.ranks != 1 and not models:
         yield f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model (reward.kind={reward.kind})"
 
 

@@ -1,8 +1,5 @@
 """Ports, interface, TLS files and limits of the servers, against each other, the batches and this machine."""
 
-from __future__ import annotations
-
-import dataclasses
 import ssl
 import sys
 from collections.abc import Iterator
@@ -11,7 +8,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.ports import client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.placement.addresses import client_address, explicit_ports, listening_addresses, port_is_free
 from aligner.placement.roles import has_generator
 from aligner.schema import Config, TLSConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
@@ -69,19 +66,11 @@ def _evaluation_requests(config: Config, longest: int) -> Iterator[tuple[str, in
 
 
 def _port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface.
+    """One line for each fixed port that is out of range, given twice or in use, and for an unknown interface.
 
     What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
-    if config.critic_scores:
-        for name, port in dataclasses.asdict(config.reward.ports).items():
-            if port:
-                yield f"reward.ports.{name}={port}: with critic.with_reward=true the reward is served on critic.ports"
-    if config.engine.placement != "server":
-        for name, port in dataclasses.asdict(config.engine.ports).items():
-            if port:
-                yield f"engine.ports.{name}={port}: the engine serves nothing; give engine.placement=server"
     try:
         addresses = listening_addresses(config) if is_here else {}
         for address in addresses.values():

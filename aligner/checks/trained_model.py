@@ -1,13 +1,11 @@
 """What concerns every model in Megatron: its micro-batches, and of one that is trained its optimizer and frozen weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError
-from aligner.models.frozen import frozen_names
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import TensorSpec
 from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys

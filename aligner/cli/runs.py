@@ -1,7 +1,5 @@
 """The commands of a run: check it, start it or queue it, tell and draw what comes of it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -11,7 +9,6 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import compose_config, unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
@@ -20,7 +17,7 @@ from aligner.launch.local import launch as launch_here
 from aligner.launch.slurm.job import supervise as supervise_job
 from aligner.launch.slurm.submit import checked_script, submit
 from aligner.launch.status import OVER, describe_status, read_status
-from aligner.models.model_source import ExpectedInputs, is_expected
+from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
 from aligner.observability.report import write_report
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.roles import describe_model, placement_table
@@ -85,10 +82,7 @@ def report(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> RunPlan:
-    """The configuration that a command line asks for, and the experiments whose results it needs.
-
-    A person is told of what the experiment's file sets and the run does not read.
-    """
+    """What a command line asks for, and the experiments that it needs; a person is told of keys that the run does not read."""
     config = compose_config(parsed.overrides, parsed.config_dir)
     for note in unread_notes(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)

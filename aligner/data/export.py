@@ -3,8 +3,6 @@
 One tensor at a time is in memory. A directory appears under its final name only when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -30,10 +28,9 @@ from aligner.data.weight_files import (
 )
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_directory
-from aligner.models.adapters import adapter_map
-from aligner.models.families import read_config
-from aligner.models.model_source import directory_config
-from aligner.models.normalization import NORMALIZATION
+from aligner.models.hugging_face import read_config
+from aligner.models.model_source import NORMALIZATION, directory_config
+from aligner.models.trained_weights import adapter_map
 from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
 from aligner.paths import RunPaths, complete_steps
 from aligner.schema import LoraConfig

@@ -1,7 +1,5 @@
 """What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Samples of a stored model, written to a file: what `aligner generate` does."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 

@@ -1,7 +1,5 @@
 """GPT models in megatron-core from a model's shape and a parallel layout."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +21,7 @@ from torch import Tensor
 
 from aligner.megatron.layers import decoder_submodules, install_head
 from aligner.megatron.world import World
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 

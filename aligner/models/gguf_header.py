@@ -4,15 +4,13 @@ The gguf package's reader wraps every one of the tokenizer's 150,000 strings in 
 configuration check may not, so the few fields wanted are read here.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 
 _MAGIC = b"GGUF"

@@ -1,10 +1,9 @@
-"""Where the models of a run come from, and their shapes, known before any weight is read."""
-
-from __future__ import annotations
+"""Where the models of a run come from, their shapes and a reward model's normalization, known before any weight is read."""
 
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -12,17 +11,20 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
 from aligner.models.gguf_header import gguf_shape
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config
+from aligner.schema.data_sources import FUNCTION
+from aligner.schema.references import read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
 
 NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
+NORMALIZATION = "normalization.json"
 
 
 def is_expected(path: Path | str, expected: ExpectedInputs) -> bool:
@@ -117,3 +119,58 @@ def reward_shapes(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -
     """The models that score, with their shapes. Raises ConfigError for one that is not there."""
     sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
     return {source: directory_shape(Path(source.path), f"{source.key}.path", expected) for source in sources}
+
+
+def read_normalization(directory: Path) -> tuple[float, float]:
+    """What a reward model's rewards are multiplied by, and what is added then: its gain and bias; 1 and 0 without a file.
+
+    Raises ConfigError, which names the file and what it must hold, for anything else in it.
+    """
+    file = directory / NORMALIZATION
+    if not file.exists():
+        return 1.0, 0.0
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.keys() != {"gain", "bias"} or not all(map(_is_finite, content.values())):
+        shown = json.dumps(content)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise ConfigError(f'{file}: must hold {{"gain": NUMBER, "bias": NUMBER}}, both finite, got {shown}')
+    if content["gain"] <= 0:
+        raise ConfigError(f"{file}: gain is {content['gain']}, must be above 0")
+    return float(content["gain"]), float(content["bias"])
+
+
+def _is_finite(value: Any) -> bool:
+    # Compared, not converted: an integer may be too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def absent_inputs(config: Config) -> ExpectedInputs:
+    """The paths that are named and not there: models with the shapes that `model.config` and `reward.config` describe, and
+    the data of a run whose policy is one of them.
+
+    They are enough to check a run and its layout; to start it all of them must be there.
+    """
+    policy = _absent_model("model", config.model.path, config.model.config) if config.model.source == "directory" else {}
+    return {**policy, **_reward_model(config), **(_absent_data(config) if policy else {})}
+
+
+def _reward_model(config: Config) -> dict[str, ModelShape]:
+    """What `reward.config` does not say is as `model.config` describes the policy."""
+    if config.reward.kind != "model":
+        return {}
+    likewise = config.model.config if config.model.source == "directory" else {}
+    return _absent_model("reward", config.reward.path, {**likewise, **config.reward.config})
+
+
+def _absent_model(key: str, path: str | None, entries: Mapping[str, Any]) -> dict[str, ModelShape]:
+    if path is None or not entries or Path(path).exists():
+        return {}
+    return {str(Path(path)): read_config(entries, f"{key}.config")}
+
+
+def _absent_data(config: Config) -> dict[str, None]:
+    paths = [path for key, path in read_paths(config).items() if key.startswith(("data.", "evaluation."))]
+    return {str(Path(path)): None for path in paths if not path.startswith(FUNCTION) and not Path(path).exists()}

@@ -1,18 +1,45 @@
 """The roles of a run: ranks, layout, device, threads."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
 from rich.table import Table
 
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, weight_table
-from aligner.placement.devices import uses_gpus
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.reward_sources import describe_sources, has_reward_model, reward_sources
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU to use: asking the driver's files costs nothing, asking torch costs its import."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether the roles' devices are GPUs: of this machine where the run stays here.
+
+    A Slurm job's are, whatever the machine that submits it has, unless none are asked for and nothing needs one.
+    """
+    if config.cluster.kind == "local":
+        return has_gpu()
+    return config.cluster.slurm.gpus != "none" or config.engine.kind == "tensorrt_llm"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a model computes on, and how many bytes a number of its layers takes there."""
+
+    gpus: bool
+    itemsize: int
+
+
+def device_of(config: Config, precision: str) -> Device:
+    """Of a role, or engine, at a precision: auto is bf16 on GPUs and fp32 on CPUs."""
+    gpus = uses_gpus(config)
+    return Device(gpus, 2 if precision == "bf16" or (precision == "auto" and gpus) else 4)
 
 
 @dataclass(frozen=True)
@@ -87,37 +114,20 @@ def placements(config: Config) -> tuple[Placement, ...]:
     # A job's nodes are not known yet: their cores over the ranks there.
     is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
     threads = threads_per_rank(config) if is_known else None
-    trainer = Placement(
-        "trainer",
-        config.actor.parallel.ranks,
-        describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else ""),
-        runs[config.algorithm.trainer],
-        device,
-        threads,
-    )
-    critic = Placement(
-        "critic",
-        config.critic.parallel.ranks,
-        describe_layout(config.critic.parallel),
-        f"value model, {sources}" if config.critic_scores else "value model",
-        device,
-        threads,
-    )
-    generator = Placement("generator", engine.parallel.ranks, engine_layout, f"{engine.kind} engine", device, threads)
-    servers = server_ranks(config)
-    rewards = (
-        Placement(
-            group,
-            ranks,
-            describe_layout(config.reward.parallel) if has_model else "-",
-            sources,
-            device if has_model else "cpu",
-            threads,
-        )
-        for group, ranks in servers.items()
-        if group not in ("generator", "critic")
-    )
-    return (trainer, *((generator,) if generates else ()), *((critic,) if "critic" in servers else ()), *rewards)
+    ranks = role_ranks(config)
+
+    def place(role: str, layout: str, runs: str, device: str = device) -> Placement:
+        return Placement(role, ranks[role], layout, runs, device, threads)
+
+    layout = describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else "")
+    found = [place("trainer", layout, runs[config.algorithm.trainer])]
+    if generates:
+        found.append(place("generator", engine_layout, f"{engine.kind} engine"))
+    if "critic" in ranks:
+        values = f"value model, {sources}" if config.critic_scores else "value model"
+        found.append(place("critic", describe_layout(config.critic.parallel), values))
+    scorer = (describe_layout(config.reward.parallel), sources) if has_model else ("-", sources, "cpu")
+    return (*found, *(place(group, *scorer) for group in ranks if group.startswith("reward")))
 
 
 def placement_table(config: Config) -> Table:
@@ -126,14 +136,7 @@ def placement_table(config: Config) -> Table:
     for column in ("role", "ranks", "layout", "runs", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
     for place in placements(config):
-        table.add_row(
-            place.role,
-            str(place.ranks),
-            place.layout,
-            place.runs,
-            place.device,
-            "-" if place.threads is None else str(place.threads),
-        )
+        table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
     return table
 
 

@@ -1,7 +1,5 @@
 """The way of weights to a generator with ranks of its own: the trainer's end, beside training, and the generator's."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

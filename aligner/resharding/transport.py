@@ -1,7 +1,5 @@
 """Moving a plan's pieces: within a rank by copying, between ranks in messages over a link."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence

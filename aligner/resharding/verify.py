@@ -1,7 +1,5 @@
 """Checking by checksum that every engine rank holds the trainer's weights, without gathering a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What both ends of a publish offer: an engine that takes new weights, and what takes the trainer's to it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol

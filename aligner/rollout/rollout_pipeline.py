@@ -1,7 +1,5 @@
 """Generation beside training: the next steps' samples are drawn while this one's are learned from."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Mapping

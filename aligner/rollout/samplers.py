@@ -1,7 +1,5 @@
 """Where samples come from: the engine on the trainer's ranks, or the generator role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

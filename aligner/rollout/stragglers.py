@@ -1,7 +1,5 @@
 """Prompts whose samples are under way from one batch to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

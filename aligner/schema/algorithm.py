@@ -36,8 +36,8 @@ class AlgorithmConfig:
         " samples become preferences",
         choices=("online", "sft", "dpo", "reward_model", "preferences"),
     )
-    epochs: int = option(1, "passes over a step's samples (trainer=online)", minimum=1)
-    minibatches: int = option(1, "optimizer steps a pass (trainer=online)", minimum=1)
+    epochs: int = option(1, "passes over a step's samples", minimum=1)
+    minibatches: int = option(1, "optimizer steps a pass", minimum=1)
     train_on: str = option(
         "all",
         "which of a prompt's samples are learned from: all, the one with the best score, or the best and the worst; with the"
@@ -100,12 +100,10 @@ class AlgorithmConfig:
         choices=("none", "token", "sequence"),
         read=".loss=clip|dpo|*:*",
     )
-    truncated_importance_cap: float = option(
-        2.0, "largest weight (truncated_importance)", minimum=1, read=".truncated_importance!=none"
-    )
+    truncated_importance_cap: float = option(2.0, "largest weight", minimum=1, read=".truncated_importance!=none")
     above_importance_cap: str = option(
         "truncate",
-        "what has a larger weight keeps the largest, or is dropped from the loss (truncated_importance)",
+        "what has a larger weight keeps the largest, or is dropped from the loss",
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
     )
@@ -163,7 +161,7 @@ class AlgorithmConfig:
         minimum=0,
         read=".trainer=online|preferences",
     )
-    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.trainer=dpo or algorithm.loss=dpo|*:*")
+    preference: PreferenceConfig = section(PreferenceConfig, read="algorithm.loss=dpo|*:* or algorithm.trainer=dpo")
 
     @property
     def generates(self) -> bool:

@@ -88,7 +88,7 @@ class ClusterConfig:
     kind: str = option("local", "local: on this machine; slurm: as a Slurm job", choices=("local", "slurm"))
     devices_per_node: int = option(
         8,
-        "GPUs of a node, or ranks a node takes where there are none (kind=slurm)",
+        "GPUs of a node, or ranks a node takes where there are none",
         minimum=1,
         read=".kind=slurm or .device_memory_gib!=null",
     )

@@ -40,30 +40,28 @@ class DataConfig:
     max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
     max_response_tokens: int = option(
         64,
-        "a longer response, its end-of-sequence token included, is an error; for trainers other than online",
+        "a longer response, its end-of-sequence token included, is an error",
         minimum=2,
         read="algorithm.trainer=sft|dpo|reward_model",
     )
     end_of_sequence: bool = option(
         True,
         "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
-        " generation cuts (trainers other than online)",
+        " generation cuts",
         read="algorithm.trainer=sft|dpo|reward_model",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
-    batch_size: int = option(
-        32, "rows of a training step (trainers other than online)", minimum=1, read="algorithm.trainer=sft|dpo|reward_model"
-    )
+    batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")
     held_out: int = option(
         0,
-        "the last so many rows of each source are evaluated on and never trained on (trainers other than online)",
+        "the last so many rows of each source are evaluated on and never trained on",
         minimum=0,
         read="algorithm.trainer=sft|dpo|reward_model",
     )
     normalization: str | None = option(
         None,
         "samples of the initial policy, with a prompt and a response each, that a reward model's rewards are normalized by;"
-        " the preferences' own answers when null (trainer=reward_model)",
+        " the preferences' own answers when null",
         read="algorithm.trainer=reward_model",
     )
     normalization_samples: int = option(256, "the first so many of these", minimum=2, read="algorithm.trainer=reward_model")

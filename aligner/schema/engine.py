@@ -70,10 +70,10 @@ class EngineConfig:
     )
     in_flight: str = option(
         "finish",
-        "what new weights do to responses under way (placement=server); finish: wait for them; interrupt: have them go on from"
+        "what new weights do to responses under way; finish: wait for them; interrupt: have them go on from"
         " the tokens that they have, under the new weights",
         choices=("finish", "interrupt"),
-        read=".placement=server and rollout.max_staleness>0",
+        read=".placement=server",
     )
     update_timeout_s: float = option(300.0, "an update that takes longer names the missing rank and fails", minimum=1)
     verify_every: int = option(

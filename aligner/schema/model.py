@@ -18,8 +18,8 @@ class ModelConfig:
         " cached; random: initialised from the seed",
         choices=("directory", "gguf", "random"),
     )
-    path: str | None = option(None, "model directory (source=directory)", read=".source=directory")
-    package: str | None = option(None, "importable package that ships the GGUF file (source=gguf)", read=".source=gguf")
+    path: str | None = option(None, "model directory", read=".source=directory")
+    package: str | None = option(None, "importable package that ships the GGUF file", read=".source=gguf")
     config: dict[str, Any] = option(
         {},
         "Hugging Face config.json as YAML (source=random); with source=directory what `aligner validate` goes by while there"
@@ -28,7 +28,7 @@ class ModelConfig:
     )
     initializer_std: float = option(
         0.02,
-        "standard deviation of the random weights (source=random)",
+        "standard deviation of the random weights",
         minimum=0,
         read=".source=random or dry_run.scale=tiny",
     )

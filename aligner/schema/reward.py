@@ -10,7 +10,7 @@ from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import MegatronModelConfig
 
 OWN_SERVER = (
-    "algorithm.advantage!=gae|*:* or algorithm.with_critic=false or critic.with_reward=false or algorithm.trainer=preferences"
+    "critic.with_reward=false or algorithm.with_critic=false or algorithm.advantage!=gae|*:* or algorithm.trainer=preferences"
 )
 """When the reward has a server of its own: where no critic serves it."""
 
@@ -25,28 +25,26 @@ class RewardConfig(MegatronModelConfig):
         " `sources`",
         choices=("function", "model", "remote", "combined"),
     )
-    function: str = option(
-        "digit_fraction", "a built-in scorer's name, or module:callable (kind=function)", read=".kind=function"
-    )
-    path: str | None = option(None, "reward model directory (kind=model)", read=".kind=model")
+    function: str = option("digit_fraction", "a built-in scorer's name, or module:callable", read=".kind=function")
+    path: str | None = option(None, "reward model directory", read=".kind=model")
     config: dict[str, Any] = option(
         {},
         "its config.json as YAML, which `aligner validate` goes by while there is no such directory; what it does not say is"
-        " as in model.config, all of it when empty (kind=model)",
+        " as in model.config, all of it when empty",
         read=".kind=model",
     )
     url: str | None = option(
-        None, "address that takes queries and answers rewards, as OpenRLHF's remote_rm_url (kind=remote)", read=".kind=remote"
+        None, "address that takes queries and answers rewards, as OpenRLHF's remote_rm_url", read=".kind=remote"
     )
     timeout_s: float = option(
-        60.0, "deadline of a request to the remote scorer, retries included (kind=remote)", minimum=0.1, read=".kind=remote"
+        60.0, "deadline of a request to the remote scorer, retries included", minimum=0.1, read=".kind=remote"
     )
     gain: float = option(
         1.0, "scores are multiplied by it: normalization to a mean and deviation is gain and bias", read=".kind!=combined"
     )
     bias: float = option(0.0, "and this is added", read=".kind!=combined")
     sources: dict[str, Any] = option(
-        {}, "name to kind, weight, gain, bias and function, path, or url and timeout_s (kind=combined)", read=".kind=combined"
+        {}, "name to kind, weight, gain, bias and function, path, or url and timeout_s", read=".kind=combined"
     )
     missing_end_score: float | None = option(
         None, "score of a response without an end, an end-of-sequence token or rollout.truncate_token; its own when null"

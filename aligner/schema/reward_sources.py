@@ -61,7 +61,9 @@ _KINDS: Mapping[str, type[Source]] = {"function": FunctionSource, "model": Model
 
 def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     """The sources of the score, whose sum it is. Raises ConfigError with one line for each thing that is wrong."""
-    problems = list(_misplaced(reward))
+    problems = []
+    if reward.kind == "combined" and not reward.sources:
+        problems.append("reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function")
     sources = []
     for key, name, entries in _entries(reward):
         found = list(_source_problems(key, entries))
@@ -102,18 +104,6 @@ def source_entry(source: Source) -> dict[str, Any]:
     (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     return {"kind": kind} | {name: value for name, value in values.items() if name not in ("name", "key")}
-
-
-def _misplaced(reward: RewardConfig) -> Iterator[str]:
-    if reward.kind != "combined":
-        if reward.sources:
-            yield f"reward.sources: read with reward.kind=combined only, got reward.kind={reward.kind}"
-        return
-    if not reward.sources:
-        yield "reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function"
-    for name, default in (("gain", 1.0), ("bias", 0.0)):
-        if getattr(reward, name) != default:
-            yield f"reward.{name}={getattr(reward, name):g}: with reward.kind=combined each source has its own {name}"
 
 
 def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:

@@ -31,14 +31,12 @@ class RolloutConfig:
     )
     max_deferrals: int = option(
         1,
-        "a prompt is left behind by so many steps at most, and then waited for (spare_prompts above 0)",
+        "a prompt is left behind by so many steps at most, and then waited for",
         minimum=1,
         read=".spare_prompts>0",
     )
     max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
-    min_response_tokens: int = option(
-        0, "no end-of-sequence token is drawn before so many tokens", minimum=0, read=".stop_at_eos=true"
-    )
+    min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
     top_k: int = option(0, "draw among the k most probable tokens; 0: among all, which is what the losses assume", minimum=0)
     top_p: float = option(

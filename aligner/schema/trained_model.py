@@ -18,7 +18,7 @@ class ParallelConfig:
     last_stage_layers: int | None = option(
         None,
         "decoder layers on the last pipeline stage, which also computes the head; the other stages share the rest evenly,"
-        " and all do when null; of no account with one stage",
+        " and all do when null",
         minimum=1,
         read=".pipeline>1",
     )

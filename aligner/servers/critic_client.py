@@ -1,7 +1,5 @@
 """The trainer's side of the critic: values and updates in the order of the calls, each update applied exactly once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_recovery import CriticRecovery, for_instance
 from aligner.servers.critic_updates import INITIAL, CriticState, RunId, UpdateJournal

@@ -1,7 +1,6 @@
 """Preferences out of the policy's own samples: of each prompt's the best and the worst. Nothing is learned."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from aligner.algorithms.selections import best_and_worst
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
-from aligner.observability.timeline import PhaseTimer, Timeline
+from aligner.observability.timeline import PhaseTimer
 from aligner.paths import RunPaths, run_paths
 from aligner.resharding.weight_update import WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import Services
-from aligner.schema import Config
-from aligner.training.online import Outcome, Recorder
+from aligner.training.loop import StepResult, TrainingLoop
+from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import rollout_metrics
-from aligner.training.stopping import StopCondition
 
 Record = dict[str, Any]
 
@@ -90,67 +88,55 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-@dataclass
-class PreferenceSampler:
-    """One rank of the trainer. Every rank runs the same program on the same whole step; rank 0 writes."""
+@dataclass(kw_only=True)
+class PreferenceSampler(TrainingLoop):
+    """Nothing is learned, and no checkpoint is kept: a run goes on behind the last step whose metrics are written."""
 
-    config: Config
     publisher: WeightPublisher
     builder: RolloutBuilder
     services: Services
     shaping: ScoreShaping
-    recorder: Recorder | None
     writer: PairWriter | None
-    timeline: Timeline
-    ending: StopCondition
+    """Rank 0's."""
 
-    def run(self) -> None:
-        """Sample from where the run stands to its end."""
-        first = self._resume()
+    def resume(self, saved: Sequence[TrainingState]) -> int:
+        """Go on where the metrics end: they are written last."""
         self.services.start(self.config.server.start_timeout_s)
-        if self.ending.is_early_after(first):
-            return
-        self.timeline.begin_step(first + 1)
-        with self.timeline.span("publish"):
-            self.publisher.publish(version=0)
-        timer = PhaseTimer(listener=self.timeline.add)
-        for step in range(first, self.ending.last):
-            self.timeline.begin_step(step + 1)
-            with timer.phase("generate"):
-                rollout = self.builder.take()
-            with timer.phase("server_wait"):
-                rollout = rollout.scored()
-                outcome = Outcome(rollout_metrics(rollout, self.config.rollout), rollout, rollout.scores.result())
-            self.services.assert_settled()
-            if self.recorder is not None and self.writer is not None:
-                self._record(step + 1, outcome, timer.take(), self.recorder, self.writer)
-            if self.ending.is_after(step + 1):
-                break
-        is_complete = self.ending.last == self.config.run.steps and not self.ending.is_early
-        if self.writer is not None and is_complete:
-            self.writer.finish()
-        self.timeline.flush()
-
-    def _resume(self) -> int:
-        """The first step to do: behind the last whose metrics are written, which is done last."""
         done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
         self.builder.position = first * self.config.rollout.prompts_per_step
-        if self.recorder is not None and self.writer is not None:
-            self.recorder.truncate_after(first)
+        if self.writer is not None:
             self.writer.resume(first)
-        self.timeline.begin_run(first)
         return first
 
-    def _record(self, step: int, outcome: Outcome, times: dict[str, float], recorder: Recorder, writer: PairWriter) -> None:
-        rollout, samples_per_prompt = outcome.rollout, self.config.rollout.samples_per_prompt
-        shaped = self.shaping(outcome.scores, rollout.samples)
-        records, without = preferences(rollout, shaped, samples_per_prompt, writer.tokenizer)
-        writer.write(step, records, rollout, outcome.scores)
-        stats = {"preferences/pairs": len(records), "preferences/without_pair": without}
-        if records:
-            stats["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
-        throughput = {"throughput/samples_per_s": len(rollout.samples) / times["time/step"]}
-        if step == 1 or step % self.config.logging.samples_every == 0:
-            recorder.write_samples(step, outcome, self.config.logging.samples_count)
-        recorder.metrics.write(step, outcome.stats | stats | times | throughput)
+    def begin(self, first: int) -> None:
+        """Have the engine serve the policy."""
+        self.timeline.begin_step(first + 1)
+        with self.timeline.span("publish"):
+            self.publisher.publish(version=0)
+
+    def step(self, step: int, timer: PhaseTimer) -> StepResult:
+        """Sample, and write down the pairs."""
+        with timer.phase("generate"):
+            rollout = self.builder.take()
+        with timer.phase("server_wait"):
+            rollout = rollout.scored()
+            metrics, scores = rollout_metrics(rollout, self.config.rollout), rollout.scores.result()
+        self.services.assert_settled()
+        if self.writer is not None:
+            shaped = self.shaping(scores, rollout.samples)
+            records, without = preferences(rollout, shaped, self.config.rollout.samples_per_prompt, self.writer.tokenizer)
+            self.writer.write(step + 1, records, rollout, scores)
+            metrics |= {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
+            if records:
+                metrics["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
+        return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores)
+
+    def finish(self) -> None:
+        """Give the files their names, once all steps are done."""
+        if self.writer is not None and self.stop.last == self.config.run.steps and not self.stop.is_early:
+            self.writer.finish()
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self.builder.close()

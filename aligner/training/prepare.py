@@ -1,7 +1,5 @@
 """What comes before a run's roles: its model's directory, and a look at all that they will read."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -12,11 +10,13 @@ from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
+from aligner.schema.keys import only_read
 from aligner.schema.reward_sources import FunctionSource, reward_sources
 
 
 def prepare_run(config: Config) -> None:
     """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what is wrong with them."""
+    config = only_read(config)
     for notice in _check_data(config, Tokenizer(prepare_model(config))):
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):

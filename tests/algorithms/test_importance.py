@@ -14,9 +14,9 @@ from aligner.algorithms.losses import policy_loss
 from aligner.algorithms.online_losses import LossContext, clipped_surrogate
 from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
-from aligner.training.setup import build_options
+from aligner.training.engine_setup import build_options
 from tests.algorithms import jobs
 from tests.megatron import families
 

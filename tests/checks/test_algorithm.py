@@ -8,6 +8,7 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.placement.roles import placements, server_ranks
 from aligner.schema.derived import rows_together
+from aligner.schema.keys import with_values
 
 
 def composed(*overrides):
@@ -28,20 +29,23 @@ def composed(*overrides):
         (["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"], "label_smoothing=0.7: must be at most 0.5"),
         (
             ["algorithm=online_dpo", "algorithm.preference.kind=ipo", "algorithm.preference.label_smoothing=0.1"],
-            "label_smoothing=0.1: read with kind=sigmoid only, got kind=ipo",
+            "label_smoothing=0.1: not read with algorithm.preference.kind=ipo",
         ),
         (["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no"),
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1: in the loss its gradient is zero"),
         (["algorithm=copg", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator=k3: loss=copg is defined with k1"),
-        (["algorithm=rloo", "algorithm.early_stop_kl=0.1"], "algorithm.early_stop_kl=0.1: loss=reinforce has no ratio"),
+        (["algorithm=rloo", "algorithm.early_stop_kl=0.1"], "algorithm.early_stop_kl=0.1: not read with algorithm.loss="),
         (["algorithm=rloo", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards=true: scores of whole responses"),
         (["algorithm.kl_target=0"], "algorithm.kl_target=0.0: must be above 0"),
-        (["algorithm.kl_target=1", "algorithm.kl_coefficient=0"], "algorithm.kl_target=1: a coefficient of 0 stays 0"),
+        (
+            ["algorithm.kl_target=1", "algorithm.kl_coefficient=0"],
+            "kl_target=1: not read with algorithm.kl_coefficient=0",
+        ),
         (["algorithm.kl_target=1", "algorithm.kl_horizon=64"], "algorithm.kl_horizon=64: must be above a step's 64 samples"),
         (["algorithm.critic_warmup_steps=40"], "algorithm.critic_warmup_steps=40: the run has 40 steps"),
         (
             ["algorithm=grpo", "algorithm.critic_warmup_steps=1"],
-            "algorithm.advantage=grpo has no critic",
+            "algorithm.critic_warmup_steps=1: not read with algorithm.advantage=grpo",
         ),
         (["algorithm.critic_warmup_steps=39", "actor.optimizer.warmup_steps=2"], "the run has 2 optimizer steps"),
         (
@@ -54,8 +58,8 @@ def composed(*overrides):
         ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
-        (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3.0: read with loss=clip only"),
-        (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: algorithm.advantage=grpo has no critic"),
+        (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3: not read with algorithm.loss=reinforce"),
+        (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: not read with algorithm.advantage=grpo"),
         (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),
         (
             ["algorithm=online_dpo", "actor.micro_batch_tokens=40"],
@@ -71,6 +75,38 @@ def test_parts_that_do_not_fit_are_refused_by_name(overrides, expected, tmp_path
     assert expected in str(caught.value)
 
 
+OWN = [f"algorithm.{key}=some.module:own" for key in ("advantage", "loss", "train_on")]
+
+
+@pytest.mark.parametrize("key", ["advantage", "loss", "train_on"])
+@pytest.mark.parametrize("unknown", ["gpro", ":gpro", "module:"])
+def test_an_unknown_part_is_refused_by_name(key, unknown, tmp_path):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}={unknown}: allowed: .*, module:callable"):
+        check(composed(f"run.dir={tmp_path / 'run'}", f"algorithm.{key}={unknown}"))
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_asks_for_one(critic, tmp_path):
+    config = composed(f"run.dir={tmp_path / 'run'}", *OWN, *(["algorithm.with_critic=true"] if critic else []))
+    check(config)
+    assert config.algorithm.has_critic == critic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=rloo", OWN[2]], "advantage=rloo compares all of a prompt's samples"),
+        (["algorithm=copg", OWN[2]], "loss=copg compares all of a prompt's samples"),
+        (["algorithm=online_dpo", OWN[2]], "loss=dpo and train_on=best_and_worst need each other"),
+        (["algorithm=rloo", "algorithm.with_critic=true"], "algorithm.with_critic=true"),
+    ],
+)
+def test_what_a_part_of_ones_own_does_not_fit_is_refused(overrides, expected, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides))
+    assert expected in str(caught.value)
+
+
 def test_only_an_algorithm_with_values_has_a_critic():
     assert list(server_ranks(composed())) == ["critic", "reward"]
     assert list(server_ranks(composed("algorithm=grpo"))) == ["reward"]
@@ -80,7 +116,7 @@ def test_only_an_algorithm_with_values_has_a_critic():
 
 def test_a_critic_that_is_not_there_is_not_checked():
     assert not list(algorithm.problems(composed("algorithm=rloo"), None, {}))
-    check(composed("algorithm=grpo", "critic.num_layers=99", "critic.micro_batch_tokens=1"))
+    check(with_values(composed("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}))
 
 
 def test_the_loss_sees_pairs_and_prompts_whole():

@@ -27,7 +27,10 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["rollout.top_p=1.1"], "rollout.top_p=1.1: must be at most 1"),
         (["rollout.min_response_tokens=17"], "min_response_tokens=17: it is above rollout.max_response_tokens=16"),
         (["algorithm.truncated_importance=row"], "algorithm.truncated_importance=row: allowed: none, token, sequence"),
-        (["algorithm.truncated_importance_cap=0.5"], "algorithm.truncated_importance_cap=0.5: must be at least 1"),
+        (
+            ["algorithm=ppo_decoupled", "algorithm.truncated_importance_cap=0.5"],
+            "importance_cap=0.5: must be at least 1",
+        ),
         (
             ["engine.update=shared", "engine.precision=fp32", "actor.precision=bf16"],
             "engine.update=shared: engine.precision=fp32 and actor.precision=bf16 are 4 and 2 bytes a number",
@@ -45,7 +48,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["engine=tensorrt_llm", "engine.placement=server", "rollout.spare_prompts=2"],
             "rollout.spare_prompts=2: engine.kind=tensorrt_llm gives out complete responses alone; allowed with it: 0",
         ),
-        (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: nothing is under way when weights come"),
+        (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: not read with engine.placement=colocated"),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),
         (["actor.optimizer.min_learning_rate=1"], "actor.optimizer.min_learning_rate=1.0: it is above"),
@@ -98,7 +101,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         ),
         (
             ["critic.with_reward=true", "reward.ports.grpc=29990"],
-            "reward.ports.grpc=29990: with critic.with_reward=true the reward is served on critic.ports",
+            "reward.ports.grpc=29990: not read with critic.with_reward=true",
         ),
         (["server.tls.certificate=absent.pem"], "server.tls.certificate=absent.pem: no such file"),
         (["model.source=directory"], "model.path must name a Hugging Face model directory"),

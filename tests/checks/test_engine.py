@@ -12,8 +12,8 @@ from aligner.checks.check import check
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.placement import devices
-from aligner.placement.devices import device_of, uses_gpus
+from aligner.placement import roles
+from aligner.placement.roles import device_of, uses_gpus
 from aligner.schema import EngineConfig
 from tests.models.test_layouts import DENSE, EXPERTS
 
@@ -34,7 +34,7 @@ def problems(**changes):
 
 
 def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check(compose_config(["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]))
@@ -44,7 +44,7 @@ def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_pat
 
 
 def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
     check(compose_config([*slurm, "engine=tensorrt_llm"]))
     config = compose_config(slurm)

@@ -53,11 +53,6 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
             {"evaluation": EvaluationConfig(every=1)},
             "evaluation.every=1: algorithm.trainer=preferences learns",
         ),
-        (
-            "sft",
-            {"evaluation": EvaluationConfig(function="math")},
-            "evaluation.function=math: only algorithm.trainer=online is",
-        ),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], found: str) -> None:

@@ -39,7 +39,7 @@ def test_a_key_to_the_server_must_be_in_the_environment_or_where_login_leaves_it
     online = ("logging.wandb.enabled=true", "logging.wandb.mode=online")
     with pytest.raises(ConfigError, match=r"logging.wandb.mode=online: there is no key to the server; run `wandb login`"):
         checked(tmp_path, *online)
-    checked(tmp_path, "logging.wandb.mode=online")  # it is off
+    checked(tmp_path, "logging.wandb.enabled=false")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789abcdef\n")
     checked(tmp_path, *online)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
@@ -64,4 +64,4 @@ def test_a_database_is_refused_where_the_client_alone_is_installed(tmp_path: Pat
 )
 def test_other_values_are_refused_with_those_allowed(tmp_path: Path, key: str, value: str, allowed: str) -> None:
     with pytest.raises(ConfigError, match=f"logging.{key}={value}: allowed: {allowed}"):
-        checked(tmp_path, f"logging.{key}={value}")
+        checked(tmp_path, "logging.wandb.enabled=true", f"logging.{key}={value}")

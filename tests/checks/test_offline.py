@@ -8,12 +8,12 @@ import pytest
 
 from aligner.checks import actor, algorithm, data, evaluation
 from aligner.models.shape import ModelShape
-from aligner.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, EvaluationConfig, LoraConfig, PreferenceConfig
+from aligner.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, EvaluationConfig, LoraConfig
 from aligner.schema.data_sources import FUNCTION
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
-    settings = AlgorithmConfig(trainer=trainer, preference=sections.pop("preference", PreferenceConfig()))
+    settings = AlgorithmConfig(trainer=trainer)
     records = dataclasses.replace(sections.pop("data", DataConfig()), path=f"{FUNCTION}records:make")
     return found(Config(algorithm=settings, data=records, **sections))
 
@@ -39,14 +39,8 @@ def test_a_micro_batch_holds_what_the_loss_sees_together(trainer: str, fits: int
     ("trainer", "sections", "told"),
     [
         ("sft", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on"),
-        ("sft", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: read with"),
         ("reward_model", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: no such file"),
         ("reward_model", {"actor": ActorConfig(lora=LoraConfig(rank=2))}, "actor.lora.rank=2: with adapters the new head"),
-        (
-            "dpo",
-            {"preference": PreferenceConfig(kind="ipo", label_smoothing=0.1)},
-            "read with kind=sigmoid only, got kind=ipo",
-        ),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told: str) -> None:
@@ -55,7 +49,7 @@ def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told
 
 
 def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
-    from aligner.models.families import read_config
+    from aligner.models.hugging_face import read_config
 
     shape = read_config(
         {

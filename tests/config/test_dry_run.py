@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config
-from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run
-from aligner.config.dry_run.stand_in_data import with_present_data
-from aligner.config.dry_run.tiny_shapes import Models
+from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run, with_present_data
+from aligner.config.dry_run.tiny_models import Models
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
-from aligner.models.families import read_config
-from aligner.models.hugging_face import hugging_face_config
+from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.shape import ModelShape, RopeScaling
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig

@@ -107,7 +107,8 @@ def test_sources_may_be_results_too(conf: Path) -> None:
 
 def test_a_path_that_the_run_does_not_read_needs_nothing(conf: Path) -> None:
     assert planned(conf, "experiment=against", "reward.kind=function").prerequisites == ()
-    assert planned(conf, "experiment=tiny_ppo", "model.path=experiment:judge").prerequisites == ()
+    write(conf, "starts", {"model": {"source": "random", "path": "experiment:judge"}})
+    assert planned(conf, "experiment=starts").prerequisites == ()
 
 
 def test_a_layout_is_checked_against_a_model_that_does_not_exist_yet(conf: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_file_that_a_result_will_not_have_is_refused_before_anything_runs(
 
 def test_prompts_can_be_had_from_whatever_has_some(conf: Path) -> None:
     for file in ("", "/preferences.jsonl", "/responses.jsonl"):
-        assert planned(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}", "data.prompts=[]").missing
+        assert planned(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}").missing
 
 
 def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path) -> None:

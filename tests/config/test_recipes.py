@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from aligner.checks.check import check
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.compose import built_in_directory, compose_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launch.slurm.submit import render_script
+from aligner.models.model_source import absent_inputs
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_needs
 

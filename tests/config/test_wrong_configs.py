@@ -38,8 +38,8 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.steps=0", "run.steps=0: must be at least 1"),
     ("run.steps=999999999999999999999999", "run.steps=999999999999999999999999: must be at most 1000000000"),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
-    ("engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
-    ("engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
+    ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
+    ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
     ("engine.kind=vllm", "engine.kind=vllm: allowed: embedded, tensorrt_llm"),
     ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
     # Layouts and sizes that do not go together.
@@ -78,7 +78,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a reward"),
     # Keys that contradict each other.
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
-    ("engine.in_flight=interrupt", "engine.in_flight=interrupt", "engine.in_flight=finish"),
+    ("engine.in_flight=interrupt", "engine.in_flight=interrupt: not read", "engine.placement=server"),
     ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
     (
         "engine=tensorrt_llm engine.placement=server engine.sleep=false",

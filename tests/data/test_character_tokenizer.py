@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from tests.models.test_families import SIZES
 
 SHAPE = dataclasses.replace(

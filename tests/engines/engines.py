@@ -16,7 +16,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
 from aligner.resharding.weight_update import WeightUpdate

@@ -13,7 +13,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import EngineConfig, EngineParallelConfig

@@ -8,7 +8,7 @@ import torch
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.engine_weights import parameters
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import engine_weights, shared_weights
 from aligner.rollout.rollout_builder import RolloutBuilder

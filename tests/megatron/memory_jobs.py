@@ -14,7 +14,7 @@ from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, CriticConfig, LoraConfig, OptimizerConfig, ParallelConfig

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from aligner.models.families import read_config
-from aligner.placement.devices import Device
+from aligner.models.hugging_face import read_config
 from aligner.placement.memory.activations import Load, Stage
 from aligner.placement.memory.model_states import trained_states
+from aligner.placement.roles import Device
 from aligner.schema import ParallelConfig
 from tests.megatron import memory_jobs
 

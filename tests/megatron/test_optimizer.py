@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from aligner.data.model_directory import read_shape
-from aligner.models.frozen import frozen_names
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import weight_table
 from aligner.schema import OptimizerConfig, ParallelConfig
 from tests.megatron import jobs, optimizer_jobs

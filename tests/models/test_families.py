@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models.families import ARCHITECTURES, read_config
-from aligner.models.rope import inverse_frequencies
+from aligner.models.hugging_face import ARCHITECTURES, read_config
+from aligner.models.shape import inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 SIZES = {

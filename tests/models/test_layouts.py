@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from aligner.models.families import read_config
+from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
 from aligner.models.weight_slices import coordinates, stage_layers, trainer_slices, weight_table
 from aligner.placement.roles import describe_layout

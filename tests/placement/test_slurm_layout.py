@@ -181,7 +181,7 @@ def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
     told = problems(
         *(f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", "reward=combined"),
-        *("data.prompts=[]", f"+data.sources.mine.path={prompts}", f"evaluation.path={prompts}", "evaluation.every=1"),
+        *(f"+data.sources.mine.path={prompts}", f"evaluation.path={prompts}", "evaluation.every=1"),
         f"+reward.sources.judge={{kind: model, path: {tmp_path}/judge}}",
     )
     for key, path in (

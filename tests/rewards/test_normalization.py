@@ -7,7 +7,7 @@ import pytest
 
 from aligner.checks import reward
 from aligner.errors import ConfigError
-from aligner.models.normalization import NORMALIZATION, read_normalization
+from aligner.models.model_source import NORMALIZATION, read_normalization
 from aligner.schema import Config, RewardConfig
 
 

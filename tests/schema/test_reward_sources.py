@@ -57,9 +57,9 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
     ("overrides", "message"),
     [
         (["reward.kind=combined"], "reward.sources: no source to combine"),
-        ([COMBINED[1]], "reward.sources: read with reward.kind=combined only, got reward.kind=function"),
-        ([*COMBINED, "reward.gain=2"], "reward.gain=2: with reward.kind=combined each source has its own gain"),
-        ([*COMBINED, "reward.bias=1"], "reward.bias=1: with reward.kind=combined each source has its own bias"),
+        ([COMBINED[1]], "not read with reward.kind=function; it counts with reward.kind=combined"),
+        ([*COMBINED, "reward.gain=2"], "reward.gain=2: not read with reward.kind=combined"),
+        ([*COMBINED, "reward.bias=1"], "reward.bias=1: not read with reward.kind=combined"),
         ([*COMBINED, "+reward.sources.b=5"], "reward.sources.b=5: expected a mapping with kind"),
         ([*COMBINED, "+reward.sources.b={weight: 1}"], "reward.sources.b.kind: missing; allowed: function, model, remote"),
         ([*COMBINED, "+reward.sources.b.kind=judge"], "reward.sources.b.kind=judge: no such kind; allowed: function, model"),
@@ -83,7 +83,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "+reward.sources.b={kind: model, path: nowhere}"], "reward.sources.b.path=nowhere: no such model dir"),
         ([*COMBINED, "reward.parallel.data=2"], "reward.parallel: 2 ranks, must be 1: no source of the reward is a model"),
         (["critic.with_reward=true", "reward.parallel.data=2"], "reward.parallel: critic.with_reward=true runs the reward at"),
-        (["critic.with_reward=true", "reward.replicas=2"], "reward.replicas=2: must be 1 with critic.with_reward=true"),
+        (["critic.with_reward=true", "reward.replicas=2"], "reward.replicas=2: not read with critic.with_reward=true"),
         (
             [
                 "critic.with_reward=true",
@@ -103,7 +103,9 @@ def test_what_is_wrong_with_a_source_is_told_by_key(tmp_path, overrides, message
 
 
 def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
-    check(compose(tmp_path, "reward.function=no_such_module:score", "evaluation.function=no_such_module:gold"))
+    check(compose(tmp_path, "reward.function=no_such_module:score"))
+    evaluated = ("evaluation.every=1", "evaluation.prompts=[a]", "evaluation.function=no_such_module:gold")
+    check(compose(tmp_path, *evaluated))
 
 
 def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):

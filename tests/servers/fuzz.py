@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from aligner.placement.endpoints import KEY_HEADER, Endpoint
+from aligner.placement.addresses import KEY_HEADER, Endpoint
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array, told_error
 from tests.servers.bad_requests import good
 

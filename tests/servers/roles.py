@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from aligner.placement.endpoints import Access, Endpoint
+from aligner.placement.addresses import Access, Endpoint
 from aligner.triton_cleanup import remove_triton_files
 from tests.worker_pool import free_port
 

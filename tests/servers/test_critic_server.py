@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import KEY_HEADER
+from aligner.placement.addresses import KEY_HEADER
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import CriticState, UpdateJournal
@@ -47,7 +47,7 @@ def critic_client(role, directory):
 
 
 def send(client, endpoint, arrays, timeout_s=20):
-    return client._replicas.connections[0].infer(endpoint, arrays, timeout_s)
+    return client._replicas[0].infer(endpoint, arrays, timeout_s)
 
 
 def update(client, number, run=None):

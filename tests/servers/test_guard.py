@@ -14,8 +14,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import ConfigError
-from aligner.placement.endpoints import KEY_HEADER, Access, create_access_key, run_access
-from aligner.placement.ports import http_address, interface_address
+from aligner.placement.addresses import KEY_HEADER, Access, create_access_key, http_address, interface_address, run_access
 from aligner.schema import Config, TLSConfig
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.triton_host import Guard

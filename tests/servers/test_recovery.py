@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
-from aligner.placement.endpoints import Endpoint
+from aligner.placement.addresses import Endpoint
 from aligner.servers.connection import Connection
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import CriticState, UpdateJournal

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from aligner.placement.endpoints import Endpoint
+from aligner.placement.addresses import Endpoint
 from aligner.servers.connection import Connection, RefusedError, TransportError
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import (

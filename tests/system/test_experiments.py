@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aligner.data.export import find_source
-from aligner.models.normalization import read_normalization
+from aligner.models.model_source import read_normalization
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction

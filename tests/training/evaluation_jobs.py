@@ -26,8 +26,8 @@ from aligner.schema import (
     RolloutConfig,
     RunConfig,
 )
+from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import Evaluator, build_evaluator
-from aligner.training.setup import build_engine_ends, build_options
 
 RESPONSE_TOKENS = 7
 
@@ -51,12 +51,12 @@ def evaluator(config: Config, world: World) -> Evaluator:
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
-    sampler, publisher = build_engine_ends(config, shape, world, policy, client=None)
+    sampler, publisher = build_engine_ends(config, policy, client=None)
     publisher.publish(version=0)
     options, services = build_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
     builder = RolloutBuilder(stream, sampler, services, config.rollout, options, shape.pad_token_id)
-    built = build_evaluator(config, tokenizer, policy, builder, services, options)
+    built = build_evaluator(config, tokenizer, policy, builder, services)
     assert built is not None
     return built
 

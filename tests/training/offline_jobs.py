@@ -12,8 +12,10 @@ from torch import Tensor
 
 from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
+from aligner.data.tokenizer import Tokenizer
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
+from aligner.rollout.services import Services
 from aligner.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -30,8 +32,9 @@ from aligner.schema import (
 )
 from aligner.servers.reward_server import build_scoring
 from aligner.signals import STOP_SIGNAL
-from aligner.training.offline import build_task, build_trainer
+from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.setup import build_task, build_trainer
 from tests.megatron.jobs import Slices, gradients, slices
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
@@ -141,7 +144,9 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
     }
     config = configuration(directory, {}, task, root, **(chosen | sections))
     world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
-    trainer = build_trainer(config, world, run_data(examples(task), held_out=2, shuffle=True))
+    data = run_data(examples(task), held_out=2, shuffle=True)
+    trainer = build_trainer(config, world, Tokenizer(Path(directory)), data, Services(None, None))
+    assert isinstance(trainer, OfflineTrainer)
     take = trainer.examples.take
 
     def told(position: int, count: int) -> list[Any]:
@@ -155,4 +160,4 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
     trainer.run()
     worlds.shutdown()
     assert not list(Path(root).rglob("*.tmp"))
-    return trainer.ending.is_early
+    return trainer.stop.is_early

@@ -1,26 +1,32 @@
-"""From a run's plan to its dry run's, with what differs between the two."""
-
-from __future__ import annotations
+"""From a run's plan to its dry run's, with what differs between the two, and data for it where the run's is not here."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from aligner.checks.check import check
-from aligner.config.absent_inputs import absent_inputs
 from aligner.config.dry_run import tiny_settings as settings
-from aligner.config.dry_run.fitting_layouts import with_fitting_layouts
-from aligner.config.dry_run.stand_in_data import with_present_data
-from aligner.config.dry_run.tiny_shapes import Models, with_positions, with_tiny_models
+from aligner.config.dry_run.tiny_models import Models, with_fitting_layouts, with_positions, with_tiny_models
 from aligner.config.prerequisites import RunPlan
-from aligner.models.model_source import reward_shapes
+from aligner.errors import ConfigError
+from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.data_sources import FUNCTION, data_sources
+from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import schema_keys, value_at, with_values
 from aligner.schema.reward_sources import RemoteSource, reward_sources
 
+_SUMS = {
+    "online": "prompts",
+    "preferences": "prompts",
+    "sft": "demonstrations",
+    "dpo": "preferences",
+    "reward_model": "preferences",
+}
 _LONGEST_SHOWN = 200
 _TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
 
@@ -68,7 +74,7 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
     config = with_values(config, settings.frozen(config, given, tiny, models))
     config = with_values(config, settings.place(config))
     config = with_values(config, settings.lengths(config))
-    tiny = with_positions(tiny, settings.longest_sequence(config), settings.longest_sequence(given))
+    tiny = with_positions(tiny, longest_sequence(config), longest_sequence(given))
     config = with_values(config, settings.scores(config, unreachable))
     config = with_values(config, settings.models(config, tiny))
     config = with_values(config, settings.batches(config))
@@ -109,6 +115,51 @@ def _key_changes(given: Config, tiny: Config) -> Iterator[Change]:
         one, other = value_at(given, name), value_at(tiny, name)
         if one != other and name not in _TOLD_OTHERWISE:
             yield Change(name, one, other)
+
+
+def with_present_data(config: Config, expected: ExpectedInputs) -> tuple[Config, tuple[str, ...]]:
+    """The configuration with sums instead of records that are not here, and a line about each exchange."""
+    notes: list[str] = []
+    for values, note in (*_records(config, expected), *_evaluation(config, expected)):
+        config = with_values(config, values)
+        notes.append(note)
+    return config, tuple(notes)
+
+
+def _is_absent(path: Path | str, expected: ExpectedInputs) -> bool:
+    return is_expected(path, expected) or not (str(path).startswith(FUNCTION) or Path(path).exists())
+
+
+def _sums(name: str) -> str:
+    return f"{FUNCTION}aligner.data.arithmetic:{name}"
+
+
+def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+    try:
+        sources = data_sources(config.data)
+    except ConfigError:
+        return  # the checks tell
+    absent = [source for source in sources if _is_absent(source.path, expected)]
+    if absent:
+        # All of them: data.prompt_after and data.prompt_before speak of the run's own records.
+        path = _sums(_SUMS[config.algorithm.trainer])
+        values: dict[str, Any] = {"data.fields": {}, "data.prompt_after": None, "data.prompt_before": None}
+        if config.data.path is not None:
+            values["data.path"] = path
+        for source in sources if config.data.path is None else ():
+            values[source.key] = {"path": path, "weight": source.weight}
+        named = ", ".join(source.given_as for source in absent)
+        yield values, f"{named}: not on this machine; sums take the place of all data"
+    given = config.data.normalization
+    if given is not None and _is_absent(given, expected):
+        yield {"data.normalization": None}, f"data.normalization={given}: not on this machine; left out"
+
+
+def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+    path = config.evaluation.path
+    if config.algorithm.trainer == "online" and path is not None and _is_absent(path, expected):
+        values = {"evaluation.path": _sums("held_out"), "evaluation.fields": {}}
+        yield values, f"evaluation.path={path}: not on this machine; sums take its place"
 
 
 def changes_table(dry_run: DryRun) -> Table:

@@ -1,21 +1,18 @@
 """What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import count
 from typing import Any
 
-from aligner.config.dry_run.fitting_layouts import layout_sections
-from aligner.config.dry_run.tiny_shapes import Models
-from aligner.models.frozen import frozen_names
+from aligner.config.dry_run.tiny_models import Models, layout_sections
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
-from aligner.schema.derived import policy_updates, rows_together, samples_learned_from
+from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
 
@@ -26,12 +23,6 @@ _PATIENCE_S = 1800.0
 """For what takes seconds where every rank has a device to itself: here many share a core."""
 
 _DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
-
-
-def longest_sequence(config: Config) -> int:
-    """The most tokens that a sequence may have."""
-    responses = config.rollout.max_response_tokens if config.algorithm.generates else config.data.max_response_tokens
-    return config.data.max_prompt_tokens + responses
 
 
 def text_limit(config: Config) -> int:
@@ -170,7 +161,7 @@ def schedules(config: Config) -> Values:
     config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
     updates = {"actor": policy_updates(config)}
     if config.algorithm.has_critic:
-        updates["critic"] = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+        updates["critic"] = critic_updates(config)
     warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
     return {
         "algorithm.critic_warmup_steps": policy_waits,
@@ -237,21 +228,21 @@ def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
 
 
 def _frozen_names(patterns: list[str], whole: ModelShape, small: ModelShape, head: Head) -> list[str]:
-    table = weight_table(whole, head)
-    chosen = frozen_names(table, patterns)
-    frozen = {(_template(spec), spec.layer, spec.expert) for spec in table if spec.name in chosen}
-    layer, expert = _counterpart(small.num_layers, whole.num_layers), _counterpart(small.num_experts, whole.num_experts)
-    small_table = weight_table(small, head)
-    names = [spec.name for spec in small_table if (_template(spec), layer(spec.layer), expert(spec.expert)) in frozen]
+    chosen, small_table = frozen_names(weight_table(whole, head), patterns), weight_table(small, head)
+
+    def stands_for(spec: TensorSpec) -> str:
+        name = spec.name
+        if spec.layer is not None:
+            name = name.replace(f".{spec.layer}.", f".{_counterpart(spec.layer, small.num_layers, whole.num_layers)}.", 1)
+        if spec.expert is not None:
+            expert = _counterpart(spec.expert, small.num_experts, whole.num_experts)
+            name = name.replace(f"experts.{spec.expert}.", f"experts.{expert}.")
+        return name
+
+    names = [spec.name for spec in small_table if stands_for(spec) in chosen]
     return names if len(names) < len(small_table) else []
 
 
-def _template(spec: TensorSpec) -> str:
-    """A weight's name without which layer and expert it belongs to."""
-    name = spec.name if spec.layer is None else spec.name.replace(f".{spec.layer}.", ".#.", 1)
-    return name if spec.expert is None else name.replace(f"experts.{spec.expert}.", "experts.#.")
-
-
-def _counterpart(few: int, many: int) -> Callable[[int | None], int | None]:
-    """From the index of one of few things to that of the one of many that it stands for."""
-    return lambda index: None if index is None else index * (many - 1) // max(few - 1, 1)
+def _counterpart(index: int, few: int, many: int) -> int:
+    """Of many things the one that one of few stands for."""
+    return index * (many - 1) // max(few - 1, 1)

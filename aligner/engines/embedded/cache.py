@@ -1,7 +1,5 @@
 """Keys and values of the sequences that are being decoded, within a memory budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

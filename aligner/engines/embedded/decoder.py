@@ -1,7 +1,5 @@
 """The forward pass of a decoder-only transformer over a key-value cache, one tensor-parallel rank of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
-from aligner.models.rope import inverse_frequencies
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,7 +1,5 @@
 """The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ The family's weight table says which tensors make up which parameter, so that no
 parts below one another (query, key and value; gate and up), outputs first; the experts of a layer are stacked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Continuous batching: responses join the batch as others leave it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

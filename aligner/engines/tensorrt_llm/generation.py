@@ -1,7 +1,5 @@
 """The ranks of a replica, of which one drives TensorRT-LLM, and the responses under way on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The arguments of TensorRT-LLM's client, by what the installed release knows: it refuses keywords that it does not know."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Collection, Mapping

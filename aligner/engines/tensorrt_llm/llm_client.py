@@ -1,7 +1,5 @@
 """TensorRT-LLM's asynchronous client, seen from a program that is not: every call here waits for its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import concurrent.futures

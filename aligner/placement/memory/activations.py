@@ -8,14 +8,12 @@ tokens that are counted. How many micro-batches are in flight is section 4.2.3: 
 (P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, stage_layers
-from aligner.placement.devices import Device
+from aligner.placement.roles import Device
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
 FP32 = 4

@@ -1,15 +1,13 @@
 """What the generation engine holds on a device: weights, what an update needs, and keys and values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.shape import ModelShape
-from aligner.placement.devices import device_of
 from aligner.placement.memory.activations import forward_work
 from aligner.placement.memory.model_states import engine_weights, largest_tensor, shared_weights
+from aligner.placement.roles import device_of
 from aligner.schema import Config
 
 _PROMPT_TOKENS = 8192

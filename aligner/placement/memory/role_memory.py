@@ -1,7 +1,5 @@
 """How much memory each role needs on one device, phase by phase, and the table of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +10,12 @@ from rich.table import Table
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.devices import device_of, uses_gpus
 from aligner.placement.memory.activations import Load, Stage
 from aligner.placement.memory.engine_memory import engine_memory
-from aligner.placement.memory.model_states import States, frozen_states, trained_states
-from aligner.placement.roles import has_generator, server_ranks
+from aligner.placement.memory.model_states import States, frozen_weights, trained_states
+from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import rows_together, samples_learned_from
+from aligner.schema.derived import longest_sequence, rows_together, samples_learned_from
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,9 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic_scores:
+        layout = config.reward.parallel
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
-        fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
+        fullest = _fullest([RoleMemory("reward", (_scoring(config, rewards, layout, at),)) for at in range(layout.pipeline)])
         roles += [replace(fullest, role=server) for server in servers]
     return tuple(roles)
 
@@ -79,17 +77,19 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
-    actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
-    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
+    actor, trainer = config.actor, config.algorithm.trainer
+    head: Head = "vocabulary"
+    if trainer == "reward_model":
+        shape, head = critic_shape(config, shape), "scalar"
     device = device_of(config, actor.precision)
-    part = Stage(shape, head, actor, stage, _policy_load(config), device)
+    part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
     phases, host = [], states.on_host + states.snapshot
     if trainer != "preferences":
         phases.append(_held("training", states, part.training().total))
     if trainer in ("online", "dpo") and not actor.lora.rank:
         # The initial weights come from host memory to the device, where the policy's stay.
-        asking = replace(part, load=_step_load(config, actor)).scoring()
+        asking = replace(part, load=_load(config, actor)).scoring()
         phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
         host += states.weights
     if config.algorithm.generates and not has_generator(config):
@@ -99,10 +99,6 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     if has_generator(config):
         host += _snapshots(config, states)
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
-
-
-def _policy_head(config: Config) -> Head:
-    return "scalar" if config.algorithm.trainer == "reward_model" else "vocabulary"
 
 
 def _with_engine(config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]) -> Iterator[Phase]:
@@ -139,7 +135,7 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
     critic, shape = config.critic, critic_shape(config, policy)
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
-    training = Stage(shape, "scalar", critic, stage, _update_load(config, critic), device).training()
+    training = Stage(shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device).training()
     phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
     if critic.with_reward and rewards:
         scoring = _scoring(config, rewards, critic.parallel, stage)
@@ -149,47 +145,26 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
     return RoleMemory("critic", tuple(phases), host=host)
 
 
-def _reward(config: Config, shapes: Sequence[ModelShape], stage: int) -> RoleMemory:
-    return RoleMemory("reward", (_scoring(config, shapes, config.reward.parallel, stage),))
-
-
 def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfig, stage: int) -> Phase:
     """Frozen models with one number a token, all there at once and asked in turn."""
     device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
-    load = _step_load(config, settings)
-    weights = sum(frozen_states(shape, "scalar", layout, stage, device).weights for shape in shapes)
+    load = _load(config, settings)
+    weights = sum(frozen_weights(shape, "scalar", layout, stage, device) for shape in shapes)
     activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
     return Phase("scoring", weights, activations=activations)
 
 
-def _longest(config: Config) -> int:
-    responses = config.rollout if config.algorithm.generates else config.data
-    return config.data.max_prompt_tokens + responses.max_response_tokens
-
-
-def _load(settings: MegatronModelConfig, rows: int, longest: int) -> Load:
-    """`rows` of the longest sequence, shared by the data ranks."""
-    return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
-
-
-def _policy_load(config: Config) -> Load:
-    """Of an update of what the trainer trains."""
-    if config.algorithm.generates:
-        return _update_load(config, config.actor)
-    return _load(config.actor, config.data.batch_size * rows_together(config), _longest(config))
-
-
-def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
-    """Of a minibatch of a step's samples."""
-    rows = config.rollout.prompts_per_step * samples_learned_from(config)
-    return _load(settings, rows // config.algorithm.minibatches, _longest(config))
-
-
-def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
-    """Of all rows of a step."""
+def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = False) -> Load:
+    """Of all rows of a step, or of a minibatch of them, shared by the data ranks; each may be as long as the longest."""
+    rollout = config.rollout
     if not config.algorithm.generates:
-        return _load(settings, config.data.batch_size * rows_together(config), _longest(config))
-    return _load(settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt, _longest(config))
+        rows = config.data.batch_size * rows_together(config)
+    elif minibatch:
+        rows = rollout.prompts_per_step * samples_learned_from(config) // config.algorithm.minibatches
+    else:
+        rows = rollout.prompts_per_step * rollout.samples_per_prompt
+    longest = longest_sequence(config)
+    return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")

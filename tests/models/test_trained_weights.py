@@ -4,9 +4,8 @@ import pytest
 
 from aligner.checks.actor import lora_problems
 from aligner.errors import ConfigError
-from aligner.models.adapters import adapter_map, adapter_table
-from aligner.models.families import read_config
-from aligner.models.frozen import frozen_names
+from aligner.models.hugging_face import read_config
+from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names
 from aligner.models.weight_slices import weight_table
 from aligner.schema import ActorConfig, LoraConfig
 

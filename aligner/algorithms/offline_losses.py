@@ -1,0 +1,65 @@
+"""Losses of an offline run's rows: demonstrations, preferences, and answers whose steps are labeled.
+
+Each gives the rows' part of a loss, and its statistics, as sums over `denominator`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aligner.algorithms.losses import cross_entropy_loss, token_label_loss
+from aligner.algorithms.preference_losses import pairwise_reward_loss, pairwise_reward_stats
+from aligner.data.types import Rows, Stats
+
+
+@dataclass(frozen=True)
+class PreferenceRows(Rows):
+    """Chosen, rejected, chosen, rejected, …; the mask is that of the responses."""
+
+    reference_logprobs: Tensor
+    """float32 [B, S-1]"""
+
+
+@dataclass(frozen=True)
+class PairRows(Rows):
+    """Chosen, rejected, chosen, rejected, …; the mask is that of the last tokens."""
+
+    margins: Tensor
+    """float32 [B]: by how much the chosen one should be ahead, for both of a pair"""
+
+
+@dataclass(frozen=True)
+class StepRows(Rows):
+    """Answers in steps; the mask is that of the steps' last tokens."""
+
+    labels: Tensor
+    """float32 [B, S-1]"""
+
+
+def imitation_loss(logprobs: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
+    """Cross entropy of the response tokens; log-probs [B, S-1]."""
+    loss = cross_entropy_loss(logprobs, rows.mask, denominator)
+    return loss, {"loss": loss.detach()}
+
+
+def pairwise_loss(
+    values: Tensor, rows: PairRows, denominator: float, normalized: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Stats]:
+    """The pairs' loss of normalized rewards out of a head's numbers [B, S]; `denominator` counts pairs."""
+    chosen, rejected = normalized(sequence_rewards(values, rows)).view(-1, 2).unbind(1)
+    loss = pairwise_reward_loss(chosen, rejected, rows.margins[::2], denominator=denominator)
+    return loss, {"loss": loss.detach()} | pairwise_reward_stats(chosen, rejected, denominator=denominator)
+
+
+def step_loss(values: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
+    """Binary cross entropy of the labeled tokens, of a head's numbers [B, S], and the share on the right side of 0."""
+    values = values[:, 1:]
+    loss = token_label_loss(values, rows.labels, rows.mask, denominator=denominator)
+    right = rows.mask & ((values.detach() > 0) == (rows.labels > 0.5))
+    return loss, {"loss": loss.detach(), "accuracy": right.sum() / denominator}
+
+
+def sequence_rewards(values: Tensor, rows: Rows) -> Tensor:
+    """Raw rewards [B] out of a head's numbers [B, S]."""
+    return values.gather(1, rows.lengths[:, None] - 1)[:, 0]

@@ -1,0 +1,106 @@
+"""The engine that a trainer's rank samples from, and what takes the policy's weights there."""
+
+import functools
+import os
+from datetime import timedelta
+
+from aligner.engines.build import build_engine
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
+from aligner.engines.replicas import replica_group
+from aligner.megatron.policy import Policy
+from aligner.models.model_source import model_directory
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import engine_slices
+from aligner.placement.roles import has_generator
+from aligner.resharding.link import Link
+from aligner.resharding.publisher import Publisher
+from aligner.resharding.remote_publisher import GeneratorCalls, RemotePublisher, plan_between_worlds
+from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
+from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
+from aligner.rollout.services import together
+from aligner.schema import Config, RolloutConfig
+from aligner.servers.generator_client import GeneratorClient
+
+
+def build_engine_ends(
+    config: Config, policy: Policy, client: GeneratorClient | None, listener: SpanListener | None = None
+) -> tuple[Sampler, WeightPublisher]:
+    """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
+    `listener` is told what a colocated engine tells of, and when weights move to the generator.
+    """
+    if has_generator(config):
+        publisher = _remote_publisher(config, policy, client, listener)
+        return RemoteSampler(client, publisher), publisher
+    engine = _colocated_engine(config, policy, listener)
+    sampler = ColocatedSampler(engine, config.engine.parallel, policy.world.rank, config.engine.sleep)
+    return sampler, _colocated_publisher(config, policy, engine)
+
+
+def _remote_publisher(
+    config: Config, policy: Policy, client: GeneratorClient | None, listener: SpanListener | None
+) -> RemotePublisher:
+    calls = None
+    if client is not None:
+        is_another = functools.partial(client.is_another, start_timeout_s=config.server.start_timeout_s)
+        calls = GeneratorCalls(client.instance, is_another, client.connect, client.receive)
+    world = policy.world
+    to = weight_format(config.engine, world.device)
+    return RemotePublisher(
+        plan_between_worlds(policy.runner.shape, config.actor.parallel, to),
+        world.rank,
+        world.device,
+        to,
+        config.engine,
+        host=os.environ["MASTER_ADDR"],
+        read=policy.runner.weights.read,
+        together=together,
+        calls=calls,
+        listener=listener if config.rollout.max_staleness > 0 else None,  # else the trainer's own phase is the span
+    )
+
+
+def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngine) -> Publisher:
+    weights, world, to = policy.runner.weights, policy.world, engine.weight_format
+
+    def begin_update(version: int) -> WeightUpdate:
+        engine.wake()
+        return engine.begin_update(version)
+
+    plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    link = Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device)
+    return Publisher.to_engine(
+        plan, link, config.engine, to, read=weights.read, begin_update=begin_update, copied=weights.copied
+    )
+
+
+def _colocated_engine(config: Config, policy: Policy, listener: SpanListener | None) -> GenerationEngine:
+    """This rank's part of the engine. Collective: it makes the replicas' process groups."""
+    layout, weights, world = config.engine.parallel, policy.runner.weights, policy.world
+    shared = None
+    if config.engine.update == "shared":
+        shared = weights.parameters_cut_alike(engine_slices(weights.table, layout, world.rank))
+    return build_engine(
+        policy.runner.shape,
+        config.engine,
+        model_directory(config),
+        rank=world.rank,
+        seed=config.seed,
+        group=replica_group(layout, world.rank, timedelta(seconds=config.cluster.collective_timeout_s)),
+        device=world.device,
+        shared=shared,
+        context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        listener=listener,
+    )
+
+
+def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions:
+    """How the responses of a run are drawn."""
+    return SamplingOptions(
+        max_new_tokens=settings.max_response_tokens,
+        min_new_tokens=settings.min_response_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        stop_token_ids=shape.eos_token_ids if settings.stop_at_eos else (),
+    )

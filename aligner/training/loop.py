@@ -1,0 +1,207 @@
+"""The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from aligner.data.tokenizer import Tokenizer
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.timeline import PhaseTimer, Timeline
+from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.schema import Config
+from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from aligner.training.stopping import StopCondition
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves."""
+
+    metrics: dict[str, float]
+    processed: Mapping[str, int]
+    """How many `samples` and `tokens` it went through; its throughput is measured in these."""
+    rollout: RolloutBatch | None = None
+    scores: Tensor | None = None
+    """float32 [B]: those of the rollout's samples"""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What rank 0 writes down; the other ranks have none."""
+
+    metrics: MetricsWriter
+    samples: RecordWriter
+    tokenizer: Tokenizer
+
+    def truncate_after(self, step: int, *, amends: bool) -> None:
+        """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
+        self.metrics.truncate_after(step, amends=amends)
+        self.samples.truncate_after(step)
+
+    def write_samples(self, step: int, result: StepResult, count: int) -> None:
+        """Write so many samples, evenly spread over the step's, if it has any."""
+        if result.rollout is None or result.scores is None:
+            return
+        prompts, samples = result.rollout.prompts, result.rollout.samples
+        records = [
+            {
+                "prompt": prompts[index].text,
+                "response": self.tokenizer.decode(samples[index].response),
+                "reward": float(result.scores[index]),
+            }
+            for index in range(0, len(samples), -(-len(samples) // count))
+        ]
+        self.samples.write(step, records)
+
+
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """One rank of the trainer. Every rank runs the same program, and calls every method with the same arguments."""
+
+    config: Config
+    checkpoints: RunCheckpoints | None
+    """None: the run keeps none."""
+    recorder: Recorder | None
+    timeline: Timeline
+    stop: StopCondition
+    _saved: Sequence[TrainingState] = field(default=(), init=False)
+    """The checkpoints that the run may resume from, the newest last."""
+    _saving: tuple[TrainingState, float | None] | None = field(default=None, init=False)
+    """A checkpoint that is being written, and its metric."""
+
+    def run(self) -> None:
+        """Train from where the run stands to its end."""
+        first = self._resume()
+        if self.stop.is_early_after(first):
+            return
+        self.begin(first)
+        timer = PhaseTimer(listener=self.timeline.add)
+        self._evaluate_beforehand(first, timer)
+        for step in range(first, self.stop.last):
+            done = step + 1
+            self.timeline.begin_step(done)
+            result = self.step(step, timer)
+            ends = self.stop.is_after(done)
+            self.publish(done, timer, last=ends)
+            saves = self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, done))
+            if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
+                result.metrics.update(self._evaluate(done, timer, saves=saves))
+            self._record(done, result, timer.take())
+            self._finish_save(timer)  # one that was begun a step ago
+            if saves:
+                self._begin_save(done, result.metrics, timer)
+            if ends:
+                break
+        self._finish_save(timer)
+        self.finish()
+        self.timeline.flush()
+
+    def resume(self, saved: Sequence[TrainingState]) -> int:
+        """Restore what the last of these checkpoints holds, if there is one; the steps that are done."""
+        raise NotImplementedError
+
+    def begin(self, first: int) -> None:
+        """What comes before the first step of this process, with so many done."""
+
+    def step(self, step: int, timer: PhaseTimer) -> StepResult:
+        """One training step, `step` of them done before it."""
+        raise NotImplementedError
+
+    def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
+        """Take the weights, of as many steps, to where they are used, before a `last` step or others."""
+
+    def is_evaluated(self, step: int, *, saves: bool) -> bool:
+        """Whether the weights of a step are to be evaluated, with a checkpoint of them or without."""
+        return False
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """What the weights of a step are worth: `eval/…`."""
+        raise NotImplementedError
+
+    def begin_save(self, step: int) -> TrainingState:
+        """Begin to write the parts of a checkpoint."""
+        raise NotImplementedError
+
+    def finish_save(self, state: TrainingState) -> TrainingState:
+        """Wait until all parts of the checkpoint are written; its state, with what is known only now."""
+        raise NotImplementedError
+
+    def committed(self, kept: Sequence[TrainingState]) -> None:
+        """A checkpoint is complete, and these are the newest now. Rank 0 alone."""
+
+    def finish(self) -> None:
+        """What comes after the last step of this process."""
+
+    def close(self) -> None:
+        """Let go of what the run has used."""
+
+    def _resume(self) -> int:
+        if self.checkpoints is not None and self.config.run.resumes:
+            self._saved = self.checkpoints.newest()
+        first = self.resume(self._saved)
+        if self.recorder is not None:
+            self.recorder.truncate_after(first, amends=self._owes_evaluation)
+        self.timeline.begin_run(first)
+        return first
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """Whether the step that the run resumes from is still to be evaluated."""
+        return bool(self._saved) and self._saved[-1].owes_evaluation and self.is_evaluated(self._saved[-1].step, saves=True)
+
+    def _evaluate_beforehand(self, first: int, timer: PhaseTimer) -> None:
+        """Evaluate the initial weights, or those of a checkpoint whose evaluation is owed."""
+        owes = self._owes_evaluation
+        evaluated = self._evaluate(first, timer, saves=owes) if owes or first == 0 else {}
+        if self.recorder is None or not evaluated:
+            return
+        evaluated |= {"time/evaluate": timer.take()["time/evaluate"]}
+        if owes and self.checkpoints is not None:
+            self.recorder.metrics.amend(first, evaluated)
+            self.checkpoints.settle(first, self.checkpoints.metric(evaluated))
+        else:
+            self.recorder.metrics.write(first, evaluated)
+
+    def _evaluate(self, step: int, timer: PhaseTimer, *, saves: bool) -> dict[str, float]:
+        if not self.is_evaluated(step, saves=saves):
+            return {}
+        with timer.phase("evaluate"):
+            return self.evaluate(step)
+
+    def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.check_metric(result.metrics)
+        if self.recorder is None:
+            return
+        throughput = {f"throughput/{unit}_per_s": count / times["time/step"] for unit, count in result.processed.items()}
+        if step == 1 or step % self.config.logging.samples_every == 0:
+            self.recorder.write_samples(step, result, self.config.logging.samples_count)
+        self.recorder.metrics.write(step, result.metrics | times | throughput)
+
+    def _begin_save(self, step: int, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
+        assert self.checkpoints is not None
+        metric = self.checkpoints.metric(metrics)
+        with timer.phase("checkpoint"):
+            state = self.begin_save(step)
+        owes = self.stop.is_early and self.is_evaluated(step, saves=True)
+        self._saving = replace(state, owes_evaluation=owes), metric
+        if not self.config.checkpoint.asynchronous:
+            self._finish_save(timer)
+
+    def _finish_save(self, timer: PhaseTimer) -> None:
+        """Wait for the checkpoint that is being written, if any; it counts once all of it is there."""
+        saving, self._saving = self._saving, None
+        if saving is None or self.checkpoints is None:
+            return
+        with timer.phase("checkpoint"):
+            state = self.finish_save(saving[0])
+            if self.recorder is not None:
+                self.checkpoints.commit(state, saving[1])
+                self.committed(self.checkpoints.newest())
+                self.checkpoints.prune()
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something that is done every so many steps, never where 0, is done after this one."""
+    return every > 0 and step > 0 and step % every == 0
