@@ -99,54 +99,35 @@ def threads_per_rank(config: Config) -> int:
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
-    """Every role of the run."""
-    engine = config.engine
-    engine_layout, generates = f"TP{engine.parallel.tensor} DP{engine.parallel.data}", has_generator(config)
-    colocated = config.algorithm.generates and not generates
-    with_engine = f", {engine.kind} engine" if colocated else ""
+    """Every role of the run, the trainer first."""
+    engine, algorithm, has_model = config.engine, config.algorithm, has_reward_model(config.reward)
+    engine_layout, sources = (
+        f"TP{engine.parallel.tensor} DP{engine.parallel.data}",
+        describe_sources(reward_sources(config.reward)),
+    )
+    on_trainer = algorithm.generates and not has_generator(config)
+    learns = {"online": "policy, reference", "dpo": "policy, reference", "reward_model": "reward model"}
     runs = {
-        "online": f"policy, reference{with_engine}",
-        "preferences": f"policy{with_engine}",
-        "sft": "policy",
-        "dpo": "policy, reference",
-        "reward_model": "reward model",
+        "trainer": learns.get(algorithm.trainer, "policy") + (f", {engine.kind} engine" if on_trainer else ""),
+        "generator": f"{engine.kind} engine",
+        "critic": f"value model, {sources}" if config.critic_scores else "value model",
+        "reward": sources,
     }
-    sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
-    device = "cuda" if uses_gpus(config) else "cpu"
+    layouts = {
+        "trainer": describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if on_trainer else ""),
+        "generator": engine_layout,
+        "critic": describe_layout(config.critic.parallel),
+        "reward": describe_layout(config.reward.parallel) if has_model else "-",
+    }
     # A job's nodes are not known yet: their cores over the ranks there.
     is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
     threads = threads_per_rank(config) if is_known else None
-    trainer = Placement(
-        "trainer",
-        config.actor.parallel.ranks,
-        describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else ""),
-        runs[config.algorithm.trainer],
-        device,
-        threads,
-    )
-    critic = Placement(
-        "critic",
-        config.critic.parallel.ranks,
-        describe_layout(config.critic.parallel),
-        f"value model, {sources}" if config.critic_scores else "value model",
-        device,
-        threads,
-    )
-    generator = Placement("generator", engine.parallel.ranks, engine_layout, f"{engine.kind} engine", device, threads)
-    servers = server_ranks(config)
-    rewards = (
-        Placement(
-            group,
-            ranks,
-            describe_layout(config.reward.parallel) if has_model else "-",
-            sources,
-            device if has_model else "cpu",
-            threads,
-        )
-        for group, ranks in servers.items()
-        if group not in ("generator", "critic")
-    )
-    return (trainer, *((generator,) if generates else ()), *((critic,) if "critic" in servers else ()), *rewards)
+    found = []
+    for group, ranks in {"trainer": config.actor.parallel.ranks, **server_ranks(config)}.items():
+        role = group.partition(".")[0]
+        device = "cuda" if uses_gpus(config) and (role != "reward" or has_model) else "cpu"
+        found.append(Placement(group, ranks, layouts[role], runs[role], device, threads))
+    return tuple(found)
 
 
 def placement_table(config: Config) -> Table:
@@ -155,14 +136,8 @@ def placement_table(config: Config) -> Table:
     for column in ("role", "ranks", "layout", "runs", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
     for place in placements(config):
-        table.add_row(
-            place.role,
-            str(place.ranks),
-            place.layout,
-            place.runs,
-            place.device,
-            "-" if place.threads is None else str(place.threads),
-        )
+        threads = "-" if place.threads is None else str(place.threads)
+        table.add_row(place.role, str(place.ranks), place.layout, place.runs, place.device, threads)
     return table
 
 

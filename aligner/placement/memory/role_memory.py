@@ -9,15 +9,25 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
+from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.memory.activations import Load, Stage
-from aligner.placement.memory.engine_memory import engine_memory
-from aligner.placement.memory.model_states import States, frozen_states, trained_states
+from aligner.placement.memory.activations import Load, Stage, forward_work
+from aligner.placement.memory.model_states import (
+    States,
+    engine_weights,
+    frozen_states,
+    largest_tensor,
+    shared_weights,
+    trained_states,
+)
 from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import rows_together, samples_learned_from
+from aligner.schema.derived import longest_sequence, rows_together, samples_learned_from
+
+_PROMPT_TOKENS = 8192
+"""Of prompts that the embedded engine runs in one pass: `engines/embedded/generation.py`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,12 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic_scores:
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
-        fullest = _fullest([_reward(config, rewards, at) for at in range(config.reward.parallel.pipeline)])
+        fullest = _fullest(
+            [
+                RoleMemory("reward", (_scoring(config, rewards, config.reward.parallel, at),))
+                for at in range(config.reward.parallel.pipeline)
+            ]
+        )
         roles += [replace(fullest, role=server) for server in servers]
     return tuple(roles)
 
@@ -78,10 +93,11 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
-    actor, trainer, head = config.actor, config.algorithm.trainer, _policy_head(config)
+    actor, trainer = config.actor, config.algorithm.trainer
+    head: Head = "scalar" if trainer == "reward_model" else "vocabulary"
     shape = critic_shape(config, shape) if trainer == "reward_model" else shape
     device = device_of(config, actor.precision)
-    part = Stage(shape, head, actor, stage, _policy_load(config), device)
+    part = Stage(shape, head, actor, stage, _update_load(config, actor), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
     phases, host = [], states.on_host + states.snapshot
     if trainer != "preferences":
@@ -98,10 +114,6 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     if has_generator(config):
         host += _snapshots(config, states)
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
-
-
-def _policy_head(config: Config) -> Head:
-    return "scalar" if config.algorithm.trainer == "reward_model" else "vocabulary"
 
 
 def _with_engine(config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]) -> Iterator[Phase]:
@@ -123,6 +135,65 @@ def _snapshots(config: Config, states: States) -> int:
     """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
     actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
     return states.weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one of its devices."""
+
+    weights: int
+    """With the spare copy of update=atomic."""
+    transfer: int
+    """While new weights arrive: buckets, and what TensorRT-LLM takes whole."""
+    cache: int
+    work: int
+    """Of a pass over prompts, or of drawing tokens."""
+
+
+def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: int = 0) -> EngineMemory:
+    """Of a rank of the engine, on a device where `beside` bytes are held by others.
+
+    Of a colocated engine `stage` is the trainer's pipeline stage on that device.
+    """
+    engine = config.engine
+    device = device_of(config, engine.precision)
+    tensor, itemsize, bucket = engine.parallel.tensor, device.itemsize, engine.bucket_mib << 20
+    weights = itemsize * engine_weights(shape, tensor)
+    if engine.update == "shared":
+        weights -= itemsize * shared_weights(shape, config.actor.parallel, stage, tensor)
+    # An engine that sleeps drops its weights, and what comes next has nothing to be atomic with.
+    if engine.update == "atomic" and not engine.sleep:
+        weights *= 2
+    tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
+    if engine.kind == "tensorrt_llm":
+        tokens = engine.tensorrt_llm.max_num_tokens
+        transfer += max(bucket, itemsize * largest_tensor(shape))
+    logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
+    work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
+    held = weights + transfer + work + beside
+    return EngineMemory(weights, transfer, _cache(config, shape, itemsize, held), work)
+
+
+def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
+    """Keys and values: as many as are used, or as TensorRT-LLM takes in advance, beside so many bytes held."""
+    engine, memory = config.engine, config.cluster.device_memory_gib
+    row = (longest_sequence(config) - 1) * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
+    limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
+    if engine.kind == "tensorrt_llm" and limit is not None:
+        return limit
+    if engine.kind == "tensorrt_llm" and memory is not None:
+        return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
+    used = rows_at_once(config) * row
+    return used if limit is None else min(used, limit)
+
+
+def rows_at_once(config: Config) -> int:
+    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after another, ahead or in turn."""
+    rollout = config.rollout
+    samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
+    if config.evaluation.every:  # how many prompts it has is not known here
+        return config.engine.batch_size
+    return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))
 
 
 def _generator(config: Config, shape: ModelShape) -> RoleMemory:
@@ -148,10 +219,6 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
     return RoleMemory("critic", tuple(phases), host=host)
 
 
-def _reward(config: Config, shapes: Sequence[ModelShape], stage: int) -> RoleMemory:
-    return RoleMemory("reward", (_scoring(config, shapes, config.reward.parallel, stage),))
-
-
 def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfig, stage: int) -> Phase:
     """Frozen models with one number a token, all there at once and asked in turn."""
     device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
@@ -161,34 +228,25 @@ def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfi
     return Phase("scoring", weights, activations=activations)
 
 
-def _longest(config: Config) -> int:
-    responses = config.rollout if config.algorithm.generates else config.data
-    return config.data.max_prompt_tokens + responses.max_response_tokens
-
-
-def _load(settings: MegatronModelConfig, rows: int, longest: int) -> Load:
+def _load(config: Config, settings: MegatronModelConfig, rows: int) -> Load:
     """`rows` of the longest sequence, shared by the data ranks."""
+    longest = longest_sequence(config)
     return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
 
 
-def _policy_load(config: Config) -> Load:
-    """Of an update of what the trainer trains."""
-    if config.algorithm.generates:
-        return _update_load(config, config.actor)
-    return _load(config.actor, config.data.batch_size * rows_together(config), _longest(config))
-
-
 def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
-    """Of a minibatch of a step's samples."""
+    """Of an update: a minibatch of a step's samples, or a step's records."""
+    if not config.algorithm.generates:
+        return _step_load(config, settings)
     rows = config.rollout.prompts_per_step * samples_learned_from(config)
-    return _load(settings, rows // config.algorithm.minibatches, _longest(config))
+    return _load(config, settings, rows // config.algorithm.minibatches)
 
 
 def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
     """Of all rows of a step."""
     if not config.algorithm.generates:
-        return _load(settings, config.data.batch_size * rows_together(config), _longest(config))
-    return _load(settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt, _longest(config))
+        return _load(config, settings, config.data.batch_size * rows_together(config))
+    return _load(config, settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
