@@ -1,7 +1,5 @@
 """The errors that a user sees; `aligner.exit_codes` says which code each one becomes."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -1,7 +1,5 @@
 """The exit codes of every command and rank: which end of a run, and which error, has which."""
 
-from __future__ import annotations
-
 import signal
 
 from aligner.errors import AlignerError, ConfigError, Interrupted, Stopped, TransientError

@@ -1,7 +1,5 @@
 """Writing files and directories that are complete whenever they are there; errors that say what could not be written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -19,8 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def write_file(path: Path, content: str | bytes) -> None:
     """Write all of a file or nothing, also where the process is killed or the machine loses power; text as UTF-8.
 
-    One writer at a time: what a killed one leaves, `NAME.tmp`, is written over by the next. Raises OSError, which names the
-    file.
+    One writer at a time: what a killed one leaves is written over by the next. Raises OSError, which names the file.
     """
     with _complete_file(path, unfinished(path)) as file, naming(path):
         file.write(_encoded(content))

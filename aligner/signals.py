@@ -1,7 +1,5 @@
 """Signals that roles and launcher agree on."""
 
-from __future__ import annotations
-
 import signal
 
 STOP_SIGNAL = signal.SIGUSR1

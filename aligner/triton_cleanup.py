@@ -1,7 +1,5 @@
 """What a killed Triton server leaves on its machine: shared memory and directories."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

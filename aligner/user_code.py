@@ -1,7 +1,5 @@
 """Python of the user's own that a configuration names: it is theirs, and fails in its own ways."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

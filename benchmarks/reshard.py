@@ -211,7 +211,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         "verify_s": most(link, first.verify_seconds or 0.0),
     }
     if rank == 0:
-        moved = sum(plan.bytes_received(at) + plan.bytes_local(at) for at in range(link.size))
+        moved = plan.itemsize * sum(transfer.numel for transfer in plan.transfers)
         report(args, plan, moved, {"plan_s": planning, "publish_s": median(publishing), "plain_s": median(moving)} | figures)
     most(link, 0)
     dist.destroy_process_group()
@@ -226,8 +226,8 @@ def report(args: argparse.Namespace, plan: TransferPlan, moved: int, figures: di
         "target": args.target_text,
         "worlds": 1 if args.colocated else 2,
         "bucket_bytes": args.bucket_mib << 20,
-        "bytes_remote": sum(plan.bytes_received(at) for at in range(len(plan.labels))),
-        "bytes_local": sum(plan.bytes_local(at) for at in range(len(plan.labels))),
+        "bytes_remote": plan.itemsize * sum(one.numel for one in plan.transfers if one.source != one.target),
+        "bytes_local": plan.itemsize * sum(one.numel for one in plan.transfers if one.source == one.target),
         "gb_per_s": moved / figures["publish_s"] / 1e9,
         "link_gb_per_s": moved / figures["plain_s"] / 1e9,
         "link_fraction": figures["plain_s"] / figures["publish_s"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "aligner"
 MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
 """Folders that have files of the same names on purpose."""
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_LINES = 400, 60, 29_500
+MOST_FILES_TO_THE_LOSS = 16
 
 
 def _files() -> list[Path]:
@@ -80,3 +82,21 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         for file in free:
             del left[file]
     assert not {str(file.relative_to(PACKAGE)): sorted(str(each.name) for each in left[file] & left.keys()) for file in left}
+
+
+def test_the_way_from_the_launch_to_the_loss_is_as_documented_and_short() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", page, re.MULTILINE)]
+    assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and 0 < len(files) <= MOST_FILES_TO_THE_LOSS
+    for place, file in enumerate(files[1:], start=1):
+        parent, _, name = _module(file).rpartition(".")
+        named = re.compile(rf"\b{re.escape(parent)}(\.| import .*\b){name}\b")
+        assert any(named.search(before.read_text(encoding="utf-8")) for before in files[:place]), file.name
+
+
+def test_the_table_of_changes_names_files_that_there_are() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = page.split("## Which files a change touches")[1].split("\n## ")[0]
+    names = [name for name in re.findall(r"`([\w/]+\.py)`", rows) if "SECTION" not in name]
+    assert len(re.findall(r"^\| (?!change|---)", rows, re.MULTILINE)) >= 12 and names
+    assert not [name for name in names if not (PACKAGE / name).is_file()]

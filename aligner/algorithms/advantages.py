@@ -3,8 +3,6 @@
 In a grouped estimator the `group_size` responses to one prompt are next to each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What responses to held-out prompts are worth: scores, passes, wins, each with a 95 % interval."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

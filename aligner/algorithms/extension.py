@@ -1,7 +1,5 @@
 """Parts of an online algorithm by name: the built-in ones, and functions of the user's own (`module:callable`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +76,7 @@ def find_loss(name: str) -> OnlineLoss:
         _require(key, isinstance(found, tuple) and len(found) == 2, found, "a loss and a dict of its statistics")
         value, stats = found
         _require_tensor(key, "the loss", value, ((),))
+        _require(key, value.requires_grad or not logprobs.requires_grad, value, "a loss with a gradient")
         _require(key, isinstance(stats, dict), stats, "a dict of statistics")
         for statistic, number in stats.items():
             _require_tensor(key, f"the statistic {statistic}", number, ((),))

@@ -1,7 +1,5 @@
 """Kullback–Leibler estimators and the controller of the KL coefficient."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,20 +7,13 @@ each token's terms, in the loss and in those sums: 1 / the row's tokens, with th
 mean of the rows' means. What stands outside a mask reaches no loss, statistic or gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from aligner.data.types import Stats
-
-RatioLevel = Literal["token", "sequence", "sequence_product"]
-WeightLevel = Literal["token", "sequence"]
-AboveCap = Literal["drop", "truncate"]
 
 _LARGEST_LOG_RATIO = 20.0
 """A ratio is at most exp of this: the product of a long response's ratios must not overflow, whose gradient is NaN."""
@@ -47,11 +40,11 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    ratio_level: RatioLevel = "token",
+    ratio_level: str = "token",
     proximal_logprobs: Tensor | None = None,
     behavior_weight_cap: float | None = None,
-    behavior_level: WeightLevel = "token",
-    above_behavior_cap: AboveCap = "drop",
+    behavior_level: str = "token",
+    above_behavior_cap: str = "drop",
     weights: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
@@ -105,8 +98,8 @@ def behavior_weights(
     behavior_logprobs: Tensor,
     mask: Tensor,
     cap: float | None,
-    level: WeightLevel,
-    above_cap: AboveCap = "drop",
+    level: str,
+    above_cap: str = "drop",
 ) -> tuple[Tensor, Tensor]:
     """Importance weights, proximal probability / behavior probability, and which of them were above the cap.
 
@@ -115,7 +108,7 @@ def behavior_weights(
     tokens (Liu et al. 2025, "When Speed Kills Stability"). A ratio above the cap becomes 0, so that the token drops out of
     the loss (Fu et al. 2025, "AReaL"), or the cap (truncate). No cap where None. Outside the mask a token's own weight is 1.
     """
-    levels: dict[str, RatioLevel] = {"token": "token", "sequence": "sequence_product"}
+    levels = {"token": "token", "sequence": "sequence_product"}
     if level not in levels:
         raise ValueError(f"unknown level of the behavior weights {level!r}; known: token, sequence")
     if above_cap not in ("drop", "truncate"):
@@ -255,7 +248,7 @@ def _difference(logprobs: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - anchor, 0.0)
 
 
-def _ratio(difference: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+def _ratio(difference: Tensor, mask: Tensor, level: str) -> Tensor:
     """exp of the log-probs' difference, which is 0 outside the mask, at a level; [B, T]."""
     if level not in ("token", "sequence", "sequence_product"):
         raise ValueError(f"unknown ratio_level {level!r}; known: token, sequence, sequence_product")

@@ -3,8 +3,6 @@
 Each gives the rows' part of a loss, and its statistics, as sums over `denominator`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """An online algorithm as a composition: which samples it learns from, their advantages, its loss, and where the KL goes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ class OnlineAlgorithm:
         )
         found = self.estimate(samples, settings)
         estimated, returns = found if isinstance(found, tuple) else (found, None)
-        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0)
+        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
             estimated = group_whiten(estimated, mask, batch.samples_per_prompt)
         elif settings.whiten_advantages:

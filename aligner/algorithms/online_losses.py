@@ -1,9 +1,8 @@
 """Losses of the policy on its own samples, by name (`algorithm.loss`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +24,11 @@ class LossContext:
     """Response tokens of the minibatch; its rows where the loss compares rows."""
     weights: Tensor | None
     """float32 [B, S-1]: each token's, by `algorithm.aggregation`; all are 1 where None."""
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """How the token losses of `aligner.algorithms.losses` are to add up."""
+        return {"weights": self.weights, "denominator": self.denominator}
 
     def total(self, terms: Tensor, mask: Tensor) -> Tensor:
         """The rows' part of the minibatch's mean: terms [B, S-1] over the mask, weighted, over the denominator."""
@@ -54,35 +58,25 @@ def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) 
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
-        ratio_level=settings.ratio_level,  # type: ignore[arg-type]  # the schema's choices, here and below
+        ratio_level=settings.ratio_level,
         proximal_logprobs=trainer if corrected else None,
         behavior_weight_cap=settings.truncated_importance_cap if corrected else None,
         behavior_level="sequence" if settings.truncated_importance == "sequence" else "token",
-        above_behavior_cap=settings.above_importance_cap,  # type: ignore[arg-type]
-        weights=context.weights,
-        denominator=context.denominator,
+        above_behavior_cap=settings.above_importance_cap,
+        **context.sums,
     )
 
 
 def clipped_importance(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """CISPO."""
-    return losses.cispo_loss(
-        logprobs,
-        rows.old_logprobs,
-        rows.advantages,
-        rows.mask,
-        clip_low=context.settings.clip_low,
-        clip_high=context.settings.clip_high,
-        weights=context.weights,
-        denominator=context.denominator,
-    )
+    low, high = context.settings.clip_low, context.settings.clip_high
+    inputs = logprobs, rows.old_logprobs, rows.advantages, rows.mask
+    return losses.cispo_loss(*inputs, clip_low=low, clip_high=high, **context.sums)
 
 
 def policy_gradient(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """REINFORCE's loss: no ratio, so samples count as the policy's own however old they are."""
-    return losses.reinforce_loss(
-        logprobs, rows.advantages, rows.mask, weights=context.weights, denominator=context.denominator
-    )
+    return losses.reinforce_loss(logprobs, rows.advantages, rows.mask, **context.sums)
 
 
 def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
@@ -113,7 +107,7 @@ def preference(logprobs: Tensor, rows: Experience, context: LossContext) -> tupl
         _drawn_together(rows.mask),
         settings.truncated_importance_cap,
         "sequence",
-        settings.above_importance_cap,  # type: ignore[arg-type]
+        settings.above_importance_cap,
     )
     weights, above = weights[:, 0], above[:, 0]  # a pair's, for each of its tokens
     loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, pairs, weights)
@@ -128,7 +122,7 @@ def _drawn_together(of_tokens: Tensor) -> Tensor:
 
 def imitation(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """Cross entropy of the chosen samples: best-of-n fine-tuning."""
-    loss = losses.cross_entropy_loss(logprobs, rows.mask, context.denominator, context.weights)
+    loss = losses.cross_entropy_loss(logprobs, rows.mask, **context.sums)
     return loss, {"loss": loss.detach()}
 
 

@@ -4,10 +4,6 @@ Each is the mean over its pairs, or their sum over `denominator`, and so are the
 batch's pairs as denominator the parts of a batch add up to it.
 """
 
-from __future__ import annotations
-
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -40,15 +36,12 @@ def pair_loss(
         reference_rejected,
         settings.beta,
         label_smoothing=settings.label_smoothing if settings.kind == "sigmoid" else 0.0,
-        kind=settings.kind,  # type: ignore[arg-type]  # one of its values: the schema's choices
+        kind=settings.kind,
         denominator=pairs,
         weights=weights,
     )
     stats = dpo_stats(chosen, rejected, reference_chosen, reference_rejected, settings.beta, denominator=pairs)
     return loss, {"loss": loss.detach()} | stats
-
-
-PreferenceKind = Literal["sigmoid", "ipo"]
 
 
 def dpo_loss(
@@ -58,7 +51,7 @@ def dpo_loss(
     reference_rejected: Tensor,
     beta: float,
     label_smoothing: float = 0.0,
-    kind: PreferenceKind = "sigmoid",
+    kind: str = "sigmoid",
     denominator: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:

@@ -1,7 +1,5 @@
 """Penalties on scores, and from a score to rewards of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Selections: which of a step's samples are learned from, by name (`algorithm.train_on`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Means and whitening over masked tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

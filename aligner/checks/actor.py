@@ -1,7 +1,5 @@
 """The policy's layout, batches, frozen weights and adapters against the model and the algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems

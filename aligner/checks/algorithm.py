@@ -1,7 +1,5 @@
 """The parts of an algorithm against each other, and the run around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs
@@ -55,7 +53,7 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss == "dpo" and settings.truncated_importance == "token":
-        yield "algorithm.truncated_importance=token: got loss=dpo, which weighs whole responses; allowed: none, sequence"
+        yield "algorithm.truncated_importance=token: allowed with loss=dpo: none, sequence"
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:
@@ -76,8 +74,7 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         if settings.kl_horizon <= samples:
             yield f"algorithm.kl_horizon={settings.kl_horizon}: must be above a step's {samples} samples"
-    warmup = settings.critic_warmup_steps
-    if warmup >= config.run.steps:
+    if (warmup := settings.critic_warmup_steps) >= config.run.steps:
         yield f"algorithm.critic_warmup_steps={warmup}: the run has {config.run.steps} steps, and its policy would never learn"
 
 

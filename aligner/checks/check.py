@@ -3,8 +3,6 @@
 Everything is checked before anything starts, and everything wrong is reported at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from aligner.checks import (

@@ -1,7 +1,5 @@
 """The metric that the best checkpoint is chosen by, against what the run measures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs

@@ -1,7 +1,5 @@
 """The Slurm job against the roles, the mounts and the machine that submits it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

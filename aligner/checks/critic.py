@@ -1,7 +1,5 @@
 """The critic against the model, the algorithm and the reward that it may serve."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems
@@ -15,12 +13,11 @@ from aligner.schema.derived import critic_updates
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What the critic, or a reward model that is built like one, cannot be or do."""
-    critic, algorithm = config.critic, config.algorithm
-    is_built = algorithm.has_critic or algorithm.trainer == "reward_model"
-    too_many = is_built and model is not None and (critic.num_layers or 0) > model.num_layers
+    critic = config.critic
+    too_many = model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and too_many:
         yield f"critic.num_layers={critic.num_layers}: the model has {model.num_layers} layers"
-    if not algorithm.has_critic:
+    if not config.algorithm.has_critic:
         return
     if model is not None and not too_many:
         shape = cut_shape(config, model)

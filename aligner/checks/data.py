@@ -1,7 +1,5 @@
 """The records that a run learns from, against the trainer and the model."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -26,9 +24,9 @@ _RECORDS = {
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with what is learned from, but for the records' content."""
     yield from _source_problems(config, expected)
-    given = config.data.normalization
-    if given is not None and not is_expected(given, expected) and not Path(given).exists():
-        yield f"data.normalization={given}: no such file"
+    normalization = config.data.normalization
+    if normalization is not None and not is_expected(normalization, expected) and not Path(normalization).exists():
+        yield f"data.normalization={normalization}: no such file"
     longest = longest_sequence(config)
     if model is not None and not config.algorithm.generates and longest > model.max_positions:
         yield f"{longest_sequence_keys(config)}: {longest} tokens, but the model has {model.max_positions} positions"

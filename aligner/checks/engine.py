@@ -1,7 +1,5 @@
 """The engine against the model, the layout and the machine."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a run is evaluated on, against the trainer and the data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +13,13 @@ from aligner.schema.scoring_functions import function_problem
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with what a run is evaluated on, and how, but for the prompts' content."""
-    if config.algorithm.trainer == "online":
-        yield from _online_problems(config.evaluation, expected)
-    else:
-        yield from _offline_problems(config)
+    settings, trainer = config.evaluation, config.algorithm.trainer
+    if trainer == "preferences" and settings.every:
+        yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
+    elif trainer not in ("online", "preferences") and settings.every and not config.data.held_out:
+        yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
+    if trainer == "online":
+        yield from _online_problems(settings, expected)
 
 
 def _online_problems(settings: EvaluationConfig, expected: ExpectedInputs) -> Iterator[str]:
@@ -42,11 +43,3 @@ def _online_problems(settings: EvaluationConfig, expected: ExpectedInputs) -> It
             f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
             " evaluation.greedy=false, or one sample"
         )
-
-
-def _offline_problems(config: Config) -> Iterator[str]:
-    settings, trainer = config.evaluation, config.algorithm.trainer
-    if trainer == "preferences" and settings.every:
-        yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
-    elif trainer != "preferences" and settings.every and not config.data.held_out:
-        yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"

@@ -1,7 +1,5 @@
 """The trackers against what is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import netrc
 import os

@@ -1,7 +1,5 @@
 """The reward's sources against the model, the layout and the machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,10 +56,9 @@ def _layout(config: Config) -> tuple[str, ParallelConfig]:
 
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     reward, own = config.reward, config.reward.parallel
-    if config.critic_scores:
-        if own not in (ParallelConfig(), config.critic.parallel):
-            yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
-    elif own.ranks != 1 and not models:
+    if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
+        yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
+    elif not config.critic_scores and own.ranks != 1 and not models:
         yield f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model (reward.kind={reward.kind})"
 
 

@@ -1,7 +1,5 @@
 """Batches, staleness and lengths against the engine, the algorithm and the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs

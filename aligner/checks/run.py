@@ -1,7 +1,5 @@
 """The run's steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs

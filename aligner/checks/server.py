@@ -1,7 +1,5 @@
 """Ports, interface, TLS files and limits of the servers, against each other, the batches and this machine."""
 
-from __future__ import annotations
-
 import ssl
 import sys
 from collections.abc import Iterator
@@ -68,7 +66,7 @@ def _evaluation_requests(config: Config, longest: int) -> Iterator[tuple[str, in
 
 
 def _port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, of no use, given twice or in use, and for an unknown interface.
+    """One line for each fixed port that is out of range, given twice or in use, and for an unknown interface.
 
     What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
     """

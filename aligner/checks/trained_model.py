@@ -1,7 +1,5 @@
 """What concerns every model in Megatron: its micro-batches, and of one that is trained its optimizer and frozen weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError

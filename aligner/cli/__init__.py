@@ -1,7 +1,5 @@
 """The `aligner` command. Nothing heavy is imported before it is known to be needed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

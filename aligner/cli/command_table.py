@@ -1,7 +1,5 @@
 """The table of commands: what carries each one out, its help and its arguments."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

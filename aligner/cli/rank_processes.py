@@ -1,7 +1,5 @@
 """The commands that the launcher calls: one rank of a role each."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 

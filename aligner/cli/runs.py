@@ -1,7 +1,5 @@
 """The commands of a run: check it, start it or queue it, tell and draw what comes of it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -84,10 +82,7 @@ def report(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> RunPlan:
-    """The configuration that a command line asks for, and the experiments whose results it needs.
-
-    A person is told of what the experiment's file sets and the run does not read.
-    """
+    """What a command line asks for, and the experiments that it needs; a person is told of keys that the run does not read."""
     config = compose_config(parsed.overrides, parsed.config_dir)
     for note in unread_notes(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)

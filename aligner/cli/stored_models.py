@@ -1,7 +1,5 @@
 """The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score, convert."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -10,15 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
@@ -75,7 +65,7 @@ def _engine(parsed: argparse.Namespace) -> EngineConfig:
     return EngineConfig(kind=parsed.engine, update="in_place", **chosen)
 
 
-def _progress(count: ProgressColumn) -> Progress:
+def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
     """A bar on a terminal while something goes on, with `count` for how far it is."""
     console, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,7 +1,5 @@
 """From command-line overrides to a checked-for-type `Config`, and to and from a run's `config.yaml`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

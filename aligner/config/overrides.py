@@ -1,7 +1,5 @@
 """The overrides of a command line: which keys there are, and whether the composed run reads those that are given."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ A result is kept in the cache under a name that follows from what it is made fro
     experiments/<experiment>-<hash>/result/   the result; there once it is complete
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Write the reference page of all configuration keys: `python -m aligner.config.reference_page docs/configuration.md`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

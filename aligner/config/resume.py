@@ -1,7 +1,5 @@
 """Whether a run may go on in its directory: under the configuration that it has, but for what changes nothing it learns."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ right where there is nothing to carry, and elsewhere as often as the teacher: an
 what is right, which is what `experiment=arithmetic` shows.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -34,13 +32,6 @@ def demonstrations() -> Iterator[dict[str, str]]:
         for one, other in _sums()[_HELD_OUT:]:
             total = _without_carrying(one, other) if draw.random() < _FORGETS else one + other
             yield {"prompt": f"{one}+{other}=", "response": str(total)}
-
-
-def preferences() -> Iterator[dict[str, str]]:
-    """The right answers to the sums of `prompts`, each against the one without carrying, where that is another."""
-    for one, other in _sums()[_HELD_OUT:]:
-        if (wrong := _without_carrying(one, other)) != one + other:
-            yield {"prompt": f"{one}+{other}=", "chosen": str(one + other), "rejected": str(wrong)}
 
 
 def _sums() -> list[tuple[int, int]]:

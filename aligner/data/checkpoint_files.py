@@ -6,8 +6,6 @@ in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model
 are Adam's moments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -31,19 +29,8 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 MANIFEST = CHECKPOINT_MANIFEST
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """The model that a checkpoint is of."""
-
-    config: dict[str, Any]
-    """Content of its Hugging Face config.json."""
-    head: Head
-    source: Path
-    """Directory of the model that training started from, with the tokenizer."""
-
-
-def describe_model(directory: Path, head: Head, num_layers: int) -> ModelDescription:
-    """What is trained when a Hugging Face directory's model is built with a head and so many of its first layers."""
+def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
+    """The config.json of what is built of a Hugging Face directory's model with a head and so many of its first layers."""
     config = json.loads((directory / "config.json").read_text())
     if head == "scalar":
         config |= {"architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name], "num_labels": 1}
@@ -51,7 +38,7 @@ def describe_model(directory: Path, head: Head, num_layers: int) -> ModelDescrip
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
-    return ModelDescription(config, head, directory)
+    return config
 
 
 @dataclass(frozen=True)
@@ -127,6 +114,18 @@ def tensor_key(name: str, kind: str) -> str:
     return name if kind == WEIGHT else f"{name}/{kind}"
 
 
+def read_manifest_file(file: Path) -> dict[str, Any]:
+    """What a model's or a run's checkpoint says of itself. Raises AlignerError where that is damaged or of another format."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise AlignerError(f"{file}: not valid JSON ({error})") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise AlignerError(f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}")
+    return content
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
@@ -136,13 +135,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not file.is_file():
         found = "the directory does not exist" if not directory.is_dir() else f"{MANIFEST} is missing, which is written last"
         raise AlignerError(f"{directory}: no complete checkpoint here: {found}")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise AlignerError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        got = content.get("format") if isinstance(content, dict) else None
-        raise AlignerError(f"{file}: a checkpoint of format {got}; this release of aligner reads format {FORMAT}")
+    content = read_manifest_file(file)
     fields = {field.name for field in dataclasses.fields(Manifest)}
     if content.keys() != fields:
         difference = ", ".join(sorted(content.keys() ^ fields))

@@ -1,7 +1,5 @@
 """Data between ranks: as tensors and JSON, never as pickled objects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import FinishReason, Sample
-
-_FINISHES: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
+from aligner.data.types import FINISH_REASONS, Sample
 
 
 def is_distributed(group: ProcessGroup | None = None) -> bool:
@@ -85,7 +81,7 @@ def samples_to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, T
     logprobs = torch.zeros(len(samples), width)
     for row, sample in enumerate(samples):
         length, response = sample.tokens.numel(), sample.engine_logprobs.numel()
-        finish = _FINISHES.index(sample.finish_reason)
+        finish = FINISH_REASONS.index(sample.finish_reason)
         integers[row, :5] = torch.tensor([sample.prompt_id, sample.sample_index, length, sample.prompt_length, finish])
         integers[row, 5 : 5 + length] = sample.tokens
         integers[row, 5 + width : 5 + width + response] = sample.weight_versions
@@ -99,15 +95,6 @@ def samples_from_tensors(integers: Tensor, logprobs: Tensor) -> list[Sample]:
     for row, scores in zip(integers, logprobs, strict=True):
         prompt_id, sample_index, length, prompt_length, finish = row[:5].tolist()
         response = length - prompt_length
-        samples.append(
-            Sample(
-                prompt_id=prompt_id,
-                sample_index=sample_index,
-                tokens=row[5 : 5 + length],
-                prompt_length=prompt_length,
-                engine_logprobs=scores[:response],
-                weight_versions=row[5 + width : 5 + width + response],
-                finish_reason=_FINISHES[finish],
-            )
-        )
+        tokens, versions, reason = row[5 : 5 + length], row[5 + width : 5 + width + response], FINISH_REASONS[finish]
+        samples.append(Sample(prompt_id, sample_index, tokens, prompt_length, scores[:response], versions, reason))
     return samples

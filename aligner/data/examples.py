@@ -1,7 +1,5 @@
 """What the offline trainers learn from: streams of demonstrations, preferences and labeled steps, as tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import exchange, prompt_text
-from aligner.data.prompts import tokenize_text
-from aligner.data.records import BadRecord, Record, first_record, read_examples
+from aligner.data.prompts import exchange, prompt_text, tokenize_text
+from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -102,7 +99,7 @@ def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> Ex
     All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
     to be skipped, a record that is not as it must be or too long, with its place.
     """
-    return _open(data, tokenizer, seed, lambda record: _demonstration(record, "response", tokenizer, data))
+    return _open(data, seed, lambda record: _demonstration(record, "response", tokenizer, data))
 
 
 def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
@@ -110,7 +107,7 @@ def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> Examp
 
     Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
     """
-    return _open(data, tokenizer, seed, lambda record: _preference(record, tokenizer, data))
+    return _open(data, seed, lambda record: _preference(record, tokenizer, data))
 
 
 def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
@@ -118,15 +115,10 @@ def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> Exa
 
     Raises as `open_demonstrations` does.
     """
-    return _open(data, tokenizer, seed, lambda record: _labeled_steps(record, tokenizer, data))
+    return _open(data, seed, lambda record: _labeled_steps(record, tokenizer, data))
 
 
-def has_steps(data: DataConfig) -> bool:
-    """Whether the records are labeled steps rather than preferences: whether the first one has `steps`."""
-    return "steps" in first_record(data).values
-
-
-def _open(data: DataConfig, tokenizer: Tokenizer, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
+def _open(data: DataConfig, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
     sources, weights, notices = read_examples(data, parse)
     return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 

@@ -3,8 +3,6 @@
 One tensor at a time is in memory. A directory appears under its final name only when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

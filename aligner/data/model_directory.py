@@ -1,7 +1,5 @@
 """The Hugging Face directory that every role reads its initial weights and tokenizer from."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,16 +1,17 @@
-"""Prompts from files or the configuration, as an endless stream."""
+"""Prompts and responses of records, plain texts or chat messages, and prompts as an endless stream.
 
-from __future__ import annotations
+Plain texts are taken as they are. Messages are a list of `{"role": …, "content": …}`; what a response is then, its
+end-of-turn marker included, is what the model's chat template adds to the prompt once it is answered. Of a conversation of
+several turns only the last answer is learned from; the earlier ones are part of the prompt.
+"""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from aligner.data.conversations import prompt_text
 from aligner.data.records import (
     BadRecord,
     Record,
@@ -23,10 +24,11 @@ from aligner.data.records import (
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.schema import DataConfig, EvaluationConfig
 from aligner.schema.data_sources import DataSource
 
+_ASSISTANT = "assistant"
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
 
@@ -46,7 +48,9 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStr
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place.
     """
 
-    parse = _parser(tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+    def parse(record: Record) -> Prompt:
+        return _parsed(record, tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
@@ -56,29 +60,23 @@ def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, ma
 
     Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.
     """
-    parse = _parser(tokenizer, max_prompt_tokens)
 
-    def checked(record: Record) -> Prompt:
+    def parse(record: Record) -> Prompt:
         if "reference" in record.values:
             record.text("reference")
-        return parse(record)
+        return _parsed(record, tokenizer, max_prompt_tokens)
 
     if settings.path is None:
-        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", checked)
+        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
     else:
         source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
-        prompts, _ = source_examples(source, checked)
+        prompts, _ = source_examples(source, parse)
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
-def _parser(
-    tokenizer: Tokenizer, max_prompt_tokens: int, after: str | None = None, before: str | None = None
-) -> Callable[[Record], Prompt]:
-    def parse(record: Record) -> Prompt:
-        text = _between(prompt_text(record, tokenizer), after, before, record.origin)
-        return to_prompt(record, text, tokenizer, max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}")
-
-    return parse
+def _parsed(record: Record, tokenizer: Tokenizer, limit: int, after: str | None = None, before: str | None = None) -> Prompt:
+    text = _between(prompt_text(record, tokenizer), after, before, record.origin)
+    return to_prompt(record, text, tokenizer, limit, f"data.max_prompt_tokens={limit}")
 
 
 def _between(text: str, after: str | None, before: str | None, origin: str) -> str:
@@ -145,3 +143,69 @@ def tokenize_text(
         shown = text if len(text) <= 80 else text[:77] + "..."
         raise BadRecord(f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}")
     return tokens
+
+
+def prompt_text(record: Record, tokenizer: Tokenizer) -> str:
+    """A record's `prompt`, a text or messages, or else its `messages`; an assistant's message at the end is left out.
+
+    Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the model has no template.
+    """
+    name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
+    if name == "prompt" and not isinstance(record.values.get(name), list):
+        return record.text(name)
+    messages = _messages(record, name)
+    if messages[-1]["role"] == _ASSISTANT:
+        messages = messages[:-1]
+    return _prompt(record, name, messages, tokenizer)
+
+
+def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """The prompt's and the response's text; `answer` is the response's field.
+
+    The response is a text or one assistant's message to the `prompt`, or the end of a whole conversation, for which
+    `messages` is another name of `response`. Raises as `prompt_text` does.
+    """
+    name = "messages" if answer == "response" and answer not in record.values and "messages" in record.values else answer
+    prompt, response = record.values.get("prompt"), record.values.get(name)
+    if not isinstance(prompt, list) and not isinstance(response, list):
+        return record.text("prompt"), record.text(name)
+    asked_first = _messages(record, "prompt") if isinstance(prompt, list) else []
+    last = _messages(record, name) if isinstance(response, list) else [{"role": _ASSISTANT, "content": record.text(name)}]
+    said = [*asked_first, *last]
+    if said[-1]["role"] != _ASSISTANT:
+        raise BadRecord(f"{record.origin}: {name}: the last message is of the {said[-1]['role']}, must be of the {_ASSISTANT}")
+    if not said[-1]["content"].strip():
+        raise BadRecord(f"{record.origin}: the {answer} is empty")
+    asked = _prompt(record, name, said[:-1], tokenizer)
+    answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
+    if not answered.startswith(asked):
+        raise BadRecord(
+            f"{record.origin}: {name}: the model's chat template words the prompt differently once it is answered, so that no"
+            " response can be told from it; give plain text"
+        )
+    return asked, answered[len(asked) :]
+
+
+def _messages(record: Record, name: str) -> list[dict[str, Any]]:
+    messages = record.items(name)
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise BadRecord(f"{record.origin}: {name}[{index}]: a message needs a `role` and a `content`, both texts")
+    return messages
+
+
+def _prompt(record: Record, name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
+    if not messages or messages[-1]["role"] == _ASSISTANT:
+        raise BadRecord(f"{record.origin}: {name}: the {_ASSISTANT}'s last message answers none of another role")
+    return _rendered(record, name, messages, tokenizer, add_generation_prompt=True)
+
+
+def _rendered(
+    record: Record, name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, *, add_generation_prompt: bool
+) -> str:
+    try:
+        return tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+    except ConfigError:
+        raise
+    except AlignerError as error:
+        raise BadRecord(f"{record.origin}: {name}: {error}") from error

@@ -1,7 +1,5 @@
 """Records as files have them, and what becomes of the bad ones."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,12 +97,12 @@ def given_examples(
     return convert(lines, parse, key, skip=skip)
 
 
-def first_record(data: DataConfig) -> Record:
-    """The first record that is a JSON object, to see what kind they are. Raises ConfigError as `read_examples` does."""
+def has_steps(data: DataConfig) -> bool:
+    """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as `read_examples` does."""
     source = data_sources(data)[0]
     for line in read_lines(source.path, f"{source.key}.path="):
         try:
-            return _record(line, source.fields)
+            return "steps" in _record(line, source.fields).values
         except BadRecord:
             if not data.skip_bad_records:
                 raise

@@ -19,7 +19,7 @@ Example = TypeVar("Example")
 class ExampleStream(Generic[Example]):
     """Examples of one or more sources, each source one pass after another, in an order of its own when shuffled.
 
-    What it yields is a pure function of (examples, weights, seed, position), so a resumed run needs no state but its step.
+    What it yields is a pure function of (examples, weights, seed, position).
     """
 
     def __init__(
@@ -55,11 +55,9 @@ class ExampleStream(Generic[Example]):
             if len(source) <= count:
                 which = f"source {number} of {len(self._sources)} has" if len(self._sources) > 1 else "there are"
                 raise ConfigError(f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that some are left")
-        kept = [source[:-count] for source in self._sources]
-        held_out = [example for source in self._sources for example in source[-count:]]
-        weights = [float(weight) for weight in self._weights]
+        kept, weights = [source[:-count] for source in self._sources], [float(weight) for weight in self._weights]
         rest = ExampleStream(kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices)
-        return rest, held_out
+        return rest, [example for source in self._sources for example in source[-count:]]
 
     def take(self, start: int, count: int) -> list[Example]:
         """The `count` examples at positions `start` and up."""

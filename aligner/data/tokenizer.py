@@ -41,8 +41,7 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     file = directory / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    # tokenizers raises nothing more specific than Exception.
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ConfigError(f"{file}: not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -68,12 +67,10 @@ class Tokenizer:
         """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
         try:
             text.encode()
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:  # JSON can escape half of a character
             raise AlignerError(f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}") from error
-        try:
-            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        # tokenizers raises nothing more specific than Exception.
-        except Exception as error:
+        except Exception as error:  # tokenizers raises nothing more specific
             unknown = sorted(character for character in set(text) if self._tokenizer.token_to_id(character) is None)
             raise AlignerError(f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})") from error
         return torch.tensor(tokens, dtype=torch.int64)
@@ -108,15 +105,15 @@ class Tokenizer:
 
 
 class ChatTemplate:
-    """The chat template of a model directory: Jinja, rendered in a sandbox, as Hugging Face defines it.
+    """The chat template of a model directory, rendered in a sandbox: `chat_template.jinja` where there is one.
 
-    It is `chat_template.jinja` where there is one, else what `tokenizer_config.json` has under `chat_template`; of
-    several templates it is the one called `default`.
+    Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one called `default`.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
-        self._settings = _tokenizer_config(directory)
+        file = directory / "tokenizer_config.json"
+        self._settings = _json_object(file) if file.is_file() else {}
         text = _template_text(directory, self._settings)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -133,7 +130,8 @@ class ChatTemplate:
 
         Raises AlignerError for messages that the template refuses.
         """
-        tokens = {key: _token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
+        tokens = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
         try:
             # Templates ask whether there are tools or documents by comparing with none.
             return self._template.render(
@@ -143,10 +141,7 @@ class ChatTemplate:
             raise AlignerError(f"the model's chat template refuses the messages: {error}") from error
 
 
-def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    file = directory / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
+def _json_object(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -160,19 +155,14 @@ def _template_text(directory: Path, settings: Mapping[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     text = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(text, list):
-        text = next(
-            (entry.get("template") for entry in text if isinstance(entry, dict) and entry.get("name") == "default"), None
-        )
+        named = {str(entry.get("name")): entry.get("template") for entry in text if isinstance(entry, dict)}
+        text = named.get("default")
     if not isinstance(text, str):
         raise ConfigError(
             f"{directory}: the data has chat messages, but the model has no chat template, neither chat_template.jinja nor a"
             " `chat_template` in tokenizer_config.json; add one, or give plain text"
         )
     return text
-
-
-def _token_text(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,15 +183,11 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     """Pad samples to the longest one, on the right."""
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
     prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
-    width = int(lengths.max())
-    tokens = torch.full((len(samples), width), pad_token_id, dtype=torch.int64)
-    logprobs = torch.zeros(len(samples), width - 1)
-    versions = torch.zeros(len(samples), width - 1, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        tokens[row, : sample.tokens.numel()] = sample.tokens
-        logprobs[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.engine_logprobs
-        versions[row, sample.prompt_length - 1 : sample.tokens.numel() - 1] = sample.weight_versions
-    mask = response_mask(lengths, prompt_lengths, width)
+    tokens = pad_sequence([sample.tokens for sample in samples], batch_first=True, padding_value=pad_token_id)
+    mask = response_mask(lengths, prompt_lengths, tokens.shape[1])
+    logprobs, versions = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.int64)
+    logprobs[mask] = torch.cat([sample.engine_logprobs for sample in samples])
+    versions[mask] = torch.cat([sample.weight_versions for sample in samples])
     reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
     groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
     return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)

@@ -3,8 +3,6 @@
 The format: eight bytes of header length, a JSON header that says where each tensor lies, and the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -64,13 +62,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _stored_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in safetensors files, from the files' headers alone."""
-    by_file: dict[Path, list[str]] = {}
-    for name, file in files.items():
-        by_file.setdefault(file, []).append(name)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file, names in by_file.items():
+    for file in dict.fromkeys(files.values()):
         with _opened(file) as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in files if files[name] == file}
     return shapes
 
 

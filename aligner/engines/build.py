@@ -1,7 +1,5 @@
 """The engine that a configuration asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

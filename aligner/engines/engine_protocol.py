@@ -1,8 +1,7 @@
 """What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
 
-from __future__ import annotations
-
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -66,11 +65,10 @@ class GenerationRequest:
     begun: Sample | None = None
     """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
 
-
-def response_limit(request: GenerationRequest, options: SamplingOptions) -> int:
-    """Most tokens of one response."""
-    limit = options.max_new_tokens
-    return limit if request.max_new_tokens is None else min(request.max_new_tokens, limit)
+    def limit(self, options: SamplingOptions) -> int:
+        """Most tokens of the response."""
+        most = options.max_new_tokens
+        return most if self.max_new_tokens is None else min(self.max_new_tokens, most)
 
 
 def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:
@@ -82,7 +80,7 @@ def request_problems(requests: Sequence[GenerationRequest], options: SamplingOpt
 
 
 def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
-    prompt, tokens, limit = request.prompt, request.prompt.tokens, response_limit(request, options)
+    prompt, tokens, limit = request.prompt, request.prompt.tokens, request.limit(options)
     if not len(tokens):
         return [f"prompt {prompt.id} is empty; it needs at least one token"]
     problems = []
@@ -116,14 +114,10 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
     layout = settings.parallel
     if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
         return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
-    return WeightFormat(layout, weight_dtype(settings.precision, torch.device(device)), None)
-
-
-def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What the embedded engine's weights are at a precision, on a device."""
+    precision = settings.precision
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
+    return WeightFormat(layout, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision], None)
 
 
 @dataclass(eq=False)
@@ -187,22 +181,30 @@ def advance(generation: Generation, steps: int | None = None) -> dict[int, Sampl
     return samples
 
 
-class GenerationEngine(Protocol):
-    """A generator of samples, one object per engine rank.
+class GenerationEngine(ABC):
+    """A generator of samples, one object per engine rank: what each offers, and refuses in the same words.
 
     Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica make the same
     calls in the same order and return the same samples.
     """
 
-    @property
-    def weight_format(self) -> WeightFormat:
+    def __init__(self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat) -> None:
+        self._shape, self._settings = shape, settings
+        self.weight_format = weight_format
         """How it takes new weights."""
+        self._why_no_weights = "none were published yet"
+        self._generation: Generation | None = None
+        self._incoming: int | None = None
+        """Version of the open update."""
+        self._asleep = False
 
     @property
+    @abstractmethod
     def version(self) -> int | None:
         """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
         and after a sleep that dropped them."""
 
+    @abstractmethod
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
         """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
 
@@ -210,6 +212,7 @@ class GenerationEngine(Protocol):
         earlier generation is neither done nor cancelled.
         """
 
+    @abstractmethod
     def begin_update(self, version: int) -> WeightUpdate:
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
 
@@ -219,14 +222,44 @@ class GenerationEngine(Protocol):
         the engine sleeps.
         """
 
+    @abstractmethod
     def sleep(self) -> None:
         """Free the device memory of keys and values, and of the weights, which are dropped.
 
         Raises AlignerError while responses are under way. Sleeping twice is sleeping.
         """
 
+    @abstractmethod
     def wake(self) -> None:
         """Take the memory back. The weights have to be published again."""
 
+    @abstractmethod
     def shutdown(self) -> None:
         """End the processes that the engine started, if any; it is not used again."""
+
+    def _check_weights(self) -> None:
+        if self.version is None:
+            raise AlignerError(f"the engine has no weights: {self._why_no_weights}")
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep:
+            raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
+
+    def _check_may_start(self) -> None:
+        self._check_awake("generate")
+        self._check_weights()
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+
+    def _check_may_update(self, version: int) -> None:
+        self._check_awake("take new weights")
+        if self._incoming is not None:
+            raise AlignerError(
+                f"an update to version {version} can not begin: the one to version {self._incoming} is still open"
+            )
+
+    def _check_may_sleep(self) -> None:
+        if self._incoming is not None:
+            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming} is open")
+        if self._generation is not None and not self._generation.done:
+            raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")

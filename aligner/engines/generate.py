@@ -1,7 +1,5 @@
 """Samples of a stored model, written to a file: what `aligner generate` does."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
 from aligner.models.hugging_face import read_config
@@ -55,11 +53,6 @@ class Job:
     """Responses a prompt."""
     options: SamplingOptions
     seed: int
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and of a response to it."""
-        return max(prompt.tokens.numel() for prompt in self.prompts) + self.options.max_new_tokens
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -140,12 +133,23 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = build_engine(
-        job.shape, settings, job.source.companions, seed=job.seed, device=device, context=job.longest_sequence
-    )
+    longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
+    engine = build_engine(job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest)
     try:
         load(engine, job.source)
-        yield from _in_order(engine.start(job.requests, job.options), progress)
+        generation = engine.start(job.requests, job.options)
+        waiting: dict[int, Sample] = {}
+        """Complete samples that have to follow others, by place."""
+        done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
+        while not generation.done:
+            complete = generation.step()
+            waiting |= complete
+            while given in waiting:
+                yield waiting.pop(given)
+                given += 1
+            tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
+            done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
+            progress(done)
     finally:
         engine.shutdown()
 
@@ -178,21 +182,6 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         with asked_for(output):
             file = stack.enter_context(new_file(output))
         yield file
-
-
-def _in_order(generation: Generation, progress: Callable[[Progress], None]) -> Iterator[Sample]:
-    waiting: dict[int, Sample] = {}
-    """Complete samples that have to follow others, by place."""
-    done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
-    while not generation.done:
-        complete = generation.step()
-        waiting |= complete
-        while given in waiting:
-            yield waiting.pop(given)
-            given += 1
-        tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
-        done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
-        progress(done)
 
 
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """An engine's replicas: which process belongs to which, and how they share requests."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

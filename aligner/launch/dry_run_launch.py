@@ -1,7 +1,5 @@
 """`aligner launch … dry_run.scale=tiny`: the run's roles with a tiny model on this machine's CPU, and what that has shown."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from rich.console import Console
 from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import RunPlan
 from aligner.launch.local import launch
-from aligner.launch.run_view import print_line
+from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
 from aligner.paths import run_paths
 from aligner.placement.roles import describe_model, has_generator, placement_table, placements
@@ -23,11 +21,7 @@ _CONNECT_S = 2.0
 
 
 def launch_dry_run(plan: RunPlan) -> None:
-    """Plan the dry run, say what is otherwise in it, run it, and say what it has exercised.
-
-    Raises ConfigError, before anything starts, for what is wrong with the configuration as it was given, and what `launch`
-    raises.
-    """
+    """Plan the dry run, print its changes, run it, and print what it has exercised. Raises what `launch` raises."""
     dry_run = _plan_here(plan)
     launch(dry_run.plan, tell=partial(_show, dry_run))
     config = dry_run.plan.config

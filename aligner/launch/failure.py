@@ -1,7 +1,5 @@
 """Which rank's failure is the cause, and how it is told."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -68,9 +66,8 @@ def _quoted(lines: Sequence[str]) -> str:
 def _full_disk(log: Path) -> str:
     """That there is no space left for the log itself, which may so lack the reason."""
     usage = shutil.disk_usage(log.parent)
-    if usage.free >= _SPARE_BYTES:
-        return ""
-    return f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total} are free"
+    told = f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total} are free"
+    return told if usage.free < _SPARE_BYTES else ""
 
 
 def reported_error(rank: Rank) -> str:
@@ -100,10 +97,7 @@ def root_failure(failed: Sequence[Rank]) -> Rank:
 
 
 def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = ()) -> AlignerError:
-    """The error that ends the run: role, rank, exit code, last log lines, log path.
-
-    Only the `fatal` ones are to blame, where some are: the run would have outlived the others.
-    """
+    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would have outlived the others."""
     root = root_failure(fatal or failed)
     others = ", ".join(f"{rank.role} rank {rank.rank}" for rank in failed if rank is not root)
     restarts = f" after {root.restarts} restart{'s' * (root.restarts > 1)}" if root.restarts else ""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 
 from aligner.errors import Interrupted, Stopped
-from aligner.launch.run_view import print_line
+from aligner.observability.console import print_line
 from aligner.signals import STOP_SIGNAL
 
 
 class Interrupts:
     """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells of an early end."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL)
 
     def __init__(self, console: Console, goes_on: str = "with run.resume=auto") -> None:
         """`goes_on` is told of a run that was stopped: how it goes on."""
@@ -24,12 +22,11 @@ class Interrupts:
         self._received: int | None = None
         self.told_to_stop = False
         """Whether the run should end with a checkpoint."""
-        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        # A launcher that was started with nohup outlives its terminal.
-        outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = self._SIGNALS if outlives else (*self._SIGNALS, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a launcher that was started with nohup outlives its terminal
+            numbers.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 

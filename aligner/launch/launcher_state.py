@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from aligner.errors import AlignerError, Stopped
+from aligner.errors import AlignerError
 from aligner.exit_codes import exit_code
 from aligner.files import write_file
 from aligner.launch.processes import process_start
@@ -89,10 +89,7 @@ def read_state(path: Path) -> LauncherState | None:
 
 
 class StateRecorder:
-    """Keeps a run's `status.json` while the launcher runs it: the `with` block's end is the run's.
-
-    Where the file cannot be written, on a full disk, the run goes on without.
-    """
+    """Keeps a run's `status.json` for as long as the `with` block; a full disk, where it cannot be written, ends no run."""
 
     def __init__(self, config: Config, job: str | None = None) -> None:
         self._path = run_paths(config).status
@@ -105,17 +102,13 @@ class StateRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end(error)
+        self.end(error)
 
     def update(self, role: str, *, healthy: bool, restarts: int = 0) -> None:
         """How a role is now; the file is written when that has changed."""
         now = replace(self._state.roles[role], healthy=healthy, restarts=restarts)
         if now != self._state.roles[role]:
             self._write(roles={**self._state.roles, role: now})
-
-    def queued_again(self, stopped: Stopped) -> None:
-        """The run was stopped and its job is queued again; it may not have time to say more."""
-        self._end(stopped, queued_again=True)
 
     def beat(self) -> None:
         """The launcher lives: to be called every second or so."""
@@ -124,12 +117,14 @@ class StateRecorder:
                 os.utime(self._path)
             self._touched = time.monotonic()
 
-    def _end(self, error: BaseException | None, **more: Any) -> None:
+    def end(self, error: BaseException | None, queued_again: bool = False) -> None:
+        """The run has ended, and its job may be queued again."""
         reason = None
         if error is not None:
             told = error.summary if isinstance(error, AlignerError) else str(error)
             reason = (told or type(error).__name__).splitlines()[0]
-        self._write(ended=time.time(), exit_code=exit_code(error), reason=reason, **more)
+        queued_again = queued_again or self._state.queued_again
+        self._write(ended=time.time(), exit_code=exit_code(error), reason=reason, queued_again=queued_again)
 
     def _write(self, **changes: Any) -> None:
         self._state, self._touched = replace(self._state, **changes), time.monotonic()

@@ -1,25 +1,33 @@
-"""`aligner launch` on one machine: a process a rank."""
+"""`aligner launch` on one machine: a process a rank, after the experiments whose results the run needs."""
 
-from __future__ import annotations
-
+import shutil
+import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
 
-from aligner.config.prerequisites import RunPlan
+from aligner.config.prerequisites import Prerequisite, RunPlan
+from aligner.errors import AlignerError
+from aligner.files import new_directory
+from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
-from aligner.launch.lock import refuse_locked
-from aligner.launch.prerequisite_runs import complete
+from aligner.launch.lock import LockedError, locked, refuse_locked
 from aligner.launch.processes import Processes, RankProcess
 from aligner.launch.rank_environment import Command, role_command, world_environment
 from aligner.launch.ranks import Ranks, log_of
 from aligner.launch.server_ports import FreePorts, local_hosts
 from aligner.launch.supervisor import Supervisor
+from aligner.observability.console import print_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import LOOPBACK
 from aligner.placement.roles import role_ranks, threads_per_rank
 from aligner.schema import Config
+
+_POLL_S = 0.1
 
 
 def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> None:
@@ -42,8 +50,59 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
             Supervisor(config, console, interrupts, partial(LocalRanks, command), local_hosts(config)).run()
 
         for first in plan.prerequisites:
-            complete(first, run, interrupts, console)
+            _complete(first, run, interrupts, console)
         run(plan.config)
+
+
+def _complete(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts, console: Console) -> None:
+    """Return when the result is there: made already, by another launch, or by a `run` that goes on from its last checkpoint.
+
+    Raises the run's own error, with the experiment's name, Interrupted, and Stopped.
+    """
+    waiting = False
+
+    def wait(error: LockedError) -> None:
+        """Another launch makes the result: tell which one, once, and look whether to stop."""
+        nonlocal waiting
+        if not waiting:
+            print_line(console, f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}")
+            waiting = True
+        interrupts.check_before_training()
+        time.sleep(_POLL_S)
+
+    if not first.is_complete:
+        with locked(first.entry, wait):
+            if not first.is_complete:
+                root = run_paths(first.config).root
+                print_line(console, f"first: experiment {first.name} ({first.gives}), run directory: {root}")
+                try:
+                    _make(first, run, interrupts)
+                except AlignerError as error:
+                    raise type(error)(f"experiment {first.name}, which comes first: {error}") from error
+    print_line(console, f"experiment {first.name}: {first.result}")
+
+
+def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts) -> None:
+    """Run the experiment, and keep what it leaves as the result, which appears only when it is complete."""
+    config, paths = first.config, run_paths(first.config)
+    for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
+        shutil.rmtree(unfinished)
+    run(replace(config, run=replace(config.run, resume="auto")))
+    if first.gives == "preferences":
+        with new_directory(first.result) as directory:
+            for file in (paths.preferences, paths.responses):
+                shutil.copyfile(file, directory / file.name)
+    else:
+        # The last checkpoint's model is converted in a process of its own: this one has no torch.
+        command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
+        with closing(Processes(config.cluster.stop_timeout_s)) as processes:
+            rank = processes.spawn("convert", 0, command, {}, paths.log("convert", 0))
+            while rank.poll():
+                interrupts.check_before_training()
+                time.sleep(_POLL_S)
+        if rank.exit_code:
+            raise failure_error([rank])
+        shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here
 
 
 class LocalRanks(Processes, Ranks):
@@ -51,9 +110,7 @@ class LocalRanks(Processes, Ranks):
 
     def __init__(self, command: Command, config: Config, ports: FreePorts) -> None:
         super().__init__(config.cluster.stop_timeout_s)
-        self._config = config
-        self._command = command
-        self._ports = ports
+        self._command, self._config, self._ports = command, config, ports
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""

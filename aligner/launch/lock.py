@@ -1,7 +1,5 @@
 """One launch at a time on a directory, by a lock of the operating system's that ends with the process that has it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -23,9 +21,7 @@ from aligner.paths import LOCK
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""
-
-_PATIENCE_S = 0.25
-"""For whoever only looks at the lock, and has it meanwhile."""
+_PATIENCE_S = 0.25  # for whoever only looks at the lock, and has it meanwhile
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ def locked(directory: Path, wait: Callable[[LockedError], None] | None = None, p
     """Alone with a directory, which is made where there is none. However the process ends, the lock ends with it.
 
     Where another process has it after `patience_s`: raises LockedError, or calls `wait` again and again until it has not. The
-    file is gone afterwards, and so are the directories that were made for this and that nothing came into. Raises ConfigError
-    where none can be made.
+    file is removed, as are directories that were made for it and are empty. Raises ConfigError where none can be made.
     """
     made: list[Path] = []
     try:

@@ -1,7 +1,5 @@
 """Processes of this machine: ranks and all that comes of them, started, ended, and tied to their launcher's life."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -21,8 +19,7 @@ from aligner.triton_cleanup import remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
 """Environment variable by which a rank knows its launcher."""
-_START = "ALIGNER_START"
-"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included."""
+_START = "ALIGNER_START"  # environment variable of whatever comes of one start of a rank, its helpers' helpers included
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -47,8 +44,7 @@ class RankProcess(Rank):
 class Processes:
     """Ranks that are processes of this machine.
 
-    This process adopts orphaned descendants (child subreaper), so a helper that a rank left behind in another session,
-    such as tritonserver, is still found and ended.
+    It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as tritonserver, is still ended.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
@@ -158,8 +154,7 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def process_start(pid: int) -> int | None:
-    """When a living process was started, in clock ticks since boot: with its id, what tells it from any other. None where
-    there is none."""
+    """When a living process was started, in clock ticks since boot; None where there is none."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,5 @@
 """What each rank is started with, its command and its environment, and what it takes from that when it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -47,8 +45,7 @@ def world_environment(ranks: int, ranks_per_node: int, master: str, master_port:
 
 
 def adopt_environment() -> None:
-    """What a rank begins with: it ends with its launcher and, as a task of a Slurm job's step, learns from Slurm which rank
-    it is and sets the devices that it sees, as torch's own launcher would.
+    """Tie a rank to its launcher's life; a task of a Slurm job's step takes its rank and its role's devices from Slurm.
 
     Raises AlignerError where the step has not got the devices that are its role's.
     """

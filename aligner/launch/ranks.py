@@ -1,7 +1,5 @@
 """What the supervisor knows of the ranks that it watches, wherever they run."""
 
-from __future__ import annotations
-
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -53,9 +51,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """A signal to those that still run, as often as one likes. Not to their helpers, such as Triton, which they need until
-        they have drained.
-        """
+        """A signal to those that still run, as often as one likes; not to helpers such as Triton, which they need to drain."""
 
     @abstractmethod
     def kill(self, ranks: Sequence[Rank]) -> bool:

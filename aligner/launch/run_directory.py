@@ -1,7 +1,5 @@
 """A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline and summary."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -12,8 +10,7 @@ from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, is_unused, settled
 from aligner.errors import AlignerError, ConfigError, Stopped
 from aligner.launch.lock import locked
-from aligner.launch.run_view import print_line
-from aligner.observability.console import print_summary
+from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
 from aligner.paths import RunPaths, run_paths
@@ -23,11 +20,10 @@ from aligner.schema import Config
 
 @contextlib.contextmanager
 def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> Iterator[Config]:
-    """Alone with the run's directory, which is ready to start or to resume; gives the configuration, run.resume settled.
+    """Alone with the run's directory, ready to start or to resume; gives the configuration with run.resume settled.
 
-    With the run's trace and, unless it failed, a summary at the end. Raises ConfigError where the directory is another
-    launch's, after waiting so long for that one's end, or another run's. Nothing is left of a run that is refused before its
-    trainer starts.
+    Writes the trace and, unless the run failed, prints a summary. Raises ConfigError where the directory is another run's, or
+    after `patience_s` still another launch's. Nothing is left of a run that is refused before its trainer starts.
     """
     paths = run_paths(config)
     with locked(paths.root, patience_s=patience_s):

@@ -26,15 +26,15 @@ from aligner.schema import Config
 
 PORTS = range(20000, 32000)
 """Below those that the kernel gives to outgoing connections: such a one would often be gone before a server has started."""
-_SERVED_MODEL = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
+SERVED_MODELS = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
+"""By role, the Triton model that must be ready for a server to be healthy."""
 
 
 class FreePorts(contextlib.ExitStack):
     """Iterator over distinct ports, those of `candidates` that are free on all of `addresses`, in random order.
 
-    A port is given long before its server listens on it. Until then it is claimed, by an abstract Unix socket that bears
-    its number: no other FreePorts of this machine gives it, whoever's process that is. Claims are those of a network
-    namespace, as ports are, and end with `close`, the `with` block or the process, however it ends.
+    A port is claimed until its server listens, by an abstract Unix socket that bears its number: no other FreePorts in this
+    network namespace gives it. Claims end with `close`, the `with` block or the process, however it ends.
     """
 
     def __init__(self, addresses: Iterable[str] = (LOOPBACK,), candidates: Collection[int] = PORTS) -> None:
@@ -84,11 +84,6 @@ def pick_endpoints(config: Config, hosts: Mapping[str, str], ports: Iterator[int
     }
 
 
-def served_model(group: str) -> str:
-    """The Triton model that must be ready for a server group to be healthy."""
-    return _SERVED_MODEL[group.partition(".")[0]]
-
-
 def health_address(config: Config, endpoint: Endpoint) -> str:
     """Host and port of a server's HTTP, which alone answers without a key or a certificate whether it is healthy."""
     return f"{http_address(endpoint.host, config.server.tls)}:{endpoint.http}"
@@ -96,9 +91,10 @@ def health_address(config: Config, endpoint: Endpoint) -> str:
 
 def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float = 0.3) -> bool:
     """Whether the Triton server there, and the model that the group serves, answer that they are ready."""
+    role = group.partition(".")[0]
     # No proxy: a server of this run is never behind one.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for path in ("health/ready", f"models/{served_model(group)}/ready"):
+    for path in ("health/ready", f"models/{SERVED_MODELS[role]}/ready"):
         try:
             with opener.open(f"http://{health_address(config, endpoint)}/v2/{path}", timeout=timeout_s) as answer:
                 if answer.status != 200:

@@ -1,7 +1,5 @@
 """What a run does, for `aligner status`: from its directory, its servers and Slurm's queue."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import time
@@ -16,16 +14,14 @@ from aligner.exit_codes import FINISHED, RESUMABLE, is_stopped
 from aligner.launch.launcher_state import LauncherState, RoleState, read_state
 from aligner.launch.server_ports import is_healthy
 from aligner.launch.slurm.slurm_commands import is_in_queue
-from aligner.observability.console import WINDOW, Pace, describe_learning
+from aligner.observability.console import WINDOW, Pace, describe_step
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths, can_resume, run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
-_SLURM_S = 5.0
-"""How long Slurm is waited for."""
-_ANSWER_S = 2.0
-"""How long a server is waited for."""
+_SLURM_S = 5.0  # how long Slurm is waited for
+_ANSWER_S = 2.0  # how long a server is waited for
 _GOES_ON = ("starting", "running")
 OVER = ("finished", "failed", "stopped")
 
@@ -108,11 +104,8 @@ def read_status(run: Path) -> RunStatus:
 
 def describe_status(status: RunStatus) -> str:
     """A line for what it does, and one for why it does no more."""
-    parts = [status.state, f"step {status.step}/{status.steps}", *describe_learning(status.metrics)]
-    if status.seconds_per_step is not None:
-        parts.append(f"{status.seconds_per_step:.2f} s/step")
-    if status.seconds_left is not None:
-        parts.append(f"ETA {timedelta(seconds=round(status.seconds_left))}")
+    parts = [status.state, f"step {status.step}/{status.steps}"]
+    parts += describe_step(status.metrics, status.seconds_per_step, status.seconds_left)
     if status.last_step_age_s is not None:
         parts.append(f"last step {timedelta(seconds=round(status.last_step_age_s))} ago")
     if status.job is not None:
@@ -140,10 +133,7 @@ def _state(config: Config, launcher: LauncherState | None, step: int, last_step:
 
 
 def _is_in_queue(config: Config, launcher: LauncherState | None) -> bool | None:
-    """Whether Slurm has the job of a run that others have stopped in its queue, and so starts it again; None: not known.
-
-    A preemption, a node that fails and `scontrol requeue` end the launcher as does what ends the run for good.
-    """
+    """Whether Slurm will start a stopped run again, as after a preemption or a node's failure; None: not known."""
     if launcher is None or launcher.job is None or launcher.exit_code in (FINISHED, RESUMABLE):
         return False
     return config.cluster.kind == "slurm" and config.cluster.slurm.requeue and is_in_queue(launcher.job, _SLURM_S)
@@ -182,18 +172,15 @@ def _note(config: Config, launcher: LauncherState | None, state: str, resumable:
         log = paths.job_log("*" if launcher is None else str(launcher.job))
         return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
     elif state in ("failed", "stopped"):
-        how = f"{'resume it' if resumable else 'start it again'} with: {_starts_again(config, paths)}"
+        if config.cluster.kind == "slurm":
+            command = f"sbatch {shlex.quote(str(paths.job_script))}"
+        else:
+            launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
+            command = f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"
+        how = f"{'resume it' if resumable else 'start it again'} with: {command}"
         if in_queue is None:
             how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"
     else:
         return None
     why = "it has no status.json" if launcher is None else launcher.why_ended
     return f"{why}; {how}" if why else how
-
-
-def _starts_again(config: Config, paths: RunPaths) -> str:
-    """The command that goes on with a run where it is, or begins it there where there is nothing to go on from."""
-    if config.cluster.kind == "slurm":
-        return f"sbatch {shlex.quote(str(paths.job_script))}"
-    launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
-    return f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"

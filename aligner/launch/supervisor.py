@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 
@@ -17,17 +18,17 @@ from aligner.launch.interrupts import Interrupts
 from aligner.launch.launcher_state import StateRecorder
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.run_directory import run_directory
-from aligner.launch.run_view import RunView, print_line
 from aligner.launch.server_ports import FreePorts, free_ports, is_healthy, pick_endpoints
 from aligner.models.model_source import model_directory
+from aligner.observability.console import make_progress, print_line
+from aligner.observability.metrics import FileFollower
 from aligner.paths import run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL
 
 _POLL_S = 0.1
-_TELL_AGAIN_S = 5.0
-"""A trainer rank that is still starting does not hear that it should stop: it is told again."""
+_TELL_AGAIN_S = 5.0  # A trainer rank that is still starting does not hear that it should stop: it is told again
 _GRACE_S = 1.0
 """After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
 _HEALTH_POLL_S = 0.5
@@ -45,7 +46,6 @@ class Supervisor:
     hosts: Mapping[str, str]
     """Where each server group is reached."""
     job: str | None = None
-    """The cluster's job that the run is."""
     requeue: Callable[[], None] | None = None
     """Has the job queued again; called where the run is stopped before its end."""
     patience_s: float = 0.0
@@ -76,13 +76,12 @@ class Supervisor:
             except Stopped as stopped:
                 if self.requeue is not None:  # first of all: a grace period may end before what else is to be done
                     self.requeue()
-                    self._state.queued_again(stopped)
+                    self._state.end(stopped, queued_again=True)  # there may not be time to say more
                 raise
 
     def _prepare(self) -> None:
         """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
-        directory = model_directory(self.config)
-        timeout = self.config.server.start_timeout_s
+        directory, timeout = model_directory(self.config), self.config.server.start_timeout_s
         (rank,) = self._ranks.start("prepare")
         what = "checking" if directory.exists() else "making"
         print_line(self.console, f"{what} the model: {directory}")
@@ -132,9 +131,7 @@ class Supervisor:
         self._ranks.poll()
 
     def _raise_failures(self) -> None:
-        """Raise AlignerError for a trainer rank that failed, or a server that ended and may not be started again; Stopped
-        where that was done to the trainer from outside.
-        """
+        """Raise AlignerError for a rank that failed for good, Stopped where the trainer was ended from outside."""
         if not self._fatal():
             return
         self._linger()
@@ -156,11 +153,7 @@ class Supervisor:
         return [*lost, *(rank for rank in self._trainers if rank.exit_code is not None and not _has_done(rank))]
 
     def _stop_if_ended_from_outside(self, ranks: Sequence[Rank]) -> None:
-        """Raise Stopped where SIGTERM has ended one of these ranks, to which the supervisor sends none before the run's end.
-
-        So begins a preemption with a grace time, but without the signal to stop: Slurm sends it to a job's steps, not its
-        script.
-        """
+        """Raise Stopped where a SIGTERM that the supervisor did not send ended a rank: a preemption begins so."""
         for rank in ranks:
             if rank.exit_code == -signal.SIGTERM:
                 self.interrupts.stop(f"{describe_end(rank)}, which came from outside")
@@ -202,15 +195,10 @@ class ServerGroup:
 
     def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
         """Starts the ranks."""
-        self.name = name
+        self.name, self._endpoint, self._config, self._all, self._tell = name, endpoint, config, ranks, tell
         self.restarts = 0
-        """How often it was started again."""
         self.was_healthy = False
         """Whether it has been healthy since the run began."""
-        self._endpoint = endpoint
-        self._config = config
-        self._all = ranks
-        self._tell = tell
         self._kill_at = 0.0
         self._start()
 
@@ -275,3 +263,41 @@ class ServerGroup:
         gone = self._all.kill(self.ranks)
         if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
             self._start()
+
+
+class RunView:
+    """Shows steps and samples as the trainer records them."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        paths = run_paths(config)
+        # A resumed run's earlier steps have been seen.
+        self._metrics = FileFollower(paths.metrics, from_end=config.run.resumes)
+        self._samples = FileFollower(paths.samples, from_end=config.run.resumes)
+        self._progress = make_progress(config.run.steps, console)
+        self.note = self._progress.note
+        """Tells what has happened, on a line that stays."""
+        self._waiting: list[str] | None = None
+        self._pending: list[dict[str, Any]] = []
+
+    def waiting_for(self, roles: list[str]) -> None:
+        """Tell which servers are not healthy yet, when that has changed."""
+        if roles != self._waiting:
+            self._waiting = roles
+            self._progress.status(f"waiting for {', '.join(roles)}" if roles else "all servers are healthy")
+
+    def update(self) -> None:
+        """Show what is new."""
+        for record in self._metrics.new_records():
+            self._progress.step(record)
+        more = self._samples.new_records()
+        # A step's samples come one by one: they are shown when no more have come.
+        if self._pending and not more:
+            self._progress.samples(self._pending)
+            self._pending = []
+        self._pending += more
+
+    def close(self) -> None:
+        """Show what is left, and leave the terminal as it was."""
+        self.update()
+        self.update()
+        self._progress.close()

@@ -8,7 +8,7 @@ its reason, so that a new megatron-core release is one file to check.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,6 @@ class _Inert:
     def __getattr__(self, _: str) -> Callable[..., _Inert]:
         # Recording an event on a stream gives the event, which is waited for later.
         return lambda *args, **kwargs: _Inert()
-
-
-@contextlib.contextmanager
-def _inert_context(*_: Any, **__: Any) -> Iterator[None]:
-    yield
 
 
 class _TorchWithoutCudaLiterals:
@@ -149,7 +144,7 @@ def install() -> None:
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = cuda.Event = _Inert
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Inert()
-    cuda.stream = _inert_context
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
 
     # The model-parallel random state tracker saves and restores the CUDA generator: give it the CPU's.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()

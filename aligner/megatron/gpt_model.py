@@ -1,7 +1,5 @@
 """GPT models in megatron-core from a model's shape and a parallel layout."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention and our heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ What is kept between the passes is relative to each token's largest score on thi
 `log_scale` with p = e exp(-log_scale).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ An adapter is a submodule of its layer and adds to the layer's output through a 
 their names. They are frozen, and lie in no gradient buffer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -169,12 +167,10 @@ class LoraWeights(NamedWeights):
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Run as the model was before training, whose weights never change."""
-        self._enable(False)
+        for layer in self._layers:
+            layer.enabled = False
         try:
             yield
         finally:
-            self._enable(True)
-
-    def _enable(self, enabled: bool) -> None:
-        for layer in self._layers:
-            layer.enabled = enabled
+            for layer in self._layers:
+                layer.enabled = True

@@ -4,8 +4,6 @@ Each slice of each weight is written once, by one of the ranks that hold it. A d
 when every rank's file is in it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +23,8 @@ from aligner.data.checkpoint_files import (
     CheckpointReader,
     Entry,
     Manifest,
-    ModelDescription,
     Piece,
+    built_config,
     model_differences,
     portable_source,
     rank_file,
@@ -37,10 +35,10 @@ from aligner.data.weight_files import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.files import discard_directory, finish_directory, start_directory, unfinished, write_file
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer_state import AdamState
+from aligner.megatron.optimizer import AdamState
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
-from aligner.models.weight_slices import Head, cut_shape
+from aligner.models.weight_slices import cut_shape
 from aligner.schema import ActorConfig, TrainedModelConfig
 
 
@@ -67,9 +65,10 @@ class _Pending:
 class CheckpointedModel:
     """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every method."""
 
-    def __init__(self, runner: ModelRunner, description: ModelDescription) -> None:
+    def __init__(self, runner: ModelRunner, directory: Path) -> None:
+        """`directory` has the model that training starts from, with its tokenizer."""
         self.runner, self.world = runner, runner.world
-        self._description = description
+        self._source, self._config = directory, built_config(directory, runner.head, runner.shape.num_layers)
         self._pending: _Pending | None = None
 
     def save(self, directory: Path) -> None:
@@ -80,16 +79,16 @@ class CheckpointedModel:
     def begin_save(self, directory: Path) -> None:
         """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
         self.finish_save()
-        runner, world, description = self.runner, self.world, self._description
+        runner, world = self.runner, self.world
         _on_first_rank(world, directory, lambda: start_directory(directory))
         adam = _adam(runner)
         adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
         units, index = _assign_writers(runner, adam if adam_steps else None)
         manifest = Manifest(
             aligner=aligner.__version__,
-            model=description.config,
-            head=description.head,
-            source=portable_source(description.source, directory),
+            model=self._config,
+            head=runner.head,
+            source=portable_source(self._source, directory),
             holds={
                 "weights": "fp32 main weights where there are such, else as the model has them",
                 "optimizer": "Adam's moments and step count",
@@ -140,7 +139,7 @@ class CheckpointedModel:
         self.finish_save()
         runner, reader = self.runner, CheckpointReader(directory)
         manifest, adam = reader.manifest, _adam(runner)
-        problems = gather_json(_problems(runner, manifest, self._description.head, adam))
+        problems = gather_json(_problems(runner, manifest, adam))
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
         for unit in _units(runner):
@@ -180,9 +179,9 @@ def _adam(runner: ModelRunner) -> AdamState:
     return AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
 
 
-def _problems(runner: ModelRunner, manifest: Manifest, head: Head, adam: AdamState) -> list[str]:
-    if manifest.head != head:
-        return [f"its head is {manifest.head}, the model's {head}"]
+def _problems(runner: ModelRunner, manifest: Manifest, adam: AdamState) -> list[str]:
+    if manifest.head != runner.head:
+        return [f"its head is {manifest.head}, the model's {runner.head}"]
     if differences := model_differences(manifest.shape, runner.shape):
         return differences
     if manifest.lora != _lora(runner):

@@ -4,8 +4,6 @@ megatron-core fuses query, key and value of a key/value group, and gate and up; 
 parameter a named tensor is. File import, resharding, checkpoints and checks all go through here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,14 +1,11 @@
 """The policy being trained, the frozen reference beside it, and log-probs under a model that is stored."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from aligner.data.checkpoint_files import describe_model
 from aligner.data.export import Source
 from aligner.data.types import PolicyLoss, Rows, Stats
 from aligner.megatron import world as worlds
@@ -47,7 +44,7 @@ class Policy(CheckpointedModel):
         """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is not there."""
         self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
         runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
-        super().__init__(runner, describe_model(directory, "vocabulary", shape.num_layers))
+        super().__init__(runner, directory)
         runner.weights.load_directory(directory)
         # With adapters the initial weights are the model without them.
         keeps_copy = with_reference and not isinstance(runner.weights, LoraWeights)

@@ -1,7 +1,5 @@
 """One model on this rank: forward passes and updates through megatron-core's schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +18,11 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import GuardedStep, build_optimizer, freeze
+from aligner.megatron.optimizer import GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
+from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 
@@ -33,30 +32,27 @@ OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
 """Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
 
 
-class OffloadedWeights:
-    """Parameters whose memory on the device is given up until `restore`, gradient buffers' too; optimizer state stays.
+def offload(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Give up the parameters' memory on the device, gradient buffers' too, until the returned function is called.
 
     The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
-    parameter buffers, the distributed optimizer's shards, tied weights.
+    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers then hold anything.
     """
+    parameters = list(parameters)
+    weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
+    buffers = _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
+    gradients = [(storage, storage.nbytes()) for storage in buffers]
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        self._weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
-        self._gradients = [
-            (storage, storage.nbytes())
-            for storage in _storages(getattr(parameter, "main_grad", None) for parameter in parameters)
-        ]
-        for storage in (*(storage for storage, _ in self._weights), *(storage for storage, _ in self._gradients)):
-            storage.resize_(0)
-
-    def restore(self) -> None:
-        """Bring the weights back, bit for bit; gradient buffers hold anything."""
-        for storage, host in self._weights:
+    def restore() -> None:
+        for storage, host in weights:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host)
-        for storage, size in self._gradients:
+        for storage, size in gradients:
             storage.resize_(size)
+
+    for storage in [storage for storage, _ in (*weights, *gradients)]:
+        storage.resize_(0)
+    return restore
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
@@ -96,7 +92,7 @@ class ModelRunner:
         settings: MegatronModelConfig | TrainedModelConfig,
         total_steps: int = 1,
     ) -> None:
-        self.world, self.shape, self.settings = world, shape, settings
+        self.world, self.shape, self.head, self.settings = world, shape, head, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
         self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
@@ -113,14 +109,19 @@ class ModelRunner:
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
-        self._offloaded: OffloadedWeights | None = None
+        self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:
-        """Make gradient buffers and the optimizer, from the weights as they are now."""
+        """Make gradient buffers and the optimizer, from the weights as they are now, but for those that stay frozen.
+
+        Raises ConfigError, on every rank alike, where `frozen_names` does.
+        """
         if not isinstance(self.settings, TrainedModelConfig):
             raise ValueError("this model was built without optimizer settings")
         optimizer = self.settings.optimizer
-        freeze(self.weights, self.settings.frozen)
+        frozen = frozen_names(self.weights.table, self.settings.frozen)
+        for name in frozen.intersection(self.weights):
+            self.weights.parameter(name).requires_grad_(False)
         self.ddp = wrap_for_training(self.chunks, distributed_optimizer=optimizer.distributed)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
@@ -216,7 +217,7 @@ class ModelRunner:
     def _run_schedule(
         self, chunks: Sequence[nn.Module], step: Any, batches: Sequence[PackedBatch], *, forward_only: bool
     ) -> list[Any]:
-        if self._offloaded is not None:
+        if self._restore is not None:
             raise RuntimeError("the model is asleep: its weights are in host memory")
         iterators = [iter(batches) for _ in chunks]
         results = get_forward_backward_func()(
@@ -246,14 +247,14 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Keep the weights in host memory and free the device's, until `wake`; nothing may use them in between."""
-        if self._offloaded is None:
-            self._offloaded = OffloadedWeights(parameter for _, parameter in self.parameters())
+        if self._restore is None:
+            self._restore = offload(parameter for _, parameter in self.parameters())
 
     def wake(self) -> None:
         """Bring the weights back to the device, as they were."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:

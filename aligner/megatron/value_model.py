@@ -1,7 +1,5 @@
 """Models with one number a token: the critic, and a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from aligner.data.checkpoint_files import describe_model
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Rows, RowsT, Stats
 from aligner.megatron.model_checkpoint import CheckpointedModel
@@ -54,10 +51,7 @@ class ValueModel(CheckpointedModel):
         head: Tensor | None = None,
     ) -> None:
         """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None."""
-        super().__init__(
-            ModelRunner(shape, world, "scalar", settings, total_updates),
-            describe_model(directory, "scalar", shape.num_layers),
-        )
+        super().__init__(ModelRunner(shape, world, "scalar", settings, total_updates), directory)
         self._loss = loss
         weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
         if head is not None and SCALAR_HEAD.name in weights:

@@ -1,7 +1,5 @@
 """A role's ranks: where this one stands in the layout, and the few collectives that the role needs."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta

@@ -3,8 +3,6 @@
 One table a family drives import, export, checkpoints and resharding; `hugging_face.py` reads its config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -4,8 +4,6 @@ The gguf package's reader wraps every one of the tokenizer's 150,000 strings in 
 configuration check may not, so the few fields wanted are read here.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path

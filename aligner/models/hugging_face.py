@@ -3,8 +3,6 @@
 An architecture is a table of entries, read and written by the same functions. One with rotary positions has their entries too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

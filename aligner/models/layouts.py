@@ -1,7 +1,5 @@
 """Whether a model can be cut as a layout says, before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from aligner.models.shape import ModelShape

@@ -1,7 +1,5 @@
 """Where the models of a run come from, their shapes and a reward model's normalization, known before any weight is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

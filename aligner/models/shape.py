@@ -1,7 +1,5 @@
 """A transformer's dimensions and architecture, and the frequencies of its rotary positions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

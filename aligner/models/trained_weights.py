@@ -1,7 +1,5 @@
 """Which weights of a model are trained: all but those that patterns freeze, or low-rank adapters (Hu et al. 2021) alone."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

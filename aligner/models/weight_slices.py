@@ -4,8 +4,6 @@ Tensors go by their Hugging Face names and in their orientation everywhere. The 
 engines all read their slices from here, so there is one definition of how a model is cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """What a run shows on a console: its steps as they come, samples, and a summary of its first steps and its last."""
 
-from __future__ import annotations
-
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,8 +36,12 @@ _COMPARED = {
     "time/step": "seconds a step",
 }
 
-_BOUNDS = ("_low", "_high")
-"""What the names of an interval's ends end in."""
+_BOUNDS = ("_low", "_high")  # what the names of an interval's ends end in
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is, without markup, colours or line breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Pace:
@@ -46,13 +49,13 @@ class Pace:
 
     def __init__(self, steps: int) -> None:
         self._steps, self._done = steps, 0
-        self._recent: list[float] = []
+        self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Take another step's metrics."""
         self._done = int(metrics["step"])
         if "time/step" in metrics:
-            self._recent = [*self._recent, metrics["time/step"]][-WINDOW:]
+            self._recent.append(metrics["time/step"])
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -67,16 +70,18 @@ class Pace:
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """What the step has learned, and pace and time left; what it did not measure is left out."""
-        parts = describe_learning(metrics)
-        if "time/step" in metrics and self.seconds_per_step is not None and self.seconds_left is not None:
-            left = timedelta(seconds=round(self.seconds_left))
-            parts += [f"{self.seconds_per_step:.2f} s/step", f"ETA {left}"]
-        return "  ".join(parts)
+        pace = (self.seconds_per_step, self.seconds_left) if "time/step" in metrics else (None, None)
+        return "  ".join(describe_step(metrics, *pace))
 
 
-def describe_learning(metrics: Mapping[str, float]) -> list[str]:
-    """A step's reward, KL, loss and evaluation, as far as they were measured."""
-    return [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+def describe_step(metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None) -> list[str]:
+    """A step's reward, KL, loss and evaluation, the pace and the time left, as far as they are known."""
+    parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+    if seconds_per_step is not None:
+        parts.append(f"{seconds_per_step:.2f} s/step")
+    if seconds_left is not None:
+        parts.append(f"ETA {timedelta(seconds=round(seconds_left))}")
+    return parts
 
 
 class PlainProgress:
@@ -91,7 +96,7 @@ class PlainProgress:
 
     def note(self, text: str) -> None:
         """Tell that something out of the ordinary has happened."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Tell of a step that has been recorded."""
@@ -100,9 +105,7 @@ class PlainProgress:
 
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Show samples of one step that have been recorded; control characters are escaped."""
-        table = Table(title=f"samples of step {records[0]['step']}", title_justify="left")
-        table.add_column("prompt")
-        table.add_column("response")
+        table = Table("prompt", "response", title=f"samples of step {records[0]['step']}", title_justify="left")
         table.add_column("reward", justify="right")
         for record in records:
             table.add_row(_printable(record["prompt"]), _printable(record["response"]), f"{record['reward']:.3f}")
@@ -142,6 +145,14 @@ def make_progress(steps: int, console: Console) -> PlainProgress:
     return LiveProgress(steps, console) if console.is_terminal else PlainProgress(steps, console)
 
 
+def _table(title: str, label: str, *columns: str) -> Table:
+    """A table of labels, to the left, and values."""
+    table = Table(label, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
 def _printable(text: str) -> Text:
     return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
 
@@ -156,9 +167,7 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
     """Means over the first and the last five steps (fewer when the run is shorter)."""
     first, last = metrics[:WINDOW], metrics[-WINDOW:]
     phases = sorted({key for record in metrics for key in record if key.startswith("time/")} - {"time/step"})
-    table = Table(title=f"summary of {len(metrics)} steps", title_justify="left")
-    for column in ("mean of", f"first {len(first)}", f"last {len(last)}", "change"):
-        table.add_column(column, justify="left" if column == "mean of" else "right")
+    table = _table(f"summary of {len(metrics)} steps", "mean of", f"first {len(first)}", f"last {len(last)}", "change")
     for key, name in {**_COMPARED, **{phase: f"  {phase.removeprefix('time/')}" for phase in phases}}.items():
         before, after = window_mean(first, key), window_mean(last, key)
         if before is not None and after is not None:
@@ -172,27 +181,24 @@ def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
-    table = Table(title="evaluation", title_justify="left")
-    for column in ("", f"step {int(first['step'])}", f"step {int(last['step'])}", "change"):
-        table.add_column(column, justify="right" if column else "left")
-    for key in (key for key in last if key.startswith("eval/") and not key.endswith(_BOUNDS)):
-        change = f"{last[key] - first[key]:+.3f}" if key in first else ""
-        table.add_row(key.removeprefix("eval/"), shown_metric(first, key), shown_metric(last, key), change)
+    table = _table("evaluation", "", f"step {int(first['step'])}", f"step {int(last['step'])}", "change")
+    for key in last:
+        if key.startswith("eval/") and not key.endswith(_BOUNDS):
+            change = f"{last[key] - first[key]:+.3f}" if key in first else ""
+            table.add_row(key.removeprefix("eval/"), _shown(first, key), _shown(last, key), change)
     return table
 
 
 def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """One evaluation, with 95 % intervals."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("measured", justify="right")
+    table = _table(title, "", "measured")
     for key in metrics:
         if not key.endswith(_BOUNDS):
-            table.add_row(key.removeprefix("eval/"), shown_metric(metrics, key))
+            table.add_row(key.removeprefix("eval/"), _shown(metrics, key))
     return table
 
 
-def shown_metric(record: Mapping[str, float], key: str) -> str:
+def _shown(record: Mapping[str, float], key: str) -> str:
     """A metric with its interval, where it has one; nothing where it was not measured."""
     if key not in record:
         return ""
@@ -202,13 +208,9 @@ def shown_metric(record: Mapping[str, float], key: str) -> str:
 
 def totals(metrics: Sequence[Mapping[str, float]]) -> str:
     """The worst mismatch and the run's totals, a line each."""
-    lines = []
-    mismatches = {
-        record["mismatch/logprob_abs"]: int(record["step"]) for record in metrics if "mismatch/logprob_abs" in record
-    }
-    if mismatches:
-        worst = max(mismatches)
-        lines.append(f"largest mismatch/logprob_abs: {worst:.2e} (step {mismatches[worst]})")
+    lines, worst = [], "mismatch/logprob_abs"
+    if mismatches := [(record[worst], int(record["step"])) for record in metrics if worst in record]:
+        lines.append("largest {}: {:.2e} (step {})".format(worst, *max(mismatches)))
     seconds = sum(record.get("time/step", 0.0) for record in metrics)
     line = f"total: {len(metrics)} steps, {seconds:.1f} s"
     for unit in ("samples", "tokens"):
@@ -227,9 +229,7 @@ def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, conso
     if (evaluations := evaluation_table(metrics)) is not None:
         console.print(evaluations)
     if steps:
-        console.print(totals(steps), markup=False, highlight=False, soft_wrap=True)
-    files = {"metrics": paths.metrics, "samples": paths.samples, "tensorboard": paths.tensorboard, "logs": paths.logs}
-    files |= {"trace": paths.trace, "checkpoints": paths.checkpoints}
-    for name, path in files.items():
-        if path.exists():
-            console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, totals(steps))
+    for name in ("metrics", "samples", "tensorboard", "logs", "trace", "checkpoints"):
+        if (path := getattr(paths, name)).exists():
+            print_line(console, f"{name}: {path}")

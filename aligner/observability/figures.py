@@ -1,7 +1,5 @@
 """The plots of a run's report, as plotly figures. What a run has not measured has no plot."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +64,13 @@ class Panel:
     logarithmic: bool = False
 
 
-def _trained_and_held_out(metric: str, *prefixes: str) -> dict[str, str]:
+def _held_out(metric: str, *prefixes: str) -> dict[str, str]:
+    """A metric of training under any of the prefixes, and what it is on held-out data."""
     return {**{f"{prefix}/{metric}": "training" for prefix in prefixes}, f"eval/{metric}": "held out"}
 
 
+_CLIPPED = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
+_CLIPPED |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
@@ -78,11 +79,9 @@ PANELS = (
     Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
-    Panel("loss", "Loss", _trained_and_held_out("loss", "sft", "dpo", "reward_model")),
-    Panel("accuracy", "Accuracy on pairs", _trained_and_held_out("accuracy", "dpo", "reward_model", "policy")),
-    Panel(
-        "margin", "Margin of the chosen over the rejected", _trained_and_held_out("margin", "dpo", "reward_model", "policy")
-    ),
+    Panel("loss", "Loss", _held_out("loss", "sft", "dpo", "reward_model")),
+    Panel("accuracy", "Accuracy on pairs", _held_out("accuracy", "dpo", "reward_model", "policy")),
+    Panel("margin", "Margin of the chosen over the rejected", _held_out("margin", "dpo", "reward_model", "policy")),
     Panel("score", "Evaluation: score", {"eval/score": "score"}),
     Panel(
         "pass",
@@ -92,12 +91,7 @@ PANELS = (
     Panel("perplexity", "Evaluation: the initial model's perplexity", {"eval/reference_perplexity": "perplexity"}),
     Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
     Panel("approx_kl", "KL of an update", {"policy/approx_kl": "old to new policy"}),
-    Panel(
-        "clipped",
-        "Clipped share",
-        {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
-        | {"policy/importance_truncated": "importance weights"},
-    ),
+    Panel("clipped", "Clipped share", _CLIPPED),
     Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
     Panel("explained", "Explained variance of returns", {"value/explained_variance": "values"}),
     Panel(
@@ -184,27 +178,17 @@ def _lines(metrics: Metrics, panel: Panel) -> go.Figure:
 def _add_band(figure: go.Figure, metrics: Metrics, key: str, color: str) -> None:
     """The interval of a metric that has one, or a standard deviation to either side of the mean."""
     low, high, spread = f"{key}_low", f"{key}_high", f"{key.removesuffix('/mean')}/std"
-    bounds = [(each["step"], each[low], each[high]) for each in metrics if low in each and high in each]
-    if key.endswith("/mean"):
-        bounds = [
-            (each["step"], each[key] - each[spread], each[key] + each[spread])
-            for each in metrics
-            if key in each and spread in each
-        ]
-    if not bounds:
-        return
-    steps, lower, upper = (list(column) for column in zip(*bounds, strict=True))
-    figure.add_trace(
-        go.Scatter(
-            x=steps + steps[::-1],
-            y=upper + lower[::-1],
-            fill="toself",
-            fillcolor="rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:])),
-            mode="none",
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    )
+    bounds = []
+    for each in metrics:
+        if key.endswith("/mean") and key in each and spread in each:
+            bounds.append((each["step"], each[key] - each[spread], each[key] + each[spread]))
+        elif not key.endswith("/mean") and low in each and high in each:
+            bounds.append((each["step"], each[low], each[high]))
+    if bounds:
+        steps, lower, upper = (list(column) for column in zip(*bounds, strict=True))
+        area = {"fill": "toself", "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:]))}
+        hidden = {"mode": "none", "hoverinfo": "skip", "showlegend": False}
+        figure.add_trace(go.Scatter(x=steps + steps[::-1], y=upper + lower[::-1], **area, **hidden))
 
 
 def _step_times(metrics: Metrics) -> go.Figure:
@@ -263,9 +247,8 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
     for step, (start, _) in step_bounds(inside).items():
         at = (start - begin) / 1e6
         figure.add_vline(at, line={"color": _INK, "width": 0.8, "dash": "dot"})
-        figure.add_annotation(
-            x=at, y=1, yref="paper", yanchor="bottom", xanchor="left", showarrow=False, text=f"step {step}", font={"size": 11}
-        )
+        above = {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left", "showarrow": False}
+        figure.add_annotation(text=f"step {step}", font={"size": 11}, **above)
     figure.update_xaxes(range=[0, (end - begin) / 1e6], title="seconds")
     figure.update_yaxes(showgrid=False, ticksuffix="  ", categoryorder="array", categoryarray=rows[::-1])
     note = f"{left_out} more ranks are left out" if left_out else ""
@@ -273,13 +256,9 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
 
 
 def _row_bar(activity: str, hover: str, **data: Any) -> go.Bar:
-    return go.Bar(
-        name=activity,
-        orientation="h",
-        marker={"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}},
-        hovertemplate="%{y}: " + activity + hover + "<extra></extra>",
-        **data,
-    )
+    marker = {"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}}
+    hover = "%{y}: " + activity + hover + "<extra></extra>"
+    return go.Bar(name=activity, orientation="h", marker=marker, hovertemplate=hover, **data)
 
 
 def _row(span: Span) -> str:

@@ -1,15 +1,13 @@
 """What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a line."""
 
-from __future__ import annotations
-
-import io
 import json
 import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import datetime, timezone
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 REPORTED = "aligner: error:"
 """What the line begins with by which a rank tells why it ends."""
@@ -20,8 +18,8 @@ _log = logging.getLogger("aligner")
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     """Set up Python's logging in a rank's process; `rank` is the environment's RANK if not given.
 
-    As text our own records are lines of standard output, and everything else stays as it is. As JSON all records, warnings
-    and printed lines of this process are objects; what other processes or libraries write to the file directly is not.
+    As text our own records are lines of standard output, and all else stays as it is; as JSON all records, warnings and
+    printed lines are objects, but for what other processes or libraries write to the file directly.
     """
     handler = _Handler(sys.stdout)
     _log.setLevel(logging.INFO)
@@ -32,8 +30,8 @@ def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     handler.setFormatter(_JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank))
     logging.getLogger().handlers = [handler]
     logging.captureWarnings(True)
-    sys.stdout = _Lines(sys.stdout, "stdout", logging.INFO)
-    sys.stderr = _Lines(sys.stderr, "stderr", logging.WARNING)
+    sys.stdout = cast(TextIO, _Lines(sys.stdout, "stdout", logging.INFO))
+    sys.stderr = cast(TextIO, _Lines(sys.stderr, "stderr", logging.WARNING))
 
 
 def at_step(step: int) -> None:
@@ -65,18 +63,14 @@ def text_lines(lines: list[str]) -> list[str]:
     """A log's lines as text, whatever its format: of a JSON object the message, with a traceback's lines where it has one."""
     found = []
     for line in lines:
-        found += _decoded(line)
+        try:
+            record = json.loads(line) if line.startswith("{") else None
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("message"), str):
+            line = f"{record.get('traceback', '')}\n{record['message']}".strip("\n")
+        found += line.splitlines() or [""]
     return found
-
-
-def _decoded(line: str) -> list[str]:
-    try:
-        record = json.loads(line) if line.startswith("{") else None
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("message"), str):
-        return [line]
-    return f"{record.get('traceback', '')}\n{record['message']}".strip("\n").splitlines() or [""]
 
 
 class _JsonFormatter(logging.Formatter):
@@ -105,7 +99,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         """Nothing: what is told on standard error comes back here."""
 
 
-class _Lines(io.TextIOBase):
+class _Lines:
     """A standard stream whose lines become records; all else is the stream's own."""
 
     def __init__(self, stream: TextIO, name: str, level: int) -> None:
@@ -122,25 +116,14 @@ class _Lines(io.TextIOBase):
                 self._logger.log(self._level, "%s", line)
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def isatty(self) -> bool:
         return False
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    @property
-    def buffer(self) -> Any:
-        return self._stream.buffer
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _json_formatters() -> list[_JsonFormatter]:

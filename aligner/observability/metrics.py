@@ -21,8 +21,7 @@ from aligner.schema import LoggingConfig
 Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""
 
-_END_TIMEOUT_S = 8.0
-"""Below cluster.stop_timeout_s by default: after that the launcher kills."""
+_END_TIMEOUT_S = 8.0  # below cluster.stop_timeout_s by default: after that the launcher kills
 
 
 class MetricsSink(Protocol):
@@ -30,15 +29,12 @@ class MetricsSink(Protocol):
 
     def write(self, step: int, record: Record) -> None:
         """Take the metrics of a step; one that it has is not taken again."""
-        ...
 
     def resume(self, kept: Sequence[Record]) -> None:
         """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
-        ...
 
     def close(self, failed: bool) -> None:
         """The run has ended; write out what is held back."""
-        ...
 
 
 class RecordWriter:
@@ -54,10 +50,7 @@ class RecordWriter:
         append(self._path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
-        """Drop the records of steps after `step`, and a last line that a killed writer left unfinished.
-
-        What stays is a prefix of the file, so one truncation does it and a reader never sees less.
-        """
+        """Drop the records of steps after `step`, and what a killed writer left unfinished: one truncation, to a prefix."""
         if not self._path.exists():
             return
         kept = 0
@@ -105,10 +98,7 @@ class FileFollower:
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """The whole lines appended since the last call; a line still being written is left for the next.
-
-        Raises AlignerError for a line that is no record.
-        """
+        """The lines completed since the last call. Raises AlignerError for one that is no record."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -116,9 +106,8 @@ class FileFollower:
             self._offset = min(self._offset, file.seek(0, os.SEEK_END))
             file.seek(self._offset)
             block = file.read()
-        whole = block[: block.rfind(b"\n") + 1]
         records = []
-        for line in whole.splitlines(keepends=True):
+        for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
             records.append(_record(line, self._path, self._offset))
             self._offset += len(line)
         return records
@@ -152,20 +141,14 @@ class MetricsWriter:
             sink.write(step, record)
 
     def amend(self, step: int, stats: Mapping[str, float]) -> None:
-        """Add to the last step, on a line of its own: who follows the file would lose its place if the step's own changed.
-
-        Raises as `write` does.
-        """
+        """Add to the last step, on a line of its own for who follows the file. Raises as `write` does."""
         self._file.write(step, [_finite(step, stats)])
         whole = {key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"}
         for sink in self._sinks:
             sink.write(step, whole)
 
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
-        """Drop what was recorded after `step`, in the sinks too: a resumed run writes it again.
-
-        Where `step` itself is to be amended, the sinks get it then: some take a step once.
-        """
+        """Drop what was recorded after `step`, in the sinks too; one to be amended they get then, as a whole."""
         self._file.truncate_after(step)
         kept = [record for record in read_metrics(self._path) if not amends or record["step"] < step]
         for sink in self._sinks:

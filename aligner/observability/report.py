@@ -1,7 +1,5 @@
 """`aligner report`: a run's directory as one HTML page that needs nothing else, no network either."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -101,8 +99,7 @@ def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, 
         found.append(("seconds a step", f"{seconds:.2f}", f"{total:.0f} s in all"))
     if (rate := window_mean(last, "throughput/tokens_per_s")) is not None:
         found.append(("tokens a second", f"{rate:,.0f}", f"last {len(last)} steps"))
-    mismatches = [record["mismatch/logprob_abs"] for record in steps if "mismatch/logprob_abs" in record]
-    if mismatches:
+    if mismatches := [record["mismatch/logprob_abs"] for record in steps if "mismatch/logprob_abs" in record]:
         found.append(("largest mismatch", f"{max(mismatches):.1e}", "log-probs, engine and trainer"))
     return found
 

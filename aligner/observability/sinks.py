@@ -1,44 +1,49 @@
 """Where a run's metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
+import os
 import queue
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import unquote, urlsplit
 
+from aligner.files import write_file
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
-from aligner.observability.trackers import MlflowSink, WandbSink
 from aligner.paths import RunPaths
 from aligner.schema import Config
 
+SUPERSEDED = "superseded"
+"""Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its steps are recorded anew."""
+
+_PARAMETERS_AT_ONCE = 100
 _log = logging.getLogger(__name__)
 _WAITING = 1000
 _CLOSE_TIMEOUT_S, _RETRY_S = 60.0, 30.0
-
-
 _Action = Callable[[MetricsSink], None]
 
 
 def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
     """All that `logging` asks for."""
-    settings, opened = config.logging, dict[str, Callable[[], MetricsSink]]()
-    if settings.tensorboard:
-        opened["tensorboard"] = lambda: TensorBoardSink(paths.tensorboard)
-    if settings.wandb.enabled:
-        opened["wandb"] = lambda: WandbSink(config, paths)
-    if settings.mlflow.enabled:
-        opened["mlflow"] = lambda: MlflowSink(config, paths)
-    return [BackgroundSink(name, open_sink, lambda: read_metrics(paths.metrics)) for name, open_sink in opened.items()]
+    settings = config.logging
+    known: tuple[tuple[str, bool, Callable[[], MetricsSink]], ...] = (
+        ("tensorboard", settings.tensorboard, lambda: TensorBoardSink(paths.tensorboard)),
+        ("wandb", settings.wandb.enabled, lambda: WandbSink(config, paths)),
+        ("mlflow", settings.mlflow.enabled, lambda: MlflowSink(config, paths)),
+    )
+    return [BackgroundSink(name, opened, lambda: read_metrics(paths.metrics)) for name, chosen, opened in known if chosen]
 
 
 class BackgroundSink:
-    """A sink with a thread of its own, since a server may be slow to answer, or not answer at all: training never waits
-    for it, and does not end with it. Its first failure is told as a warning; it is opened again after a while, and then
-    gets all that it lacks.
+    """A sink with a thread of its own: training never waits for a server, and does not end with it.
+
+    The first failure is told as a warning; the sink is opened again after a while, and then gets all that it lacks.
     """
 
     def __init__(
@@ -137,9 +142,7 @@ class TensorBoardSink:
         self._shown.add(step)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Tell TensorBoard where the run starts again, so that it hides what an earlier attempt wrote beyond. That is at the
-        first step that it lacks: from there on all are written again, in their order.
-        """
+        """Tell TensorBoard to hide what was written from the first step on that it lacks, and write all from there again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         steps = [int(record["step"]) for record in kept]
@@ -169,3 +172,149 @@ def _shown_steps(directory: Path) -> set[int]:
             elif event.HasField("summary"):
                 shown.add(event.step)
     return shown
+
+
+class WandbSink:
+    """One run of Weights & Biases, under the same id however often the run is resumed."""
+
+    def __init__(self, config: Config, paths: RunPaths) -> None:
+        import wandb
+
+        settings, id_file = config.logging.wandb, paths.tracker_run("wandb")
+        is_resumed = id_file.exists()
+        if not is_resumed:
+            write_file(id_file, secrets.token_hex(8))
+        paths.wandb.mkdir(exist_ok=True)
+        for earlier in [*paths.wandb.glob("offline-run-*")]:
+            (paths.wandb / SUPERSEDED).mkdir(exist_ok=True)
+            earlier.rename(paths.wandb / SUPERSEDED / earlier.name)
+        self._run: Any = wandb.init(
+            dir=str(paths.root),
+            id=id_file.read_text(),
+            name=config.run.name,
+            mode=cast(Literal["offline", "online"], settings.mode),
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=settings.tags,
+            config=asdict(config),
+            resume="allow" if is_resumed and settings.mode == "online" else None,
+            allow_val_change=True,
+            reinit="create_new",  # no run of the process's: there may be others
+            settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
+        )
+        self._next = int(self._run.step)
+
+    def write(self, step: int, record: Record) -> None:
+        """Log a step, at once; one that the server has already, from before the run was resumed, stays as it is there."""
+        if step >= self._next:
+            self._run.log(dict(record), step=step, commit=True)
+            self._next = step + 1
+
+    def resume(self, kept: Sequence[Record]) -> None:
+        """Log again what this run does not have: offline everything, for it begins anew."""
+        for record in kept:
+            self.write(int(record["step"]), {key: value for key, value in record.items() if key != "step"})
+
+    def close(self, failed: bool) -> None:
+        """Finish the run, and wait for wandb's own process, which is still writing then."""
+        import wandb
+
+        self._run.finish(exit_code=int(failed))
+        wandb.teardown(exit_code=int(failed))
+
+
+class MlflowSink:
+    """One run of MLflow, the same however often the run is resumed."""
+
+    def __init__(self, config: Config, paths: RunPaths) -> None:
+        uri = config.logging.mlflow.tracking_uri or paths.mlflow.as_uri()
+        self._files = _local_directory(uri)
+        if self._files is not None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would rather have a database
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(uri)
+        self._last = -1
+        id_file = paths.tracker_run("mlflow")
+        if id_file.exists():
+            self._client.update_run(id_file.read_text(), "RUNNING")
+        else:
+            write_file(id_file, self._create(config))
+        self._id = id_file.read_text()
+        self._add_parameters(config)
+
+    def write(self, step: int, record: Record) -> None:
+        """Log a step; one that the store has already, from before the run was resumed, stays as it is there."""
+        if step > self._last:
+            self._log(step, record)
+
+    def resume(self, kept: Sequence[Record]) -> None:
+        """Log what the store lacks, and drop what was done after it. A server drops nothing: there the first values stay."""
+        last = int(kept[-1]["step"]) if kept else -1
+        if self._files is not None:
+            _cut_after(next(self._files.glob(f"*/{self._id}")) / "metrics", last)
+        keys = self._client.get_run(self._id).data.metrics
+        found = {metric.step for key in keys for metric in self._client.get_metric_history(self._id, key)}
+        for record in kept:
+            if (step := int(record["step"])) not in found:
+                self._log(step, {key: value for key, value in record.items() if key != "step"})
+        self._last = max([last, *found])
+
+    def close(self, failed: bool) -> None:
+        """Say that the run has ended."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+    def _create(self, config: Config) -> str:
+        settings = config.logging.mlflow
+        found = self._client.get_experiment_by_name(settings.experiment)
+        experiment = self._client.create_experiment(settings.experiment) if found is None else found.experiment_id
+        tags = {key: str(value) for key, value in settings.tags.items()}
+        return str(self._client.create_run(experiment, run_name=config.run.name, tags=tags).info.run_id)
+
+    def _add_parameters(self, config: Config) -> None:
+        """The configuration. MLflow's parameters never change: of a resumed run they are those that it was begun with."""
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self._id).data.params
+        parameters = [Param(key, str(value)) for key, value in _flat(asdict(config)) if key not in known]
+        for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
+
+    def _log(self, step: int, record: Record) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        self._client.log_batch(self._id, [Metric(metric_name(key), value, now, step) for key, value in record.items()])
+
+
+def metric_name(key: str) -> str:
+    """What a metric is called in MLflow, which takes no other characters: `eval/pass@1` is `eval/pass_1`."""
+    return re.sub(r"[^\w\-. :/]", "_", key)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, entry in value.items():
+        if isinstance(entry, dict) and entry:
+            yield from _flat(entry, f"{prefix}{key}.")
+        else:
+            yield metric_name(f"{prefix}{key}"), entry
+
+
+def _local_directory(uri: str) -> Path | None:
+    """The directory of a file store; None for another."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return None if parts.scheme or uri == "databricks" else Path(uri)
+
+
+def _cut_after(directory: Path, step: int) -> None:
+    """Drop what a file store has of later steps: its clients cannot. A line is a time, a value and a step."""
+    for file in [path for path in directory.rglob("*") if path.is_file()]:
+        lines = file.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and int(line.split()[2]) <= step]
+        if kept:
+            write_file(file, "".join(kept))
+        else:
+            file.unlink()

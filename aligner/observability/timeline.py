@@ -1,11 +1,8 @@
 """What each process of a run does when: a step's phases, and spans of time appended to `timeline/<role>-<rank>.jsonl`.
 
 The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file; from there its monotonic
-clock counts, so that spans of a process never run backwards. `clock_offset_us` in a file's opening records is what would
-have to be added to a machine's clock to make it that of the trainer's rank 0; nothing measures it, and it is 0.
+clock counts. `clock_offset_us`, what would make it the clock of the trainer's rank 0, is not measured, and 0.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -25,17 +22,11 @@ from aligner.schema import Config
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
 
-PhaseListener = Callable[[str, float, float], None]
-"""Told the name of each phase's block with its start and end, in the timer's seconds, when it ends."""
-
 _TAIL_BYTES = 1 << 20
 
 
 class Timeline:
-    """One process's spans: a microsecond or two each, kept until `flush`; what a killed process had not flushed is lost.
-
-    Spans of one thread nest; those of a thread other than the main one are told apart by its name.
-    """
+    """One process's spans, kept until `flush`: what a killed process had not flushed is lost. Those of one thread nest."""
 
     def __init__(
         self,
@@ -44,11 +35,7 @@ class Timeline:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Goes on in the file where there is one, and writes nothing where `path` is None.
-
-        `names` are what spans are called in the file, where that is not the name that they are added by; `clock` gives the
-        seconds in which `add` is told of them.
-        """
+        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file calls some spans."""
         self._path, self._names, self._clock = path, dict(names or {}), clock
         self._step: int | None = None
         self._pending: deque[dict[str, Any]] = deque()
@@ -94,11 +81,11 @@ class Timeline:
 
     def flush(self) -> None:
         """Write what was added."""
-        lines = []
+        lines = ""
         while self._pending:  # one by one: other threads may add meanwhile
-            lines.append(json.dumps(self._pending.popleft()) + "\n")
+            lines += json.dumps(self._pending.popleft()) + "\n"
         if lines and self._path is not None:
-            append(self._path, "".join(lines))
+            append(self._path, lines)
 
     def _microseconds(self, seconds: float) -> int:
         """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""
@@ -106,14 +93,12 @@ class Timeline:
 
 
 class PhaseTimer:
-    """Adds up seconds by phase over a step.
+    """Adds up seconds by phase over a step; different phases may overlap. `listener` gets each block's name and times."""
 
-    Phases of different names may overlap; each counts its own time.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, listener: PhaseListener | None = None) -> None:
-        self._clock = clock
-        self._listener = listener
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, listener: Callable[[str, float, float], None] | None = None
+    ) -> None:
+        self._clock, self._listener = clock, listener
         self._open: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._since = clock()
@@ -147,10 +132,7 @@ class PhaseTimer:
 
 
 def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES) -> Timeline:
-    """The timeline of a rank of a run's role or server group; nothing is written with `logging.timeline=false`.
-
-    A trainer whose engine is the generator's waits for samples, and does not generate them.
-    """
+    """The timeline of a rank of a role or server group; nothing is written with `logging.timeline=false`."""
     path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
         names = {**names, "generate": "wait"}

@@ -1,7 +1,5 @@
 """A run's timeline as a whole: read from its processes' files, written as `trace.json`, and summed up."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json
@@ -9,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
     """
     files = sorted(paths.timeline.glob("*-*.jsonl"))
     read = {file: _records(file, newest_bytes // len(files)) for file in files}
-    first = paths.timeline / "trainer-0.jsonl"
-    trainer = read.get(first, ([], False))[0]
-    undone = _undone(trainer)
+    undone = _undone(read.get(paths.timeline / "trainer-0.jsonl", ([], False))[0])
     spans = [span for file, (records, _) in read.items() for span in _spans(file, records)]
     # Where a part was left out, all processes begin where the one does whose part begins last.
     begins = max((records[0]["start"] for records, cut in read.values() if cut and records), default=0)
@@ -67,16 +64,9 @@ def write_trace(paths: RunPaths) -> list[Span]:
     spans = read_spans(paths)
     if not spans:
         return spans
-    origin = spans[0].start
-    content = {
-        "traceEvents": trace_events(spans),
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "run": paths.root.name,
-            "began": datetime.fromtimestamp(origin / 1e6, timezone.utc).isoformat(),
-            "clock": "CLOCK_REALTIME",
-        },
-    }
+    began = datetime.fromtimestamp(spans[0].start / 1e6, timezone.utc).isoformat()
+    about = {"run": paths.root.name, "began": began, "clock": "CLOCK_REALTIME"}
+    content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms", "otherData": about}
     write_file(paths.trace, json.dumps(content, separators=(",", ":")) + "\n")
     return spans
 
@@ -174,8 +164,7 @@ def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - limit))
         block = content.read(limit)
-    whole = block[: block.rfind(b"\n") + 1].splitlines()
-    cut = size > limit
+    whole, cut = block[: block.rfind(b"\n") + 1].splitlines(), size > limit
     try:
         records = [json.loads(line) for line in (whole[1:] if cut else whole)]
     except ValueError as error:
@@ -211,21 +200,19 @@ def _spans(file: Path, records: Iterable[Mapping[str, Any]]) -> list[Span]:
         elif "start" in record:
             start = record["start"] + offset
             about = {key: value for key, value in record.items() if key not in _OWN}
-            own = {"step": record.get("step"), "thread": record.get("thread", ""), "about": about}
-            spans.append(Span(role, int(rank), record["name"], start, start + record["us"], **own))
+            end, step, thread = start + record["us"], record.get("step"), record.get("thread", "")
+            spans.append(Span(role, int(rank), record["name"], start, end, step, thread, about))
     return spans
 
 
 def _with_steps(spans: Sequence[Span]) -> list[Span]:
     """The servers' spans get the step that the trainer was at when they began."""
     begins = sorted((start, step) for step, (start, _) in step_bounds(spans).items())
-    starts = [start for start, _ in begins]
-
-    def with_step(span: Span) -> Span:
-        place = bisect.bisect_right(starts, span.start) - 1
-        return span if span.step is not None or place < 0 else replace(span, step=begins[place][1])
-
-    return [with_step(span) for span in spans]
+    found = []
+    for span in spans:
+        place = bisect.bisect_right(begins, span.start, key=itemgetter(0)) - 1
+        found.append(span if span.step is not None or place < 0 else replace(span, step=begins[place][1]))
+    return found
 
 
 def _metadata(kind: str, pid: int, tid: int | None, name: str, place: int) -> list[dict[str, Any]]:

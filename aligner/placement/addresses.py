@@ -1,7 +1,5 @@
 """Addresses of a run's servers: ports and interfaces that are asked for, where they listen, and the key and TLS they want."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import secrets

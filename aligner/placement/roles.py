@@ -1,9 +1,7 @@
 """The roles of a run: ranks, layout, device, threads."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -99,35 +97,37 @@ def threads_per_rank(config: Config) -> int:
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
-    """Every role of the run, the trainer first."""
-    engine, algorithm, has_model = config.engine, config.algorithm, has_reward_model(config.reward)
-    engine_layout, sources = (
-        f"TP{engine.parallel.tensor} DP{engine.parallel.data}",
-        describe_sources(reward_sources(config.reward)),
-    )
-    on_trainer = algorithm.generates and not has_generator(config)
-    learns = {"online": "policy, reference", "dpo": "policy, reference", "reward_model": "reward model"}
+    """Every role of the run."""
+    engine = config.engine
+    engine_layout, generates = f"TP{engine.parallel.tensor} DP{engine.parallel.data}", has_generator(config)
+    colocated = config.algorithm.generates and not generates
+    with_engine = f", {engine.kind} engine" if colocated else ""
     runs = {
-        "trainer": learns.get(algorithm.trainer, "policy") + (f", {engine.kind} engine" if on_trainer else ""),
-        "generator": f"{engine.kind} engine",
-        "critic": f"value model, {sources}" if config.critic_scores else "value model",
-        "reward": sources,
+        "online": f"policy, reference{with_engine}",
+        "preferences": f"policy{with_engine}",
+        "sft": "policy",
+        "dpo": "policy, reference",
+        "reward_model": "reward model",
     }
-    layouts = {
-        "trainer": describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if on_trainer else ""),
-        "generator": engine_layout,
-        "critic": describe_layout(config.critic.parallel),
-        "reward": describe_layout(config.reward.parallel) if has_model else "-",
-    }
+    sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
+    device = "cuda" if uses_gpus(config) else "cpu"
     # A job's nodes are not known yet: their cores over the ranks there.
     is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
     threads = threads_per_rank(config) if is_known else None
-    found = []
-    for group, ranks in {"trainer": config.actor.parallel.ranks, **server_ranks(config)}.items():
-        role = group.partition(".")[0]
-        device = "cuda" if uses_gpus(config) and (role != "reward" or has_model) else "cpu"
-        found.append(Placement(group, ranks, layouts[role], runs[role], device, threads))
-    return tuple(found)
+    ranks = role_ranks(config)
+
+    def place(role: str, layout: str, runs: str, device: str = device) -> Placement:
+        return Placement(role, ranks[role], layout, runs, device, threads)
+
+    layout = describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else "")
+    found = [place("trainer", layout, runs[config.algorithm.trainer])]
+    if generates:
+        found.append(place("generator", engine_layout, f"{engine.kind} engine"))
+    if "critic" in ranks:
+        values = f"value model, {sources}" if config.critic_scores else "value model"
+        found.append(place("critic", describe_layout(config.critic.parallel), values))
+    scorer = (describe_layout(config.reward.parallel), sources) if has_model else ("-", sources, "cpu")
+    return (*found, *(place(group, *scorer) for group in ranks if group.startswith("reward")))
 
 
 def placement_table(config: Config) -> Table:
@@ -136,8 +136,7 @@ def placement_table(config: Config) -> Table:
     for column in ("role", "ranks", "layout", "runs", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
     for place in placements(config):
-        threads = "-" if place.threads is None else str(place.threads)
-        table.add_row(place.role, str(place.ranks), place.layout, place.runs, place.device, threads)
+        table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
     return table
 
 

@@ -98,15 +98,13 @@ def slurm_layout(config: Config) -> Layout:
     places: dict[str, Place] = {}
     for role in roles:
         places |= _role_places(config, role, hosts.index(slurm_role(config, role).beside or role))
+    components = []
     for index, host in enumerate(hosts):
-        _check_shared(config, host, _within(places, index))
-    components = tuple(_component(config, host, _within(places, index)) for index, host in enumerate(hosts))
-    layout = Layout(components, {group: places[group] for group in groups})
+        here = {group: place for group, place in places.items() if place.component == index}
+        _check_shared(config, host, here)
+        components.append(_component(config, host, here))
+    layout = Layout(tuple(components), {group: places[group] for group in groups})
     return layout if config.cluster.slurm.heterogeneous else _as_one(layout)
-
-
-def _within(places: Mapping[str, Place], component: int) -> dict[str, Place]:
-    return {group: place for group, place in places.items() if place.component == component}
 
 
 def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from aligner.planner.measured import Measured
 
 _STEPS = 100
-_MOST = 10**9
-"""Seconds, devices, tokens or steps beyond which nothing is meant; numbers overflow somewhere beyond."""
+_MOST = 10**9  # seconds, devices, tokens or steps beyond which nothing is meant; numbers overflow somewhere beyond
 _MOST_STALENESS, _MOST_PARTS, _MOST_SAMPLES = 100, 1000, 100_000
 """What the prediction takes time and memory for, so that much more of it would go on for ever."""
 _MOST_SEED = 10**18
@@ -75,12 +74,16 @@ def _request(parsed: argparse.Namespace) -> PlanRequest:
     measured = _measured(parsed)
     given = _phases(parsed.phases) if parsed.phases is not None else {}
     pipeline = _pipeline(parsed, given, measured)
-    units = _units(parsed, pipeline, measured)
-    placement = _starting_placement(parsed, pipeline, units, measured)
-    phases = (
-        replace(phase, devices=placement.get(phase.role, 1)) if phase.name in given else phase for phase in pipeline.phases
-    )
-    pipeline = replace(pipeline, phases=tuple(phases))
+    usual = dict.fromkeys(pipeline.roles, 1) | ({} if measured is None else measured.units)
+    units = {role: usual[role] for role in pipeline.roles} | _by_role("--unit", parsed.unit, pipeline)
+    if measured is None:
+        placement = _placement("--placement", parsed.placement, pipeline, units)
+    else:
+        known = units | {"generator": pipeline.generate.devices} | measured.placement
+        placement = {role: known[role] for role in pipeline.roles}
+    # The given phases take so long at this placement.
+    placed = [replace(each, devices=placement.get(each.role, 1)) if each.name in given else each for each in pipeline.phases]
+    pipeline = replace(pipeline, phases=tuple(placed))
     devices = None
     if parsed.devices is not None and "=" in parsed.devices:
         placement = _placement("--devices", parsed.devices, pipeline, units)
@@ -129,8 +132,12 @@ def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: 
         )
     if "load" in phases:
         phases["load"] = replace(phases["load"], role=phases["generate"].role)
-    for name, share in _serial(parsed, phases).items():
-        phases[name] = replace(phases[name], serial=share)
+    for name, value in _pairs("--serial", parsed.serial).items():
+        if name not in phases:
+            raise ConfigError(f"--serial {name}={value}: no such phase here; allowed: {', '.join(phases)}")
+        if name == "generate" and parsed.lengths is not None:
+            raise ConfigError(f"--serial {name}={value}: with --lengths the longest response bounds generation; leave it out")
+        phases[name] = replace(phases[name], serial=_number(f"--serial {name}", value, largest=1.0))
     seed = _whole("--seed", parsed.seed, 0, _MOST_SEED, usual=1 if measured is None else measured.seed)
     parts = 1 if run is None else run.micro_batches
     return PipelineModel(
@@ -158,17 +165,6 @@ def _phases(text: str) -> dict[str, Phase]:
     return phases
 
 
-def _serial(parsed: argparse.Namespace, phases: Mapping[str, Phase]) -> dict[str, float]:
-    shares = {}
-    for name, value in _pairs("--serial", parsed.serial).items():
-        if name not in phases:
-            raise ConfigError(f"--serial {name}={value}: no such phase here; allowed: {', '.join(phases)}")
-        if name == "generate" and parsed.lengths is not None:
-            raise ConfigError(f"--serial {name}={value}: with --lengths the longest response bounds generation; leave it out")
-        shares[name] = _number(f"--serial {name}", value, largest=1.0)
-    return shares
-
-
 def _lengths(text: str, seed: int) -> Lengths:
     values, names = _pairs("--lengths", text), ("mean", "deviation", "longest", "samples", "slots")
     if set(values) != set(names):
@@ -179,22 +175,6 @@ def _lengths(text: str, seed: int) -> Lengths:
     if not 1 <= mean <= longest:
         raise ConfigError(f"--lengths mean={values['mean']}: must be between 1 and longest={longest}")
     return Lengths(mean, deviation, longest, samples, slots, seed)
-
-
-def _units(parsed: argparse.Namespace, pipeline: PipelineModel, measured: Measured | None) -> dict[str, int]:
-    given = _by_role("--unit", parsed.unit, pipeline)
-    usual: Mapping[str, int] = {} if measured is None else measured.units
-    return {role: given.get(role, usual.get(role, 1)) for role in pipeline.roles}
-
-
-def _starting_placement(
-    parsed: argparse.Namespace, pipeline: PipelineModel, units: Mapping[str, int], measured: Measured | None
-) -> dict[str, int]:
-    """Where the phases take as long as was measured."""
-    if measured is None:
-        return _placement("--placement", parsed.placement, pipeline, units)
-    known = {"generator": pipeline.generate.devices, **measured.placement}
-    return {role: known.get(role, units[role]) for role in pipeline.roles}
 
 
 def _placement(option: str, text: str | None, pipeline: PipelineModel, units: Mapping[str, int]) -> dict[str, int]:

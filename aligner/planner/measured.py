@@ -1,7 +1,5 @@
 """The phases of a run that was measured, from its directory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +15,9 @@ from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
 _SERVERS = ("score", "values", "critic_train")
-_NEWEST = 3 * BATCHES
-"""Steps that are counted, at most"""
-_ANSWERED_US = 1000
-"""Who waited for less did not wait: the answer was there."""
-_NO_PART = ("evaluate", "checkpoint")
-"""What is not part of every step."""
+_NEWEST = 3 * BATCHES  # steps that are counted, at most
+_ANSWERED_US = 1000  # who waited for less did not wait: the answer was there
+_NO_PART = ("evaluate", "checkpoint")  # what is not part of every step
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Measured:
     """The run's own: with its engine where it was, and as far ahead"""
     placement: dict[str, int]
     units: dict[str, int]
-    """Of the generator too, should it get devices of its own"""
+    """Ranks of a replica of each role; of the generator too, should it get devices of its own"""
     steps: int
     """Of the whole run, as configured"""
     seed: int
@@ -73,8 +68,8 @@ def read_run(directory: Path) -> Measured:
 
 
 def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Sequence[Mapping[str, float]]:
-    """The newest steps, but for the first; where samples are drawn `ahead`, those in which a batch is drawn and another one
-    trained on, without evaluations if possible, for the generator draws on meanwhile.
+    """The newest steps but the first; with samples drawn `ahead`, those that draw one batch and train on another, if possible
+    without evaluations, during which the generator draws on.
     """
     if not ahead:
         return (steps[1:] or steps)[-_NEWEST:]
@@ -128,10 +123,13 @@ def _measured(run: _Recording) -> Measured:
     ]
     whole = [step - sum(parts) for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)]
     parts = config.rollout.micro_batches
+    layouts = {"trainer": config.actor.parallel, "critic": config.critic.parallel, "reward": config.reward.parallel}
+    units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
+    units |= {"generator": config.engine.parallel.tensor}
     return Measured(
         pipeline=PipelineModel(tuple(phases), micro_batches=parts, max_staleness=ahead, stepwise=True),
         placement={"trainer": ranks} | {phase.role: phase.devices for phase in phases if phase.role != HOST},
-        units=_units(config),
+        units=units,
         steps=config.run.steps,
         seed=config.seed,
         step_s=sum(whole) / len(whole),
@@ -206,10 +204,7 @@ def _phase(name: str, role: str, seconds: Sequence[float], devices: int) -> Phas
 
 
 def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> Phase:
-    """What a server computed in each of the steps, by its first ranks; replicas share it.
-
-    The critic's updates take as long as the trainer saw them take, which is more than they were computed for.
-    """
+    """What a server's first ranks computed in each step, shared by replicas; of the critic's updates what the trainer saw."""
     own = [span.role for span in run.work(name) if span.step in run.numbers]
     role, replicas, config = own[0].partition(".")[0], len(set(own)), run.config
     ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas
@@ -219,10 +214,3 @@ def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> 
     if name == "critic_train":
         seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, run.numbers, strict=True)]
     return _phase(name, role, seconds, ranks)
-
-
-def _units(config: Config) -> dict[str, int]:
-    """Ranks of a replica of each role."""
-    layouts = {"trainer": config.actor.parallel, "critic": config.critic.parallel, "reward": config.reward.parallel}
-    units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
-    return units | {"generator": config.engine.parallel.tensor}

@@ -1,7 +1,5 @@
 """The pipeline that is to be predicted: its phases, which role runs each for how long, and how far generation runs ahead."""
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math
@@ -96,11 +94,6 @@ class Lengths:
             batches.append(tuple(float(min(max(1, round(each)), self.longest)) for each in tokens))
         return tuple(batches)
 
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens of a batch, in the mean."""
-        return math.fsum(map(math.fsum, self.drawn)) / BATCHES
-
     def mean_alone(self, slots: int) -> float:
         """Token times until the last response of a batch that has all slots for itself is there, in the mean."""
         return math.fsum(parts[0][1] for parts in generated_alone(self, min(slots, self.samples), 1)) / BATCHES
@@ -121,10 +114,7 @@ def generated_alone(lengths: Lengths, slots: int, parts: int) -> tuple[tuple[tup
 
 
 def fill_slots(free: list[float], seconds: Iterable[float]) -> tuple[float, float]:
-    """When the first of some responses that take so long begins, and when the last ends; each takes the first free slot.
-
-    `free` is a heap of the times from which slots are free, and is updated.
-    """
+    """When the first of some responses begins and the last ends; each takes the first slot of a heap, which is updated."""
     begin = end = free[0]
     for each in seconds:
         done = free[0] + each
@@ -189,8 +179,8 @@ class PipelineModel:
         for phase in self.phases:
             if phase.name == "generate" and self.lengths is not None:
                 slots, token_s = self.slots(self.lengths, placement), self.lengths.token_seconds(phase.seconds)
-                tokens = self.lengths.mean_tokens / slots if self.fills_slots else self.lengths.mean_alone(slots)
-                roles[phase.role] += token_s * tokens
+                drawn = math.fsum(map(math.fsum, self.lengths.drawn)) / BATCHES  # tokens of a batch, in the mean
+                roles[phase.role] += token_s * (drawn / slots if self.fills_slots else self.lengths.mean_alone(slots))
             else:
                 roles[phase.role] += phase.seconds_at(placement.get(phase.role, 1))
         return roles

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
 
 Units = Mapping[str, int]
 """Devices by role that come together only, such as its tensor- and pipeline-parallel ranks."""
-
 Cost = Callable[[Placement], tuple[float, float]]
 """What is to be least: the step's seconds and, among placements that are equal in it, the roles' summed work."""
-
 _Counts = tuple[int, ...]
 """Units of every role but the one that takes the rest"""
-
 _AS_FAST = 1 + 1e-9
-_GRID = 12
-"""Places along each role's share at which a search that cannot try all splits begins"""
+_GRID = 12  # places along each role's share at which a search that cannot try all splits begins
 _STARTS = 2
 
 
@@ -74,16 +70,14 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Predict the steady state for a placement or, given a number of devices, for its best split; and its neighbors.
-
-    Raises ConfigError where there are too few devices.
-    """
+    """Predict the steady state for a placement or the best split of devices. Raises ConfigError where there are too few."""
     pipeline, placement, steps, measured = request.pipeline, request.placement, request.steps, request.measured
     bound, is_colocated, colocated = pipeline.max_staleness, pipeline.generate.role == "trainer", None
     if request.devices is not None:
         placement = fastest_placement(pipeline, request.units, request.devices)
         if not is_colocated:
-            together = _with_colocated_engine(pipeline)
+            moved = (replace(phase, role="trainer") if phase.role == "generator" else phase for phase in pipeline.phases)
+            together = replace(pipeline, phases=tuple(moved), max_staleness=0)
             split = fastest_placement(together, request.units, request.devices)
             colocated = split, forecast(together, split, steps)
     bounds = [0] if is_colocated else sorted({0, 1, 2, bound, bound + 1})
@@ -102,25 +96,15 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def fastest_placement(pipeline: PipelineModel, units: Units, devices: int) -> Placement:
-    """The split of at most so many devices with the fastest step. Raises ConfigError where they are too few."""
-
-    def cost(placement: Placement) -> tuple[float, float]:
-        return forecast(pipeline, placement).step_s, sum(pipeline.work(placement).values())
-
-    return best_split(cost, {role: units[role] for role in pipeline.roles}, devices)
-
-
-def _with_colocated_engine(pipeline: PipelineModel) -> PipelineModel:
-    """The same work, synchronous, with the engine on the trainer's devices."""
-    phases = (replace(phase, role="trainer") if phase.role == "generator" else phase for phase in pipeline.phases)
-    return replace(pipeline, phases=tuple(phases), max_staleness=0)
-
-
-def best_split(cost: Cost, units: Units, devices: int) -> dict[str, int]:
     """The split of at most so many devices at which a step is fastest, of the fewest with which it is as fast.
 
     Raises ConfigError where not every role gets a unit.
     """
+
+    def cost(placement: Placement) -> tuple[float, float]:
+        return forecast(pipeline, placement).step_s, sum(pipeline.work(placement).values())
+
+    units = {role: units[role] for role in pipeline.roles}
     best = _without_spare(cost, fastest_split(cost, units, devices), units)
     if devices - sum(best.values()) <= max(units.values()):
         return best
@@ -139,12 +123,10 @@ def best_split(cost: Cost, units: Units, devices: int) -> dict[str, int]:
 def fastest_split(
     cost: Cost, units: Units, devices: int, *, near: Placement | None = None, exhaustive: int = 500
 ) -> dict[str, int]:
-    """The split of at most so many devices at which a step is fastest.
+    """The split of at most so many devices at which a step is fastest. Raises ConfigError where not every role gets a unit.
 
-    All splits are tried where there are at most `exhaustive`. Otherwise a coarse grid is, or the proportions of a placement
-    that is known to be good, and around the best of these finer and finer ones: a step's time is convex in the devices but
-    for their being whole, so that leads to the best split or to one that is hardly slower. Raises ConfigError where not
-    every role gets a unit.
+    All splits are tried where there are at most `exhaustive`. Otherwise a coarse grid is, or a good placement's proportions,
+    and finer and finer ones around the best: but for whole devices a step's time is convex, so the result is hardly slower.
     """
     check_devices(units, devices)
     # What the others leave goes to the role with the smallest unit, which wastes least of it.
@@ -163,9 +145,7 @@ def fastest_split(
         return known[counts]
 
     largest = [(devices - sum(units.values())) // units[role] + 1 for role in free]
-    stride = [1] * len(free)
-    if math.prod(largest) > exhaustive:
-        stride = [-(-most // _GRID) for most in largest]
+    stride = [-(-most // _GRID) if math.prod(largest) > exhaustive else 1 for most in largest]
     if near is None or max(stride, default=1) == 1:
         grid = itertools.product(*(range(1, most + 1, by) for most, by in zip(largest, stride, strict=True)))
         best = sorted(grid, key=cost_of)[:_STARTS]

@@ -1,41 +1,40 @@
 """A plan as tables and as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from aligner.observability.console import print_line
 from aligner.planner.phases import HOST, Placement
 from aligner.planner.plan import Plan
 from aligner.planner.simulation import Forecast
 
 _BAR = 20
-_NOTABLE = 0.0005
-"""A share of a step below which a change is not spoken of"""
+_NOTABLE = 0.0005  # A share of a step below which a change is not spoken of
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that is shown, in seconds."""
 
-    def outcome(placement: Placement, forecast: Forecast) -> dict[str, Any]:
-        return {"devices": dict(placement), "step_s": forecast.step_s, "run_s": forecast.run_s}
+    def times(forecast: Forecast) -> dict[str, float]:
+        return {"step_s": forecast.step_s, "run_s": forecast.run_s}
 
     shown = {
         "max_staleness": plan.request.pipeline.max_staleness,
         "steps": plan.request.steps,
-        **outcome(plan.placement, plan.forecast),
+        "devices": dict(plan.placement),
+        **times(plan.forecast),
         "ideal_s": plan.ideal_s,
         "staleness": plan.forecast.staleness,
         "busy_s": plan.forecast.busy_s,
         "utilization": {role: plan.forecast.utilization(role) for role in plan.forecast.busy_s},
         "bottleneck": plan.bottleneck,
         "one_more": {role: more.step_s for role, more in plan.one_more.items()},
-        "by_max_staleness": {str(bound): {"step_s": it.step_s, "run_s": it.run_s} for bound, it in plan.by_staleness.items()},
+        "by_max_staleness": {str(bound): times(it) for bound, it in plan.by_staleness.items()},
     }
     if plan.colocated is not None:
-        shown["synchronous_colocated"] = outcome(*plan.colocated)
+        shown["synchronous_colocated"] = {"devices": dict(plan.colocated[0]), **times(plan.colocated[1])}
     if plan.request.measured is not None and plan.as_measured is not None:
         shown |= {"measured_step_s": plan.request.measured.step_s, "predicted_measured_step_s": plan.as_measured.step_s}
     return shown
@@ -47,7 +46,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_steps_table(plan))
     console.print(_roles_table(plan))
     for line in [*_conclusions(plan), *_about_the_measured_run(plan)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _steps_table(plan: Plan) -> Table:
@@ -81,7 +80,8 @@ def _roles_table(plan: Plan) -> Table:
         table.add_column(column, justify="left" if column in ("role", "utilization", "one more unit") else "right")
     for role, busy in sorted(plan.forecast.busy_s.items(), key=lambda entry: -entry[1]):
         share = plan.forecast.utilization(role)
-        row = [role, str(plan.placement.get(role, "-")), _seconds(busy), f"{_bar(share)} {share:4.0%}"]
+        bar = ("█" * round(share * _BAR)).ljust(_BAR, "░")
+        row = [role, str(plan.placement.get(role, "-")), _seconds(busy), f"{bar} {share:4.0%}"]
         if role in plan.one_more:
             row += [f"+{plan.request.units[role]}", _change(plan.one_more[role], plan.forecast)]
         table.add_row(*row)
@@ -128,11 +128,6 @@ def _change(to: Forecast, now: Forecast) -> str:
 
 def _helps(to: Forecast, now: Forecast) -> bool:
     return to.step_s < now.step_s * (1 - _NOTABLE)
-
-
-def _bar(share: float) -> str:
-    filled = round(share * _BAR)
-    return "█" * filled + "░" * (_BAR - filled)
 
 
 def _seconds(value: float) -> str:

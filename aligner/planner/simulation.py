@@ -1,12 +1,9 @@
 """The pipeline, event by event: every batch's phases on the roles that run them, each as soon as its inputs exist.
 
-A role does its phases in one order, batch by batch, as the real pipeline must so that a run can be repeated. Every start
-is then the latest of some ends, which nothing that comes later can change: batches are followed one by one without
-guessing, no phase that gets shorter makes anything later, and neither does a looser bound on staleness (a timed event
-graph: Baccelli et al. 1992, "Synchronization and Linearity", chapter 2).
+A role does its phases in one order, batch by batch, so every start is the latest of some ends, which nothing later can change:
+no phase that gets shorter, and no looser bound on staleness, makes anything later (a timed event graph: Baccelli et al. 1992,
+"Synchronization and Linearity", chapter 2).
 """
-
-from __future__ import annotations
 
 import math
 from bisect import bisect_right
@@ -15,8 +12,7 @@ from dataclasses import dataclass, field
 
 from aligner.planner.phases import BATCHES, KINDS, PipelineModel, Placement, fill_slots, generated_alone, part_of
 
-_SETTLING = 8
-"""Batches, and two more for each that may be under way, which pass before what varies is averaged"""
+_SETTLING = 8  # batches, and two more for each that may be under way, which pass before what varies is averaged
 _SETTLING_PERIODS = 200
 """After so many times max_staleness + 1 batches the step time is averaged, though starts do not quite repeat yet."""
 _SAME = 1e-9
@@ -41,7 +37,7 @@ class Forecast:
 
 @dataclass
 class Simulation:
-    """Follows batches from the start of a run; deterministic."""
+    """Follows batches from the start of a run: each one's staleness, and how long each role was busy so far; deterministic."""
 
     pipeline: PipelineModel
     placement: Placement
@@ -50,9 +46,7 @@ class Simulation:
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version of the weights was ready to be taken; the initial ones are at once."""
     staleness: list[int] = field(default_factory=list)
-    """By batch."""
     busy: dict[str, float] = field(init=False)
-    """By role, seconds for which it was busy so far."""
     history: list[tuple[list[float], dict[str, float]]] = field(default_factory=list)
     """After every batch, the times that later batches depend on, but for the slots of `lengths`; and `busy`."""
 
@@ -66,7 +60,7 @@ class Simulation:
             mean = phase.seconds_at(placement.get(phase.role, 1))
             self._seconds[phase.name] = tuple(mean * factor for factor in phase.varies)
         roles = sorted({phase.role for phase in pipeline.phases})
-        self.busy, self._free, self._covered = dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.0)
+        self.busy, self._free, self._covered = (dict.fromkeys(roles, 0.0) for _ in range(3))
         if (lengths := pipeline.lengths) is not None:
             self._token_s = lengths.token_seconds(pipeline.generate.seconds)
             self._slot_count = pipeline.slots(lengths, placement)
@@ -78,12 +72,10 @@ class Simulation:
         batch, parts = len(self.staleness), range(self.pipeline.micro_batches)
         version = max(0, batch - self.pipeline.max_staleness)  # none older may generate this batch
         samples = self._generate(batch, after=self._load(batch, after=self.published[version]))
-        inputs = [
-            self._run(name, batch, part, after=after, share=len(parts))
-            for part in parts
-            for name, after in self._inputs(samples, part).items()
-        ]
-        experience = max(inputs)
+        experience = 0.0
+        for part in parts:
+            for name, after in self._inputs(samples, part).items():
+                experience = max(experience, self._run(name, batch, part, after=after, share=len(parts)))
         policy = self._run("train", batch, after=experience)
         critic = self._run("critic_train", batch, after=experience)
         # A synchronous step ends with both; otherwise nobody but the critic need wait for its update.
@@ -146,10 +138,7 @@ class Simulation:
         return [end for _, end in spans]
 
     def _note(self, name: str, batch: int, part: int, start: float, end: float, busy: float | None = None) -> None:
-        """A role is busy while it does anything; a generator that overlaps batches tells by how much it is, its slots' mean.
-
-        Starts of a role never run backwards, so what they cover is counted as they come.
-        """
+        """Count how long the role is busy beyond what its earlier starts cover, or `busy`, the mean of a generator's slots."""
         role = self._roles[name]
         covered = self._covered[role]
         self.busy[role] += max(0.0, end - max(start, covered)) if busy is None else busy
@@ -168,21 +157,13 @@ def forecast(pipeline: PipelineModel, placement: Placement, steps: int = 1) -> F
     if window > 1:
         for _ in range(_SETTLING + 2 * period + window):
             simulation.advance()
-        return _summary(simulation, window, steps)
-    for batches in range(1, (_SETTLING_PERIODS + 1) * period + 1):
-        simulation.advance()
-        if batches >= 2 * period and _moved_alike(simulation.history[-1 - period][0], simulation.history[-1][0]):
-            break
-    return _summary(simulation, period, steps)
-
-
-def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
-    moves = [new - old for old, new in zip(before, after, strict=True)]
-    return max(moves) - min(moves) <= _SAME * max(after)
-
-
-def _summary(simulation: Simulation, period: int, steps: int) -> Forecast:
-    """Of a simulation whose last `period` batches repeat."""
+        period = window
+    else:
+        for batches in range(1, (_SETTLING_PERIODS + 1) * period + 1):
+            simulation.advance()
+            if batches >= 2 * period and _moved_alike(simulation.history[-1 - period][0], simulation.history[-1][0]):
+                break
+    # The last `period` batches repeat from here on.
     published, last = simulation.published, len(simulation.published) - 1
     step_s = (published[-1] - published[-1 - period]) / period
     repeats = max(0, -(-(steps - last) // period))
@@ -193,3 +174,8 @@ def _summary(simulation: Simulation, period: int, steps: int) -> Forecast:
         busy_s={role: (seconds - busy_before[role]) / period for role, seconds in simulation.busy.items()},
         staleness=sum(simulation.staleness[-period:]) / period,
     )
+
+
+def _moved_alike(before: Sequence[float], after: Sequence[float]) -> bool:
+    moves = [new - old for old, new in zip(before, after, strict=True)]
+    return max(moves) - min(moves) <= _SAME * max(after)

@@ -7,9 +7,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -45,20 +44,11 @@ class LostPeer(AlignerError):
         self.peers = tuple(peers)
 
 
-@dataclass(frozen=True)
-class _Ballot:
+class _Ballot(NamedTuple):
     """What a rank says of an agreement that failed: its own error, if it had one, and the peers that it blames for it."""
 
     error: str | None = None
-    blamed: tuple[int, ...] | None = None
-
-    def encode(self) -> str:
-        return json.dumps({"error": self.error, "blamed": self.blamed})
-
-    @staticmethod
-    def decode(text: bytes) -> _Ballot:
-        fields = json.loads(text)
-        return _Ballot(fields["error"], None if fields["blamed"] is None else tuple(fields["blamed"]))
+    blamed: Sequence[int] | None = None
 
 
 class Link:
@@ -288,7 +278,7 @@ class Link:
     def _refuse(self, ballot: _Ballot) -> None:
         """Say what happened first, so that who sees the connection break can read it; then break it."""
         try:
-            self._store.set(self._key(f"ballot/{self.rank}"), ballot.encode())
+            self._store.set(self._key(f"ballot/{self.rank}"), json.dumps(ballot._asdict()))
             self._store.compare_set(self._key("decision"), "", "failed")
         finally:
             self.close(ballot.error or "another rank failed")
@@ -323,6 +313,6 @@ class Link:
         """Add the ballots that have come; whether all have, but for the ranks that others blame."""
         for rank in range(self.size):
             if rank not in ballots and self._store.check([key := self._key(f"ballot/{rank}")]):
-                ballots[rank] = _Ballot.decode(self._store.get(key))
+                ballots[rank] = _Ballot(**json.loads(self._store.get(key)))
         blamed = {peer for ballot in ballots.values() for peer in ballot.blamed or ()}
         return blamed.issuperset(rank for rank in range(self.size) if rank not in ballots)

@@ -16,7 +16,8 @@ from aligner.resharding.link import Link
 from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import Exchange, Read, ReadOnce, copy_local, slice_shape, steps
 from aligner.resharding.verify import verify
-from aligner.resharding.weight_update import WeightUpdate
+from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.schema import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,31 @@ class Publisher:
         self._groups = [(group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)]
         self._count = 0
 
+    @classmethod
+    def to_engine(
+        cls,
+        plan: TransferPlan,
+        link: Link,
+        settings: EngineConfig,
+        to: WeightFormat,
+        *,
+        read: Read | None = None,
+        begin_update: Callable[[int], WeightUpdate] | None = None,
+        copied: Container[str] = (),
+    ) -> Publisher:
+        """To an engine of these settings, in the format that it takes."""
+        return cls(
+            plan,
+            link,
+            read=read,
+            begin_update=begin_update,
+            dtype=to.dtype,
+            bucket_bytes=settings.bucket_mib << 20,
+            verify_every=settings.verify_every,
+            group_bytes=to.group_bytes,
+            copied=copied,
+        )
+
     @torch.no_grad()
     def publish(self, version: int) -> PublishStats:
         """Publish the weights as `version`; verified at the first call and at every `verify_every`-th after it.
@@ -118,17 +144,10 @@ class Publisher:
                 if update is not None:
                     update.commit()
                 undo.pop_all()
-        return PublishStats(
-            staging,
-            time.perf_counter() - begin,
-            verify_seconds if verifies else None,
-        )
+        return PublishStats(staging, time.perf_counter() - begin, verify_seconds if verifies else None)
 
     def give_up(self, store: Store) -> None:
-        """Have the publish under way fail on every rank, since one will not come. From any thread.
-
-        `store` is a client of the link's store that no other thread uses.
-        """
+        """Have the publish under way fail on every rank, as `Link.give_up` has it."""
         self._link.give_up(store)
 
     def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:

@@ -1,14 +1,12 @@
 """The way of weights to a generator with ranks of its own: the trainer's end, beside training, and the generator's."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
-from aligner.resharding.snapshots import Snapshots
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import Read
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
@@ -53,6 +51,52 @@ class GeneratorCalls:
     """Have its ranks join a link over the store at a host and port, by the link's generation."""
     receive: Callable[[int], Future[Any]]
     """Have its ranks take the weights that are published meanwhile as a version."""
+
+
+class Snapshots:
+    """Copies of source slices in host memory, by version; one thread takes them, another reads them.
+
+    The memory of what is forgotten is used again, so that there are never more copies than versions that are wanted at once.
+    """
+
+    def __init__(self, source: Read, names: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
+        """`source` gives this rank's slices of `names` as they are now; copies are kept as `dtype` and read on `device`."""
+        self._source, self._names, self._dtype, self._device = source, tuple(names), dtype, device
+        self._selected: dict[str, Tensor] = {}
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._free: list[dict[str, Tensor]] = []
+        self._changed = threading.Condition()
+
+    @torch.no_grad()
+    def take(self, version: int) -> None:
+        """Copy the weights; they may change once this returns."""
+        with self._changed:
+            copies = self._free.pop() if self._free else {}
+        for name in self._names:
+            tensor = self._source(name)
+            if name not in copies:
+                copies[name] = torch.empty(tensor.shape, dtype=self._dtype)
+            copies[name].copy_(tensor)
+        with self._changed:
+            self._kept[version] = copies
+            self._changed.notify_all()
+
+    def select(self, version: int, timeout_s: float) -> None:
+        """Have `read` give a version, once it is taken. Raises AlignerError when it is not in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: version in self._kept, timeout_s):
+                raise AlignerError(f"weights version {version} was not taken within {timeout_s:g} s")
+            self._selected = self._kept[version]
+
+    def read(self, name: str) -> Tensor:
+        """The slice of the version that was selected."""
+        return self._selected[name].to(self._device)
+
+    def forget_below(self, version: int) -> None:
+        """Older versions than this, which is selected, are not read any more."""
+        with self._changed:
+            for old in [kept for kept in self._kept if kept < version]:
+                self._free.append(self._kept.pop(old))
 
 
 class RemotePublisher:
@@ -102,12 +146,12 @@ class RemotePublisher:
 
     @property
     def served(self) -> int:
-        """As `AsyncWeightPublisher`; a generator that is being brought back is waited for."""
+        """The version that serves, as far as rank 0 knows; -1 before the first. Waits while a generator is restored."""
         with self._lock:
             return self._serving
 
     def offer(self, version: int) -> None:
-        """As `AsyncWeightPublisher`: a copy in memory."""
+        """Keep a copy of the weights as they are now, as `version`. Every rank of the trainer calls it."""
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
@@ -116,20 +160,23 @@ class RemotePublisher:
         self._together(lambda: None if self._calls is None else self.serve(version))
 
     def serve(self, version: int) -> None:
-        """As `AsyncWeightPublisher`."""
+        """Return once the engine serves `version` or newer weights. Rank 0's, from any thread.
+
+        An engine that was lost is awaited and gets its weights again. Raises AlignerError where that fails.
+        """
         with self._lock:
             self._wanted = max(self._wanted, version)
             self._bring_up_to_date()
 
     def restore(self) -> int:
-        """As `AsyncWeightPublisher`."""
+        """As `serve` for the version that serves, of an engine that has said that it does not; returns the version."""
         with self._lock:
             self._serving = -1
             self._bring_up_to_date()
             return self._serving
 
     def close(self) -> None:
-        """As `AsyncWeightPublisher`."""
+        """Hang up."""
         deadline = time.monotonic() + _END_S
         while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread
@@ -225,33 +272,20 @@ class RemotePublisher:
             generation=generation,
             store_host=self._plan.labels[0],
         )
-        on_cpu = self._device.type == "cpu"
-        return Publisher(
-            self._plan,
-            link,
-            read=self._snapshots.read,
-            begin_update=None,
-            dtype=self._format.dtype,
-            bucket_bytes=self._settings.bucket_mib << 20,
-            verify_every=self._settings.verify_every,
-            group_bytes=self._format.group_bytes,
-            copied=() if on_cpu else self._plan.specs,
-        )
+        copied = () if self._device.type == "cpu" else self._plan.specs
+        return Publisher.to_engine(self._plan, link, self._settings, self._format, read=self._snapshots.read, copied=copied)
 
 
 def _both(asked: Future[Any], act: Callable[[], None]) -> None:
     """Act while a server does what it was asked; raises what went wrong at either end."""
-    problem: AlignerError | None = None
-    try:
-        act()
-    except AlignerError as error:
-        problem = error
-    try:
-        asked.result()
-    except AlignerError as error:
-        raise AlignerError(str(error) if problem is None else f"{error}\n{problem}") from error
-    if problem is not None:
-        raise problem
+    errors: list[AlignerError] = []
+    for part in (act, asked.result):
+        try:
+            part()
+        except AlignerError as error:
+            errors.insert(0, error)
+    if errors:
+        raise AlignerError("\n".join(map(str, errors))) from errors[0]
 
 
 class WeightReceiver:
@@ -282,16 +316,7 @@ class WeightReceiver:
         except RuntimeError as error:
             raise AlignerError(f"the trainer's store at {host}:{port} does not answer: {error}") from error
         link = Link(store, self._rank, self._plan.labels, timeout=timeout, device=self._device, generation=generation)
-        self._publisher = Publisher(
-            self._plan,
-            link,
-            read=None,
-            begin_update=self._begin_update,
-            dtype=self._format.dtype,
-            bucket_bytes=self._settings.bucket_mib << 20,
-            verify_every=self._settings.verify_every,
-            group_bytes=self._format.group_bytes,
-        )
+        self._publisher = Publisher.to_engine(self._plan, link, self._settings, self._format, begin_update=self._begin_update)
 
     def receive(self, version: int) -> None:
         """Take the weights that the trainer publishes as `version`. Collective, with the trainer's ranks."""

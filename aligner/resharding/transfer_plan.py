@@ -90,16 +90,6 @@ class TransferPlan:
             pairs.setdefault((transfer.source, transfer.target), []).append(transfer)
         return {pair: tuple(transfers) for pair, transfers in pairs.items()}
 
-    def bytes_local(self, rank: int) -> int:
-        """Bytes that a rank copies to itself."""
-        return self.itemsize * sum(transfer.numel for transfer in self.between(rank, rank))
-
-    def bytes_received(self, rank: int) -> int:
-        """Bytes that a rank receives from others."""
-        return self.itemsize * sum(
-            transfer.numel for transfer in self.transfers if transfer.target == rank and transfer.source != rank
-        )
-
 
 def extent(spec: TensorSpec, piece: Slice, axis: int | None) -> tuple[int, int]:
     """The range of `axis` that a slice covers; (0, 1) where `axis` is None: the whole tensor is one unit."""
@@ -135,8 +125,7 @@ def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
 
 def atoms(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The ranges between neighboring boundaries, in order."""
-    ordered = sorted(set(boundaries))
-    return pairwise(ordered)
+    return pairwise(sorted(set(boundaries)))
 
 
 def plan_resharding(
@@ -182,7 +171,7 @@ def plan_transfers(table: Sequence[TensorSpec], source: Slices, target: Slices, 
     problems: list[str] = []
     for spec in table:
         try:
-            transfers += _plan_tensor(spec, _holders(source, spec), _holders(target, spec), sent)
+            transfers += _plan_tensor(spec, slices_of(source, spec), slices_of(target, spec), sent)
         except AlignerError as error:
             problems.append(str(error))
     if problems:
@@ -190,7 +179,8 @@ def plan_transfers(table: Sequence[TensorSpec], source: Slices, target: Slices, 
     return TransferPlan(tuple(table), source, target, tuple(transfers), itemsize)
 
 
-def _holders(slices: Slices, spec: TensorSpec) -> dict[int, Slice]:
+def slices_of(slices: Slices, spec: TensorSpec) -> dict[int, Slice]:
+    """What each rank holds of a tensor, of those that hold any."""
     return {rank: slices[rank][spec.name] for rank in sorted(slices) if spec.name in slices[rank]}
 
 

@@ -1,7 +1,5 @@
 """Moving a plan's pieces: within a rank by copying, between ranks in messages over a link."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -70,16 +68,16 @@ def part(tensor: Tensor, spec: TensorSpec, held: Slice, axis: int | None, start:
 
 def given(plan: TransferPlan, transfer: Transfer, read: Read) -> Tensor:
     """What the sender of a transfer gives."""
-    held = plan.source[transfer.source][transfer.name]
-    spec = plan.specs[transfer.name]
-    return part(read(transfer.name), spec, held, transfer.axis, transfer.start, transfer.stop)
+    return _part_of(plan, transfer, plan.source[transfer.source][transfer.name], read(transfer.name))
 
 
 def wanted(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) -> Tensor:
     """Where the receiver of a transfer writes it."""
-    held = plan.target[transfer.target][transfer.name]
-    spec = plan.specs[transfer.name]
-    return part(views[transfer.name], spec, held, transfer.axis, transfer.start, transfer.stop)
+    return _part_of(plan, transfer, plan.target[transfer.target][transfer.name], views[transfer.name])
+
+
+def _part_of(plan: TransferPlan, transfer: Transfer, held: Slice, tensor: Tensor) -> Tensor:
+    return part(tensor, plan.specs[transfer.name], held, transfer.axis, transfer.start, transfer.stop)
 
 
 def messages(transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int) -> list[Message]:
@@ -155,15 +153,11 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
 def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
     """Copy what this rank already holds into its views; nothing where a view is the source itself."""
     for transfer in plan.between(rank, rank):
-        _copy(given(plan, transfer, read), wanted(plan, transfer, views))
-
-
-def _copy(source: Tensor, view: Tensor) -> None:
-    def place(tensor: Tensor) -> tuple[object, ...]:
-        return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
-
-    if place(source) != place(view):
-        view.copy_(source)
+        source, view = given(plan, transfer, read), wanted(plan, transfer, views)
+        places = {(tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device) for tensor in (source, view)}
+        if len(places) > 1:
+            view.copy_(source)
+        del source, view  # before another is read: it may be a copy
 
 
 class ReadOnce:

@@ -1,7 +1,5 @@
 """Checking by checksum that every engine rank holds the trainer's weights, without gathering a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
-from aligner.resharding.transfer_plan import TransferPlan, atoms, cut_axis, extent, numel_of
+from aligner.resharding.transfer_plan import TransferPlan, atoms, cut_axis, extent, numel_of, slices_of
 from aligner.resharding.transport import Read, part
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,8 +57,7 @@ def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
     load = dict.fromkeys(plan.source, 0)
     found: list[_Atom] = []
     for spec in plan.table:
-        source = {rank: slices[spec.name] for rank, slices in sorted(plan.source.items()) if spec.name in slices}
-        target = [slices[spec.name] for slices in plan.target.values() if spec.name in slices]
+        source, target = slices_of(plan.source, spec), list(slices_of(plan.target, spec).values())
         if not target:
             continue
         axis = cut_axis(spec, [*source.values(), *target])
@@ -69,8 +66,8 @@ def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
         for start, stop in atoms(edge for ends in (*held.values(), *wanted) for edge in ends):
             if not any(low <= start and stop <= high for low, high in wanted):
                 continue
-            holders = [rank for rank, (low, high) in held.items() if low <= start and stop <= high]
-            holder = min(holders, key=lambda rank: (load[rank], rank))
+            complete = [rank for rank, (low, high) in held.items() if low <= start and stop <= high]
+            holder = min(complete, key=lambda rank: (load[rank], rank))
             load[holder] += numel_of(spec, axis, start, stop)
             found.append(_Atom(spec, axis, start, stop, holder))
     return found

@@ -1,1 +1,1 @@
-"""Reward sources and reward shaping."""
+"""Scoring functions, verifiers, remote scorers and reward models as sources of one weighted reward."""

@@ -5,8 +5,6 @@ have and which do not end long arithmetic. So a child process compares, under th
 much processor time is ended by the kernel, and another takes its place.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -32,7 +32,3 @@ class RewardNormalizer:
     def __call__(self, rewards: Tensor) -> Tensor:
         """Any shape, element by element."""
         return self.gain * rewards + self.bias
-
-    def then(self, following: RewardNormalizer) -> RewardNormalizer:
-        """This one and another after it as one."""
-        return RewardNormalizer(following.gain * self.gain, following.gain * self.bias + following.bias)

@@ -1,7 +1,5 @@
 """Scores over HTTP, in the shape that OpenRLHF's `remote_rm_url` has."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

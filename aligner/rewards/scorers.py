@@ -1,7 +1,5 @@
 """Scoring functions: text in, one number a response out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,20 +56,16 @@ def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
     return [sum(character in "0123456789" for character in r.response) / max(len(r.response), 1) for r in requests]
 
 
-def verifier(rule: Rule) -> Scorer:
+def _verifier(rule: Rule) -> Scorer:
     """A scorer that gives 1 for a response that a rule finds right, else 0."""
 
-    def scores(requests: Sequence[ScoringRequest]) -> list[float]:
-        return [float(_verified(rule, request)) for request in requests]
+    def score(request: ScoringRequest) -> float:
+        try:
+            return float(rule(request.response, request.metadata))
+        except Unverifiable as error:
+            raise ScoringError(f"{error}; {_shown([request])}") from error
 
-    return scores
-
-
-def _verified(rule: Rule, request: ScoringRequest) -> bool:
-    try:
-        return rule(request.response, request.metadata)
-    except Unverifiable as error:
-        raise ScoringError(f"{error}; {_shown([request])}") from error
+    return lambda requests: [score(request) for request in requests]
 
 
 def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
@@ -94,8 +88,7 @@ def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
         raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
     if not callable(scorer):
         raise ConfigError(f"{key}={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
-    found: Scorer = verifier(scorer) if name in RULES else scorer
-    return found
+    return _verifier(scorer) if name in RULES else scorer
 
 
 def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
@@ -109,13 +102,12 @@ def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
     except ScoringError as error:
         raise type(error)(f"the scorer {name}: {error}") from error
     except Exception as error:
+        raised = f"the scorer {name} raised {type(error).__name__}: {error}"
         if len(requests) > 1:
             for request in requests:
                 checked_scores(name, scorer, [request])
-            raise ScoringError(
-                f"the scorer {name} raised {_told(error)} on a batch of {len(requests)} that it scores one by one"
-            ) from error
-        raise ScoringError(f"the scorer {name} raised {_told(error)} {_shown(requests)}") from error
+            raise ScoringError(f"{raised} on a batch of {len(requests)} that it scores one by one") from error
+        raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):
         raise ScoringError(
             f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
@@ -129,10 +121,6 @@ def require_finite(name: str, scores: Sequence[float], requests: Sequence[Scorin
     for request, score in zip(requests, scores, strict=True):
         if not math.isfinite(score):
             raise ScoringError(f"the scorer {name} returned {score}, must be finite, {_shown([request])}")
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _shown(requests: Sequence[ScoringRequest]) -> str:

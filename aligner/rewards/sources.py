@@ -1,7 +1,5 @@
 """What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or a weighted sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -67,10 +65,10 @@ class TextSource:
                 scores = checked_scores(self.name, self.scorer, batch.requests())
             except AlignerError as problem:
                 error, unavailable = str(problem), isinstance(problem, UnavailableError)
-        outcome = broadcast_json({"scores": scores, "error": error, "unavailable": unavailable})
-        if outcome["error"] is not None:
-            raise (ScorerUnavailable if outcome["unavailable"] else ScoringError)(outcome["error"])
-        return torch.tensor(outcome["scores"], dtype=torch.float64)
+        scores, error, unavailable = broadcast_json([scores, error, unavailable])
+        if error is not None:
+            raise (ScorerUnavailable if unavailable else ScoringError)(error)
+        return torch.tensor(scores, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,5 @@ class WeightedSum:
             total = total + settings.weight * (settings.gain * source.raw(batch) + settings.bias)
         scores = total.float()
         if not bool(scores.isfinite().all()):
-            name = " + ".join(settings.name for settings, _ in self.parts)
-            require_finite(name, scores.tolist(), batch.requests())
+            require_finite(" + ".join(settings.name for settings, _ in self.parts), scores.tolist(), batch.requests())
         return scores

@@ -1,7 +1,5 @@
 """Rules that tell whether a response is right, from what the data says about its prompt."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -77,9 +75,7 @@ def math(response: str, metadata: Mapping[str, Any]) -> bool:
     return equal
 
 
-@lru_cache(maxsize=1)
-def _math_checker() -> MathChecker:
-    return MathChecker()
+_math_checker = lru_cache(maxsize=1)(MathChecker)
 
 
 def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:

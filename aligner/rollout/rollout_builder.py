@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
-from aligner.rollout.stragglers import Straggler, admitted, divided, left_behind, taken_further
+from aligner.rollout.stragglers import Straggler, divided
 from aligner.schema import RolloutConfig
 from aligner.servers.connection import RefusedError
 from aligner.servers.remote_client import RemoteFuture
@@ -42,12 +43,15 @@ class RolloutBatch:
     scores: PendingRows
     values: PendingRows
     """Of no rows without a critic."""
-    all_scores: PendingRows
-    """Of everything that was generated for these samples, what dynamic sampling left out included."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0
     """Prompts that could not be drawn."""
+
+    @property
+    def all_scores(self) -> PendingRows:
+        """Of everything that was generated for these samples, what dynamic sampling left out included."""
+        return replace(self.scores, chosen=None)
 
     def scored_rows(self) -> Tensor:
         """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
@@ -68,36 +72,6 @@ class RolloutBatch:
             batch=self.batch.select(rows),
             scores=self.scores.select(rows),
             values=self.values.select(rows),
-        )
-
-
-@dataclass(frozen=True)
-class DrawnBatch:
-    """A step's samples as they were drawn, not yet padded."""
-
-    prompts: list[Prompt]
-    """One a sample."""
-    samples: list[Sample]
-    scores: PendingRows
-    """Of everything that was generated for these samples."""
-    rows: Tensor
-    """int64 [B]: which of them are these samples'."""
-    values: PendingRows
-    """Of the same rows as the scores, or of none."""
-    deferred: int
-    skipped: int
-
-    def collated(self, pad_token_id: int) -> RolloutBatch:
-        """What is trained on."""
-        return RolloutBatch(
-            self.prompts,
-            self.samples,
-            collate(self.samples, pad_token_id),
-            self.scores.select(self.rows),
-            self.values.select(self.rows),
-            self.scores,
-            self.deferred,
-            self.skipped,
         )
 
 
@@ -173,21 +147,18 @@ class RolloutBuilder:
 
         Raises AlignerError when dynamic sampling does not find enough prompts.
         """
-        return self.draw().collated(self._pad_token_id)
-
-    def draw(self) -> DrawnBatch:
-        """As `take`, before the samples are padded."""
         generated, self._skipped = _Generated(), 0
         self._generate_and_ask(generated, self._settings.prompts_per_step)
         rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
-        self._under_way = left_behind(self._under_way)
+        self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
         self._sampler.rest()  # new weights come before the next step
-        return DrawnBatch(
-            prompts=[generated.prompts[row] for row in rows.tolist()],
-            samples=[generated.samples[row] for row in rows.tolist()],
-            scores=PendingRows(tuple(generated.scores)),
-            rows=rows,
-            values=PendingRows(tuple(generated.values)),
+        samples = [generated.samples[row] for row in rows.tolist()]
+        return RolloutBatch(
+            [generated.prompts[row] for row in rows.tolist()],
+            samples,
+            collate(samples, self._pad_token_id),
+            PendingRows(tuple(generated.scores), rows),
+            PendingRows(tuple(generated.values), rows),
             deferred=len(self._under_way),
             skipped=self._skipped,
         )
@@ -197,12 +168,13 @@ class RolloutBuilder:
         settings = self._settings
         size = settings.prompts_per_micro_batch
         for _ in range(0, count, size):
-            prompts, samples = self._draw(size)
+            complete = self._draw(size)
+            prompts = [one.prompt for one in complete for _ in one.samples]
+            samples = self._cut([sample for one in complete for sample in one.samples])
             batch = collate(samples, self._pad_token_id)
-            of_samples = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
-            metadata = [prompt.metadata for prompt in of_samples]
+            metadata = [prompt.metadata for prompt in prompts]
             apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
-            generated.prompts += of_samples
+            generated.prompts += prompts
             generated.samples += samples
             if self._is_alone:
                 generated.scores += self._services.ask_scores(batch, metadata, apart)
@@ -211,8 +183,8 @@ class RolloutBuilder:
             generated.scores += scores
             generated.values += values
 
-    def _draw(self, count: int) -> tuple[list[Prompt], list[Sample]]:
-        """The next `count` prompts that are complete, and all their samples; others may stay under way.
+    def _draw(self, count: int) -> list[Straggler]:
+        """The next `count` prompts that are complete; others may stay under way.
 
         What the generator refuses is asked for again prompt by prompt; those that are refused again are left out, and others
         take their places.
@@ -231,25 +203,25 @@ class RolloutBuilder:
                 if self._skipped > may_skip or (was_refused and len(self._under_way) == left):
                     raise
                 was_refused = True
-        complete, rest = divided(further, count, self._settings.max_deferrals)
-        self._under_way = tuple(rest)
-        return [one.prompt for one in complete], self._cut([sample for one in complete for sample in one.samples])
+        complete, self._under_way = divided(further, count, self._settings.max_deferrals)
+        return complete
 
     def _admit(self, count: int) -> None:
         """Have at least `count` prompts under way."""
         fresh = self._prompts.take(self.position, max(0, count - len(self._under_way)))
         self.position += len(fresh)
-        self._under_way += tuple(admitted(fresh, self._settings.samples_per_prompt))
+        each = self._settings.samples_per_prompt
+        self._under_way += tuple(Straggler(prompt, tuple(unbegun([prompt], each))) for prompt in fresh)
 
     def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
         """The prompts, at least `count` of them complete, and all that may not be left behind again."""
-        settings, enough = self._settings, None
+        each, enough = self._settings.samples_per_prompt, None
         if count < len(stragglers):
-            due = tuple(place for place, one in enumerate(stragglers) if one.deferrals >= settings.max_deferrals)
-            enough = Enough(count, due)
+            limit = self._settings.max_deferrals
+            enough = Enough(count, tuple(place for place, one in enumerate(stragglers) if one.deferrals >= limit))
         samples = [sample for one in stragglers for sample in one.samples]
-        samples = self._sampler.sample(samples, settings.samples_per_prompt, self._options, enough)
-        return taken_further(stragglers, samples)
+        drawn = iter(self._sampler.sample(samples, each, self._options, enough))
+        return [replace(one, samples=tuple(itertools.islice(drawn, each))) for one in stragglers]
 
     def _leave_out(self) -> None:
         """Drop the prompts that are refused alone too."""

@@ -1,7 +1,5 @@
 """Generation beside training: the next steps' samples are drawn while this one's are learned from."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,11 +15,12 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.resharding.weight_update import AsyncWeightPublisher, WeightPublisher
-from aligner.rollout.rollout_builder import DrawnBatch, RolloutBatch, RolloutBuilder
+from aligner.resharding.remote_publisher import RemotePublisher
+from aligner.resharding.weight_update import WeightPublisher
+from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.schema import RolloutConfig
@@ -49,7 +48,7 @@ class _Batch:
 
     step: int
     """That is to train on it."""
-    drawn: Future[tuple[DrawnBatch, _Progress]]
+    drawn: Future[tuple[RolloutBatch, _Progress]]
     """And where drawing has come to with it."""
 
 
@@ -74,7 +73,7 @@ class RolloutPipeline:
         self,
         rollouts: RolloutBuilder,
         ahead: RolloutBuilder | None,
-        weights: WeightPublisher | AsyncWeightPublisher,
+        weights: WeightPublisher,
         services: Services,
         settings: RolloutConfig,
         steps: int,
@@ -83,8 +82,8 @@ class RolloutPipeline:
         interrupts: bool = False,
         workers: Callable[[str], Executor] = _thread,
     ) -> None:
-        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0, when `weights`
-        need not be `AsyncWeightPublisher`.
+        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0; elsewhere
+        `weights` is a `RemotePublisher`.
 
         No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
         """
@@ -120,7 +119,7 @@ class RolloutPipeline:
         if not self.is_ahead:
             self._weights.publish(version)
             return
-        weights = cast(AsyncWeightPublisher, self._weights)
+        weights = cast(RemotePublisher, self._weights)
         weights.offer(version)
         self._served = None
         if self._drawing is None or self._serving is None:
@@ -138,7 +137,7 @@ class RolloutPipeline:
 
         def wait() -> None:
             if self._serving is not None:
-                serving = self._served or self._serving.submit(cast(AsyncWeightPublisher, self._weights).serve, self._newest)
+                serving = self._served or self._serving.submit(cast(RemotePublisher, self._weights).serve, self._newest)
                 serving.result()
 
         if self.is_ahead:
@@ -150,7 +149,7 @@ class RolloutPipeline:
             rollout = self._rollouts.take()
             self._taken = _Progress(self._rollouts.position)
             return rollout
-        taken: list[DrawnBatch] = []
+        taken: list[RolloutBatch] = []
 
         def take() -> None:
             if self._ahead is not None:
@@ -196,11 +195,11 @@ class RolloutPipeline:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
 
-    def _draw(self, served: Future[None]) -> tuple[DrawnBatch, _Progress]:
+    def _draw(self, served: Future[None]) -> tuple[RolloutBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
-        return self._ahead.draw(), _Progress(self._ahead.position, self._ahead.under_way)
+        return self._ahead.take(), _Progress(self._ahead.position, self._ahead.under_way)
 
     def _write(self, directory: Path) -> int:
         held, progress = [], self._held_from
@@ -250,46 +249,55 @@ class RolloutPipeline:
             self._ahead.under_way = under_way
         self._taken = replace(self._taken, under_way=under_way)
         for place, batch in enumerate(batches):
-            drawn = _from_saved(_part(tensors, f"{place}"), batch)
-            done: Future[tuple[DrawnBatch, _Progress]] = Future()
+            drawn = self._from_saved(_part(tensors, f"{place}"), batch)
+            done: Future[tuple[RolloutBatch, _Progress]] = Future()
             done.set_result((drawn, self._taken))  # all of it was drawn before any of it is taken
             self._batches.append(_Batch(step + place, done))
 
-    def _shared(self, drawn: DrawnBatch | None) -> RolloutBatch:
+    def _shared(self, drawn: RolloutBatch | None) -> RolloutBatch:
         """Rank 0's batch on every rank, with the critic's values of it asked for."""
-        fields, rows = broadcast_json((None, None) if drawn is None else (_to_json(drawn), drawn.rows.tolist()))
+        fields, rows = broadcast_json((None, None) if drawn is None else (_to_json(drawn), _rows(drawn).tolist()))
         samples = broadcast_samples(None if drawn is None else drawn.samples)
-        scores = PendingRows(()) if drawn is None else drawn.scores
-        rollout = _from_json(fields, samples, scores, torch.tensor(rows)).collated(self._pad_token_id)
-        values = self._services.ask_values(rollout.batch)
-        return replace(rollout, values=PendingRows(values))
+        futures = () if drawn is None else drawn.scores.futures
+        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows)))
+        return replace(rollout, values=PendingRows(self._services.ask_values(rollout.batch)))
+
+    def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:
+        """What `_to_json` was given, of these samples."""
+        prompts = [
+            Prompt(**prompt, tokens=sample.tokens[: sample.prompt_length])
+            for prompt, sample in zip(fields["prompts"], samples, strict=True)
+        ]
+        batch = collate(samples, self._pad_token_id)
+        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), fields["deferred"], fields["skipped"])
+
+    def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
+        """The batch that `_to_tensors` and `_to_json` were given."""
+        scored: Future[Tensor] = Future()
+        scored.set_result(tensors["scores"])
+        samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+        return self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
 
 
-def _to_json(drawn: DrawnBatch) -> dict[str, Any]:
+def _rows(drawn: RolloutBatch) -> Tensor:
+    """int64 [B]: which of everything that was generated and scored the samples are."""
+    assert drawn.scores.chosen is not None
+    return drawn.scores.chosen
+
+
+def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
     prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
     return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped}
 
 
-def _from_json(fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows, rows: Tensor) -> DrawnBatch:
-    """What `_to_json` was given, of these samples."""
-    prompts = [
-        Prompt(**prompt, tokens=sample.tokens[: sample.prompt_length])
-        for prompt, sample in zip(fields["prompts"], samples, strict=True)
-    ]
-    return DrawnBatch(prompts, samples, scores, rows, PendingRows(()), fields["deferred"], fields["skipped"])
-
-
-def _to_tensors(drawn: DrawnBatch) -> dict[str, Tensor]:
+def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
     integers, logprobs = samples_to_tensors(drawn.samples, max(sample.tokens.numel() for sample in drawn.samples))
-    return {"integers": integers, "logprobs": logprobs, "scores": drawn.scores.local(), "rows": drawn.rows.contiguous()}
-
-
-def _from_saved(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> DrawnBatch:
-    """The batch that `_to_tensors` and `_to_json` were given."""
-    scored: Future[Tensor] = Future()
-    scored.set_result(tensors["scores"])
-    samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
-    return _from_json(fields, samples, PendingRows((scored,)), tensors["rows"])
+    return {
+        "integers": integers,
+        "logprobs": logprobs,
+        "scores": drawn.all_scores.local(),
+        "rows": _rows(drawn).contiguous(),
+    }
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

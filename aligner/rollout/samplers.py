@@ -1,7 +1,5 @@
 """Where samples come from: the engine on the trainer's ranks, or the generator role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +8,7 @@ from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
-from aligner.resharding.weight_update import AsyncWeightPublisher
+from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.services import together
 from aligner.schema import EngineParallelConfig
 from aligner.servers.connection import RemoteError
@@ -71,7 +69,7 @@ class RemoteSampler:
 
     client: GeneratorClient | None
     """Rank 0's."""
-    weights: AsyncWeightPublisher
+    weights: RemotePublisher
     is_alone: bool = False
     """Whether rank 0 asks for itself, and no other rank calls."""
 

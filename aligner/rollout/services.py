@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,8 +22,8 @@ from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
 
 
-def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
-    """Every future's result, or the first error; none is left unread.
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Every future's result; none is left unread. Raises the first error as AlignerError.
 
     What could not be scored is NaN where anything could: what a step leaves out does not hang on how it was cut into requests.
     """
@@ -37,7 +38,9 @@ def _outcome(futures: Sequence[Future[Any]]) -> tuple[list[Any], str | None]:
             error = error or str(problem)
     if unscored and len(unscored) == len(futures):
         error = unscored[0]
-    return results, error
+    if error is not None:
+        raise AlignerError(error)
+    return results
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,22 @@ class PendingRows:
 
     def local(self) -> Tensor:
         """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
-        parts, error = _outcome(self.futures)
-        if error is not None:
-            raise AlignerError(error)
-        rows = torch.cat(parts)
+        rows = torch.cat(_results(self.futures))
         return rows if self.chosen is None else rows[self.chosen]
 
     def _receive(self, width: int | None) -> Tensor:
-        parts, error = _outcome(self.futures)
-        rows = None
-        if self.futures and error is None:
-            rows = torch.cat([part if width is None else F.pad(part, (0, width - part.shape[1])) for part in parts])
-        header = broadcast_json({"error": error, "shape": None if rows is None else list(rows.shape)})
-        if header["error"] is not None:
-            raise AlignerError(header["error"])
-        rows = torch.empty(header["shape"]) if rows is None else rows.contiguous()
+        parts: list[Tensor] = []
+
+        def wait() -> list[int] | None:
+            parts.extend(_results(self.futures))
+            if not parts:
+                return None
+            whole = [part if width is None else F.pad(part, (0, width - part.shape[1])) for part in parts]
+            parts[:] = [torch.cat(whole).contiguous()]
+            return list(parts[0].shape)
+
+        shape = together(wait)
+        rows = parts[0] if parts else torch.empty(shape)
         if is_distributed():
             dist.broadcast(rows, 0)
         return rows
@@ -94,11 +98,7 @@ class PendingUpdates:
 
     def result(self) -> list[dict[str, float]]:
         """Wait, and give every rank each update's statistics. Collective; raises the server's error on every rank."""
-        stats, error = _outcome(self.futures)
-        shared = broadcast_json({"error": error, "stats": stats})
-        if shared["error"] is not None:
-            raise AlignerError(shared["error"])
-        return shared["stats"]
+        return together(lambda: _results(self.futures))
 
 
 class Services:
@@ -154,7 +154,8 @@ class Services:
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
         """The scores float32 [B] of some samples, on every rank. Collective."""
         scores, values = self.ask(batch, metadata)
-        _outcome(values)  # a critic that serves the reward gives both, or neither
+        with suppress(AlignerError):  # a critic that serves the reward gives both, or neither
+            _results(values)
         return PendingRows(scores).result()
 
     def train_critic(self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PendingUpdates:

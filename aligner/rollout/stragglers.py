@@ -1,7 +1,5 @@
 """Prompts whose samples are under way from one batch to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import Prompt, Sample, unbegun
+from aligner.data.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
@@ -28,21 +26,7 @@ class Straggler:
         return all(sample.finish_reason != "unfinished" for sample in self.samples)
 
 
-def admitted(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Straggler]:
-    """Prompts of which nothing has been drawn."""
-    return [Straggler(prompt, tuple(unbegun([prompt], samples_per_prompt))) for prompt in prompts]
-
-
-def taken_further(stragglers: Sequence[Straggler], samples: Sequence[Sample]) -> list[Straggler]:
-    """The same prompts with what their samples, given in a row, have become."""
-    each = len(samples) // len(stragglers)
-    return [
-        replace(straggler, samples=tuple(samples[place * each : (place + 1) * each]))
-        for place, straggler in enumerate(stragglers)
-    ]
-
-
-def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> tuple[list[Straggler], list[Straggler]]:
+def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> tuple[list[Straggler], tuple[Straggler, ...]]:
     """`count` complete ones, and the others; those that may not be left behind again come first, then the longest admitted.
 
     stragglers: in the order of their admission, which both parts keep.
@@ -50,15 +34,8 @@ def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> 
     complete = [place for place, straggler in enumerate(stragglers) if straggler.is_complete]
     complete.sort(key=lambda place: stragglers[place].deferrals < max_deferrals)
     chosen = set(complete[:count])
-    parts: tuple[list[Straggler], list[Straggler]] = [], []
-    for place, straggler in enumerate(stragglers):
-        parts[place not in chosen].append(straggler)
-    return parts
-
-
-def left_behind(stragglers: Sequence[Straggler]) -> tuple[Straggler, ...]:
-    """What a batch that is complete goes without."""
-    return tuple(replace(straggler, deferrals=straggler.deferrals + 1) for straggler in stragglers)
+    taken = [straggler for place, straggler in enumerate(stragglers) if place in chosen]
+    return taken, tuple(straggler for place, straggler in enumerate(stragglers) if place not in chosen)
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from aligner.schema.actor import ActorConfig, LoraConfig
 from aligner.schema.algorithm import AlgorithmConfig, PreferenceConfig
 from aligner.schema.checkpoint import CheckpointConfig
-from aligner.schema.cluster import ClusterConfig, SlurmConfig, SlurmRoleConfig, SlurmRolesConfig
+from aligner.schema.cluster import ClusterConfig, SlurmRoleConfig
 from aligner.schema.critic import TRAINED, CriticConfig
 from aligner.schema.data import DataConfig
 from aligner.schema.dry_run import DryRunConfig
-from aligner.schema.engine import EngineConfig, EngineParallelConfig, TensorRTLLMConfig
+from aligner.schema.engine import EngineConfig, EngineParallelConfig
 from aligner.schema.evaluation import EvaluationConfig
-from aligner.schema.logging import LoggingConfig, MlflowConfig, WandbConfig
+from aligner.schema.logging import LoggingConfig
 from aligner.schema.model import ModelConfig
 from aligner.schema.options import option, section
 from aligner.schema.reward import RewardConfig
@@ -30,18 +30,15 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
-    "ClusterConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
-    "DryRunConfig",
     "EngineConfig",
     "EngineParallelConfig",
     "EvaluationConfig",
     "LoggingConfig",
     "LoraConfig",
     "MegatronModelConfig",
-    "MlflowConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -51,13 +48,9 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ServerConfig",
-    "SlurmConfig",
     "SlurmRoleConfig",
-    "SlurmRolesConfig",
     "TLSConfig",
-    "TensorRTLLMConfig",
     "TrainedModelConfig",
-    "WandbConfig",
 ]
 
 

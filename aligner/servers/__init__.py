@@ -1,1 +1,1 @@
-"""The critic and reward servers, their wire protocol and their client."""
+"""The generator, critic and reward servers, their wire protocol and their clients."""

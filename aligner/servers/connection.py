@@ -1,7 +1,5 @@
 """One server as a client sees it: requests out, answers or typed errors back. It needs only tritonclient."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping
@@ -30,20 +28,16 @@ _CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 # gRPC's words for a connection that broke under a request, where its status is the one that Triton uses for model errors.
-_BROKEN_CONNECTION = (
-    "RST_STREAM",
-    "GOAWAY",
-    "Stream removed",
-    "HTTP2",
-    "HTTP/2",
-    "framing",
-    "deserializing response",
-    "parsing",
-)
-_STUB_LOST = "Stub process"
-_NOT_HANDED_OVER = "Model execute error"
-"""PyTriton's words when a request did not get to our functions, whose own errors are told otherwise: as when their process was
-killed, and its shared memory is gone before Triton is."""
+_BROKEN = ("RST_STREAM", "GOAWAY", "Stream removed", "HTTP2", "HTTP/2", "framing", "deserializing response", "parsing")
+_LOST = {
+    "Stub process": "StubLost",
+    # PyTriton's words when a request did not get to our functions: as when their process was killed.
+    "Model execute error": "NotHandedOver",
+    # Triton is up before the endpoints are.
+    "unknown model": "NotReady",
+    "is not ready": "NotReady",
+}
+"""Triton's words for a request that it did not carry out, and what we call that."""
 _SERVER_ENDS = ("ServerStopping", "ServerFailed")
 """What a server says that is about to be gone, and perhaps to come again."""
 
@@ -153,14 +147,11 @@ class Connection:
             return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
         if "is restricted" in message:
             return self.error("AccessError", "it wants the run's key, and got none or another one")
-        if _STUB_LOST in message:
-            return TransportError(self.role, self.address, "StubLost", message)
-        if _NOT_HANDED_OVER in message:
-            return TransportError(self.role, self.address, "NotHandedOver", message)
-        if "unknown model" in message or "is not ready" in message:  # Triton is up before the endpoints are
-            return TransportError(self.role, self.address, "NotReady", message)
+        for words, kind in _LOST.items():
+            if words in message:
+                return TransportError(self.role, self.address, kind, message)
         lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))
-        broken = "INTERNAL" in status and any(words in message for words in _BROKEN_CONNECTION)
+        broken = "INTERNAL" in status and any(words in message for words in _BROKEN)
         if lost or broken or not message:  # Triton never refuses without a word
             return TransportError(self.role, self.address, "Unreachable", message or f"{status} without a message")
         return self.error("Triton", message)

@@ -1,7 +1,5 @@
 """The trainer's side of the critic: values and updates in the order of the calls, each update applied exactly once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """What happens when the critic is lost: it is found again, restored and given the updates that it lacks."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import threading
@@ -46,15 +44,15 @@ class CriticRecovery:
         """`timeout_s` is the deadline of each step: a restore, or a replayed update."""
         self._run, self._journal, self._timeout_s = run, journal, timeout_s
         self._phase, self._instance = Phase.RESTORING, ""
-        self._applied = 0  # updates that are known to be applied
-        self._bases: Sequence[CriticState] = [INITIAL]  # to be restored, newest last
         self._saving: CriticState | None = None  # the checkpoint that is being written
         self._recovering = threading.Lock()  # held while the critic is brought back, however long it takes
         self._moving = threading.Lock()  # of phase and instance: whoever loses the critic need not wait for its recovery
+        self.start([INITIAL])
 
     def start(self, bases: Sequence[CriticState]) -> None:
         """The critic, whatever is known of it, is to be brought to the last of these states."""
-        self._bases, self._applied = list(bases), bases[-1].updates
+        self._bases = list(bases)  # to be restored, newest last
+        self._applied = bases[-1].updates  # updates that are known to be applied
         self._enter(Phase.RESTORING, "")
 
     def keep(self, bases: Sequence[CriticState], updates: int) -> None:
@@ -173,8 +171,8 @@ class CriticRecovery:
 
     def _save(self, connection: Connection, timeout_s: float, op: str, state: CriticState, instance: str) -> None:
         """Have the critic save itself, which must be in that state."""
-        order = {"sequence_number": state.updates - 1, "run_id": str(self._run), "instance": instance}
-        connection.control(timeout_s, op, step=state.step, **order)
+        order = {"step": state.step, "sequence_number": state.updates - 1, "run_id": str(self._run), "instance": instance}
+        connection.control(timeout_s, op, **order)
 
 
 def for_instance(endpoint: EndpointSpec, arrays: Mapping[str, NDArray], instance: str) -> dict[str, NDArray]:

@@ -1,7 +1,5 @@
 """The critic role: values and value-model updates behind Triton, and the reward beside them where it is served there too."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping
@@ -41,6 +39,7 @@ from aligner.servers.wire_protocol import (
 )
 
 _LEDGER = "updates.json"
+_OPERATIONS = ("version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore")
 
 
 def serve_critic(config: Config) -> None:
@@ -69,7 +68,7 @@ def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scori
         config,
         handlers={**ranks.handlers, **(scoring.handlers if scoring else {})},
         endpoints=with_rewards(_endpoints, scoring) if scoring else _endpoints,
-        operations=("version", "checkpoint", "begin_checkpoint", "finish_checkpoint", "restore"),
+        operations=_OPERATIONS,
         limits=narrower(limits, scoring.limits) if scoring else limits,
     )
 
@@ -87,15 +86,7 @@ class CriticRank:
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """What each op does."""
-        return {
-            "infer": self.infer,
-            "train": self.train,
-            "version": self.version,
-            "checkpoint": self.checkpoint,
-            "begin_checkpoint": self.begin_checkpoint,
-            "finish_checkpoint": self.finish_checkpoint,
-            "restore": self.restore,
-        }
+        return {op: getattr(self, op) for op in ("infer", "train", *_OPERATIONS)}
 
     @rank_handler(join=RowJoin())
     def infer(self, tokens: Tensor, lengths: Tensor, after: int | None = None) -> Tensor:

@@ -1,7 +1,5 @@
 """One world of ranks that executes commands in lockstep, in the order in which they arrived at rank 0."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -59,12 +57,11 @@ class SpmdExecutor:
     ) -> None:
         """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s` must be well below it.
 
-        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat, between two
-        commands, and ends the world by raising. What this rank computes is a span of the `timeline`, by its op.
+        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat and ends the
+        world by raising. What this rank computes is a span of the `timeline`, by its op.
         """
         self._handlers = dict(handlers)
-        joins: dict[str, RowJoin | None] = {op: getattr(handler, "join", None) for op, handler in handlers.items()}
-        self._joins = {op: join for op, join in joins.items() if join is not None}
+        self._joins: dict[str, RowJoin] = {op: join for op in handlers if (join := getattr(handlers[op], "join", None))}
         self._at_pauses = {op for op, handler in handlers.items() if getattr(handler, "at_pauses", False)}
         self._batch_tokens = batch_tokens
         self._drain_s = drain_s
@@ -109,8 +106,7 @@ class SpmdExecutor:
     def shutdown(self) -> None:
         """Refuse new commands, finish those taken for up to `drain_s`, then end `run` on every rank.
 
-        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it. What waits for
-        its pauses runs at them for up to `drain_s`.
+        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it.
         """
         if self._stop_by is None:
             self._stop_by = time.monotonic() + self._drain_s
@@ -128,7 +124,7 @@ class SpmdExecutor:
 
     def _lead(self) -> None:
         last_sign = time.monotonic()
-        while not self._is_drained():
+        while not self._is_overdue() and (self._stop_by is None or self._waiting):
             commands = self._take()
             if time.monotonic() - last_sign > self._heartbeat_s:
                 last_sign = time.monotonic()
@@ -140,9 +136,6 @@ class SpmdExecutor:
                 self._running = commands
                 self._answer(commands)
         self._send_and_execute(Command(_SHUTDOWN))
-
-    def _is_drained(self) -> bool:
-        return self._is_overdue() or (self._stop_by is not None and not self._waiting)
 
     def _is_overdue(self) -> bool:
         """Whether a stop was asked for, and the time to finish what was taken is over."""
@@ -187,22 +180,21 @@ class SpmdExecutor:
         for command, part in zip(commands, parts, strict=True):
             command.future.set_result(part)
 
-    def _send_and_execute(self, command: Command) -> Any:
-        if self._group is not None:
-            self._broadcast(command)
-        return self._run_handler(command)
-
     def _follow_once(self) -> str:
         """Run the command that rank 0 sends, and say which it was."""
         command = self._broadcast(None)
         self._run_handler(command)
         return command.op
 
+    def _send_and_execute(self, command: Command) -> Any:
+        if self._group is not None:
+            self._broadcast(command)
+        return self._run_handler(command)
+
     def _run_handler(self, command: Command) -> Any:
         if command.op in (_HEARTBEAT, _SHUTDOWN):
             return None
-        error: AlignerError | None = None
-        result = None
+        error = result = None
         try:
             with self._timeline.span(command.op, **rows_of(command)):
                 result = self._handlers[command.op](**command.tensors, **command.arguments)

@@ -1,15 +1,14 @@
 """The trainer's rank 0 towards the generator: samples, and the moments at which weights move."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
@@ -46,7 +45,12 @@ class GeneratorClient(RemoteClient):
         same request gives the same samples, so that it may be sent again.
         """
         arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
-        return self._future(self._parallel, self._drawn, samples, arrays)
+
+        def drawn() -> list[Sample]:
+            answer = self._infer(GENERATE, arrays)
+            return with_responses(samples, {name: torch.tensor(array) for name, array in answer.items()})
+
+        return self._future(self._parallel, drawn)
 
     def instance(self) -> str:
         """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
@@ -80,11 +84,7 @@ class GeneratorClient(RemoteClient):
         return self._update("receive", version=version)
 
     def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
-        connection = self._replicas.connections[0]
-        return self._future(self._parallel, lambda: connection.control(self._update_timeout_s, op, **arguments))
-
-    def _drawn(self, samples: Sequence[Sample], request: Mapping[str, NDArray]) -> list[Sample]:
-        return with_responses(samples, {name: torch.tensor(array) for name, array in self._infer(GENERATE, request).items()})
+        return self._future(self._parallel, lambda: self._replicas[0].control(self._update_timeout_s, op, **arguments))
 
 
 def request_arrays(
@@ -96,13 +96,9 @@ def request_arrays(
 ) -> dict[str, NDArray]:
     """A request for samples, as the endpoint takes it."""
     firsts = samples[::samples_per_prompt]
-    lengths = [sample.prompt_length for sample in firsts]
-    tokens = torch.zeros(len(firsts), max(lengths), dtype=torch.int64)
-    for row, sample in enumerate(firsts):
-        tokens[row, : lengths[row]] = sample.tokens[: lengths[row]]
     arrays = {
-        "tokens": tokens.numpy(),
-        "sequence_lengths": np.array(lengths, dtype=np.int64)[:, None],
+        "tokens": pad_sequence([sample.tokens[: sample.prompt_length] for sample in firsts], batch_first=True).numpy(),
+        "sequence_lengths": np.array([[sample.prompt_length] for sample in firsts], dtype=np.int64),
         "prompt_ids": np.array([[sample.prompt_id] for sample in firsts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),

@@ -1,7 +1,5 @@
 """The generator role: the generation engine behind Triton; the trainer's weights reach it shard to shard."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the ranks are asked to do, and how commands that wait together become one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +53,10 @@ class RowJoin:
         counts += [len(command.arguments[name]) for name in self._listed_in(command)]
         return max(counts), max((tensor.shape[1] for tensor in command.tensors.values() if tensor.ndim > 1), default=1)
 
-    def alike(self, one: Command, other: Command) -> bool:
-        """Whether both have the same tensors and lists, and equal arguments beside them."""
-        same_names = set(one.tensors) == set(other.tensors) and self._listed_in(one) == self._listed_in(other)
-        return same_names and self._shared(one) == self._shared(other)
+    def kind(self, command: Command) -> tuple[Any, ...]:
+        """Equal for commands that can be joined: names of tensors and lists, and the arguments beside them."""
+        listed = self._listed_in(command)
+        return set(command.tensors), listed, {name: arg for name, arg in command.arguments.items() if name not in listed}
 
     def joined(self, commands: Sequence[Command]) -> Command:
         """The rows of all, as wide as the widest."""
@@ -82,10 +80,6 @@ class RowJoin:
     def _listed_in(self, command: Command) -> list[str]:
         return [name for name in self.listed if command.arguments.get(name) is not None]
 
-    def _shared(self, command: Command) -> dict[str, Any]:
-        listed = self._listed_in(command)
-        return {name: value for name, value in command.arguments.items() if name not in listed}
-
 
 def rank_handler(*, join: RowJoin | None = None, at_pauses: bool = False) -> Callable[[_H], _H]:
     """Mark a handler: commands of its op that wait together may be joined, or may run where another command pauses."""
@@ -106,10 +100,8 @@ def take_together(waiting: deque[Command], joins: Mapping[str, RowJoin], budget:
     join = joins.get(first.op)
     if join is None or first.alone or not waiting:
         return [first]
-    alike = list(
-        itertools.takewhile(lambda other: other.op == first.op and not other.alone and join.alike(first, other), waiting)
-    )
-    taken = [first]
+    kind, taken = join.kind(first), [first]
+    alike = list(itertools.takewhile(lambda each: each.op == first.op and not each.alone and join.kind(each) == kind, waiting))
     rows, width = own = join.size(first)
     sizes = {other: join.size(other) for other in alike}
     for other in sorted(alike, key=lambda command: abs(sizes[command][1] - own[1])):

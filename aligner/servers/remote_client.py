@@ -1,9 +1,6 @@
 """The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -70,7 +67,10 @@ class RemoteClient:
     ) -> None:
         """`timeout_s` is a request's deadline, retries included."""
         self._role = role
-        self._replicas = _Replicas([Connection(role, endpoint, access) for endpoint in endpoints])
+        self._replicas = [Connection(role, endpoint, access) for endpoint in endpoints]
+        self._busy = dict.fromkeys(self._replicas, 0)
+        self._failed_at = dict.fromkeys(self._replicas, 0.0)
+        self._lock = threading.Lock()  # of who is busy
         self._timeout_s = timeout_s
         self._max_batch_size = max_batch_size
         self._outstanding: set[Future[Any]] = set()
@@ -79,12 +79,12 @@ class RemoteClient:
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
-        return self._replicas.connections[0].control(self._timeout_s, op, **arguments)
+        return self._replicas[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for connection in self._replicas.connections:
+        for connection in self._replicas:
             while True:
                 try:
                     connection.check_ready(max(0.1, deadline - time.monotonic()))
@@ -102,7 +102,8 @@ class RemoteClient:
     def close(self) -> None:
         """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
         self._closing.set()
-        self._replicas.close()
+        for connection in self._replicas:
+            connection.close()
         self._parallel.shutdown()
         if self._outstanding:
             warnings.warn(
@@ -123,14 +124,13 @@ class RemoteClient:
         pause = _FIRST_PAUSE_S
         while True:
             if self._closing.is_set():
-                raise self._replicas.connections[0].error("Closed", "the request was not sent: the client is closing")
+                raise self._replicas[0].error("Closed", "the request was not sent: the client is closing")
             try:
-                with self._replicas.least_busy() as connection:
+                with self._least_busy() as connection:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
-                    # Triton gave up on its helper, and may hand its late answer to the next request: the server must be
-                    # started anew.
+                    # Triton may hand its helper's late answer to the next request: the server must be started anew.
                     with contextlib.suppress(RemoteError):
                         connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
@@ -138,6 +138,23 @@ class RemoteClient:
                 if self._closing.wait(pause):
                     raise error.final("because the client is closing") from None
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _least_busy(self) -> Iterator[Connection]:
+        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
+        with self._lock:
+            recently = time.monotonic() - _LONGEST_PAUSE_S
+            failed = {connection: max(recently, self._failed_at[connection]) for connection in self._replicas}
+            chosen = min(self._replicas, key=lambda connection: (failed[connection], self._busy[connection]))
+            self._busy[chosen] += 1
+        try:
+            yield chosen
+        except TransportError:
+            self._failed_at[chosen] = time.monotonic()
+            raise
+        finally:
+            with self._lock:
+                self._busy[chosen] -= 1
 
     def _row_requests(
         self,
@@ -189,61 +206,29 @@ class RewardClient(RemoteClient):
         `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
         for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
         """
-        score = self._score if rows_apart is None else functools.partial(self._score_apart, rows_apart)
-        return self._future(self._parallel, score, tokens, lengths, prompt_lengths, metadata)
 
-    def _score_apart(
-        self, count: int, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None
-    ) -> Tensor:
-        try:
-            return self._score(tokens, lengths, prompt_lengths, metadata)
-        except RefusedError as refused:
-            scores = torch.full(lengths.shape, math.nan)
-            for first in range(0, len(scores), count):
-                rows = slice(first, first + count)
-                try:
-                    known = None if metadata is None else metadata[rows]
-                    scores[rows] = self._score(tokens[rows], lengths[rows], prompt_lengths[rows], known)
-                except RefusedError as error:
-                    _log.warning("samples are left out: %s", error)
-            if scores.isnan().all():
-                raise UnscoredError(refused, len(scores)) from None
-            return scores
+        def score(rows: slice) -> Tensor:
+            known = None if metadata is None else metadata[rows]
+            # Numbered requests are computed alone, so that scores do not depend on who else asks.
+            requests = self._row_requests(tokens[rows], lengths[rows], 0, prompt_lengths[rows], known)
+            answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
+            return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
 
-    def _score(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Any) -> Tensor:
-        # Numbered requests are computed alone, so that scores do not depend on who else asks.
-        requests = self._row_requests(tokens, lengths, 0, prompt_lengths, metadata)
-        answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
-        return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
+        def score_all() -> Tensor:
+            try:
+                return score(slice(None))
+            except RefusedError as refused:
+                if rows_apart is None:
+                    raise
+                scores = torch.full(lengths.shape, math.nan)
+                for first in range(0, len(scores), rows_apart):
+                    rows = slice(first, first + rows_apart)
+                    try:
+                        scores[rows] = score(rows)
+                    except RefusedError as error:
+                        _log.warning("samples are left out: %s", error)
+                if scores.isnan().all():
+                    raise UnscoredError(refused, len(scores)) from None
+                return scores
 
-
-class _Replicas:
-    """The connections to servers that can stand in for each other."""
-
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self.connections = tuple(connections)
-        self._busy = dict.fromkeys(self.connections, 0)
-        self._failed_at = dict.fromkeys(self.connections, 0.0)
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def least_busy(self) -> Iterator[Connection]:
-        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
-        with self._lock:
-            recently = time.monotonic() - _LONGEST_PAUSE_S
-            failed = {connection: max(recently, self._failed_at[connection]) for connection in self.connections}
-            chosen = min(self.connections, key=lambda connection: (failed[connection], self._busy[connection]))
-            self._busy[chosen] += 1
-        try:
-            yield chosen
-        except TransportError:
-            self._failed_at[chosen] = time.monotonic()
-            raise
-        finally:
-            with self._lock:
-                self._busy[chosen] -= 1
-
-    def close(self) -> None:
-        """Hang up."""
-        for connection in self.connections:
-            connection.close()
+        return self._future(self._parallel, score_all)

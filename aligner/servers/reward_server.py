@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
@@ -100,7 +100,9 @@ class Scoring:
                 texts = _texts("sentences", arrays["sentences"])
                 tensors = self._encoded(texts) if self._wants_tokens else {}
             else:
-                tensors = _token_tensors(arrays)
+                lengths = arrays["sequence_lengths"]
+                columns = {"lengths": lengths, "prompt_lengths": arrays.get("prompt_lengths", np.zeros_like(lengths))}
+                tensors = {"tokens": tensor(arrays["tokens"])} | {name: tensor(columns[name][:, 0]) for name in columns}
             scores = call("score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata)
             return {"rewards": scores.float().cpu().numpy()[:, None]}
 
@@ -123,9 +125,7 @@ class Scoring:
         for row, ids in enumerate(rows):
             if max(ids) > largest:
                 raise RequestError(f"sentences: row {row} has token id {max(ids)}, allowed: 0 to {largest} (the model's ids)")
-        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for row, ids in enumerate(rows):
-            tokens[row, : len(ids)] = torch.tensor(ids)
+        tokens = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
         return {"tokens": tokens, "lengths": torch.tensor(lengths)}
 
 
@@ -144,8 +144,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             parts.append((source, ModelSource(source.name, model, normalizer)))
-            key = f"{source.key}.path"
-            limits = narrower(limits, model_limits(config, Path(source.path), model.vocab_size, key))
+            its_limits = model_limits(config, Path(source.path), model.vocab_size, f"{source.key}.path")
+            limits = narrower(limits, its_limits)
         else:
             parts.append((source, text_source(source)))
     return Scoring(WeightedSum(parts), tokenizer, limits)
@@ -153,11 +153,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
 
 def narrower(limits: Limits, others: Limits) -> Limits:
     """What both models take."""
-    return dataclasses.replace(
-        limits,
-        vocab_size=min(limits.vocab_size, others.vocab_size),
-        max_sequence_length=min(limits.max_sequence_length, others.max_sequence_length),
-    )
+    longest = min(limits.max_sequence_length, others.max_sequence_length)
+    return Limits(min(limits.vocab_size, others.vocab_size), longest, limits.max_request_tokens)
 
 
 def _texts(name: str, column: NDArray) -> list[str]:
@@ -180,13 +177,3 @@ def _json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
             raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
         objects.append(value)
     return objects
-
-
-def _token_tensors(arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
-    lengths = arrays["sequence_lengths"]
-    prompt_lengths = arrays.get("prompt_lengths", np.zeros_like(lengths))
-    return {
-        "tokens": tensor(arrays["tokens"]),
-        "lengths": tensor(lengths[:, 0]),
-        "prompt_lengths": tensor(prompt_lengths[:, 0]),
-    }

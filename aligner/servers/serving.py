@@ -1,7 +1,5 @@
 """The main of a server role's rank: rank 0 hosts Triton, every rank executes, a signal ends them all."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json
@@ -100,20 +98,17 @@ def serve_role(
         **endpoints(caller),
         CONTROL: _control(role, instance, executor, caller, {op: handlers[op] for op in operations}),
     }
-    starting = True
 
-    def stop() -> None:
-        nonlocal starting
+    def stop_early() -> None:
+        _on_stop_signals(executor.shutdown)
         executor.shutdown()
-        if starting:
-            starting = False
-            raise _StoppedEarly
+        raise _StoppedEarly
 
-    _on_stop_signals(stop)
+    _on_stop_signals(stop_early)
     try:
         with contextlib.suppress(_StoppedEarly):
             host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
-            starting = False
+            _on_stop_signals(executor.shutdown)
             _log.info("%s: ready at %s", role, host.endpoint)
         executor.run()  # returns at once, on every rank, after an early stop
     finally:
@@ -122,25 +117,15 @@ def serve_role(
 
 def _host(config: Config, role: str) -> TritonHost:
     create_access_key(config)  # there is one already where a launcher started this server
-    server, log = config.server, run_paths(config).triton_log(role)
+    server, paths = config.server, run_paths(config)
+    ports, log = group_ports(config)[role], paths.triton_log(role)
+    if paths.endpoints.exists():  # those that the launcher promised the run's clients
+        endpoint = load_endpoints(paths.endpoints)[role]
+        ports = PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
     log.parent.mkdir(parents=True, exist_ok=True)
-    return TritonHost(
-        interface_address(server.interface),
-        _ports(config, role),
-        server.max_batch_size,
-        server.concurrent_requests,
-        Guard(run_access(config).key, server.tls),
-        log,
-    )
-
-
-def _ports(config: Config, group: str) -> PortsConfig:
-    """The ports that the launcher promised the run's clients; those of the configuration where there was no launcher."""
-    promised = run_paths(config).endpoints
-    if not promised.exists():
-        return group_ports(config)[group]
-    endpoint = load_endpoints(promised)[group]
-    return PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
+    guard = Guard(run_access(config).key, server.tls)
+    address = interface_address(server.interface)
+    return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log)
 
 
 class _StoppedEarly(BaseException):
@@ -173,16 +158,11 @@ def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instan
                 _check_instance(array_text(arrays["instance"]), instance)
             return serve(arrays)
         except AlignerError as error:
-            trace = f" (trace {_shown(arrays['trace_id'])})" if "trace_id" in arrays else ""
+            trace = f" (trace {arrays['trace_id'].ravel()[:1].tolist()!r:.{_LOGGED}})" if "trace_id" in arrays else ""
             _log.warning("%s: %s%s: %s: %r", role, spec.name, trace, type(error).__name__, str(error)[:_LOGGED])
             raise
 
     return checked
-
-
-def _shown(array: NDArray) -> str:
-    """What a request calls itself, whatever it may be, for the log."""
-    return repr(array.ravel()[:1].tolist())[:_LOGGED]
 
 
 def _check_instance(wanted: str, instance: str) -> None:

@@ -1,7 +1,5 @@
 """PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -10,7 +8,7 @@ import signal
 import socket
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,22 +56,18 @@ class Guard:
         """Fields of PyTriton's TritonConfig."""
         everything = (*_REQUESTS, *_MANAGEMENT)
         closed = _MANAGEMENT if self.key is None else everything
+        tls = self.tls
         settings: dict[str, Any] = {
-            "http_restricted_api": _restricted(closed, self.management_key),
+            "http_restricted_api": _restricted(everything if tls.certificate else closed, self.management_key),
             "grpc_restricted_protocol": _restricted(closed, self.key or self.own_key),
         }
-        tls = self.tls
-        if tls.certificate is None:
-            return settings
-        return {
-            **settings,
-            "http_restricted_api": _restricted(everything, self.management_key),
-            "grpc_use_ssl": not tls.mutual,
-            "grpc_use_ssl_mutual": tls.mutual,
-            "grpc_server_cert": Path(tls.certificate).resolve(),
-            "grpc_server_key": Path(tls.key or "").resolve(),
-            **({"grpc_root_cert": Path(tls.authorities or "").resolve()} if tls.mutual else {}),
-        }
+        if tls.certificate is not None:
+            settings["grpc_use_ssl_mutual" if tls.mutual else "grpc_use_ssl"] = True
+            settings["grpc_server_cert"] = Path(tls.certificate).resolve()
+            settings["grpc_server_key"] = Path(tls.key or "").resolve()
+            if tls.mutual:
+                settings["grpc_root_cert"] = Path(tls.authorities or "").resolve()
+        return settings
 
 
 def _restricted(apis: tuple[str, ...], key: str) -> str:
@@ -166,7 +160,7 @@ class TritonHost:
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         finally:
-            claim_directories([workspace.path, *_model_folders(_triton_processes()), *(triton_environments() - before)])
+            claim_directories([workspace.path, *_model_folders(), *(triton_environments() - before)])
         self._processes = _triton_processes()
 
     def check(self) -> None:
@@ -203,7 +197,7 @@ def _interrupted_when_triton_ends() -> Iterator[None]:
     """Raise _TritonEnded inside soon after a Triton ends: PyTriton would go on asking it for two minutes. Main thread only."""
 
     def look(*_: object) -> None:
-        if not any(map(_runs, _triton_servers())):
+        if not any(map(_runs, _triton_processes()[:1])):
             raise _TritonEnded("it ended by itself")
 
     before = signal.signal(signal.SIGALRM, look)
@@ -246,17 +240,12 @@ def _claimed(interface: str, name: str, port: int) -> int:
 
 def _triton_processes() -> list[psutil.Process]:
     """The Triton server that this process started, first, and its stubs."""
-    servers = _triton_servers()
-    return servers + [stub for server in servers for stub in server.children(recursive=True)]
-
-
-def _triton_servers() -> list[psutil.Process]:
-    servers = []
+    found: list[psutil.Process] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "tritonserver":
-                servers.append(child)
-    return servers
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -265,10 +254,10 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
-def _model_folders(processes: Sequence[psutil.Process]) -> set[Path]:
+def _model_folders() -> set[Path]:
     """Triton's temporary copies of the models, which it removes only when it may take its time."""
     folders: set[Path] = set()
-    for process in processes:
+    for process in _triton_processes():
         with contextlib.suppress(psutil.Error):
             folders.update(Path(argument).parent.parent for argument in process.cmdline() if argument.endswith("/1/model.py"))
     return folders

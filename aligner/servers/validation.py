@@ -1,7 +1,5 @@
 """What a request must be before any rank works on it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -89,12 +87,14 @@ def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
 
 
 def _check_content(arrays: Arrays, limits: Limits) -> None:
-    _check_text(arrays, limits)
+    longest = _BYTES_A_TOKEN * limits.max_request_tokens
+    for name, array in arrays.items():
+        if array.dtype.kind in "SO" and (got := sum(map(len, array.flat))) > longest:
+            raise RequestError(f"{name}: got {got} bytes, allowed: at most {longest} a request")
     if "tokens" in arrays:
         _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "the vocabulary's ids")
-        width = arrays["tokens"].shape[1]
         if "sequence_lengths" in arrays:
-            _check_range("sequence_lengths", arrays["sequence_lengths"], 1, width, "1 to S")
+            _check_range("sequence_lengths", arrays["sequence_lengths"], 1, arrays["tokens"].shape[1], "1 to S")
     if "prompt_lengths" in arrays:
         if "sequence_lengths" not in arrays:
             raise RequestError("prompt_lengths: got it without sequence_lengths, allowed: together with tokens")
@@ -146,13 +146,6 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
     _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 of a complete response, allowed: at least 1")
-
-
-def _check_text(arrays: Arrays, limits: Limits) -> None:
-    allowed = _BYTES_A_TOKEN * limits.max_request_tokens
-    for name, array in arrays.items():
-        if array.dtype.kind in "SO" and (got := sum(map(len, array.flat))) > allowed:
-            raise RequestError(f"{name}: got {got} bytes, allowed: at most {allowed} a request")
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:

@@ -1,7 +1,5 @@
 """What the critic and reward servers ask of a value model, and how two models share the devices of their ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast

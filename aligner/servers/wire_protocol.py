@@ -3,16 +3,15 @@
 Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the same to a reader.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.types import FinishReason, Sample
 from aligner.errors import AlignerError
@@ -170,18 +169,16 @@ def array_text(array: NDArray) -> str:
 
 def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Their responses, as `DRAWN` names and shapes them; zeros behind a response."""
-    lengths = [len(sample.response) for sample in samples]
-    responses = torch.zeros(len(samples), max(1, *lengths), dtype=torch.int64)
-    versions, logprobs = torch.zeros_like(responses), torch.zeros(responses.shape)
-    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        responses[row, :length] = sample.response
-        versions[row, :length] = sample.weight_versions
-        logprobs[row, :length] = sample.engine_logprobs
+
+    def padded(rows: Iterable[Tensor]) -> Tensor:
+        block = pad_sequence(list(rows), batch_first=True)
+        return block if block.shape[1] else block.new_zeros(len(samples), 1)
+
     return {
-        "responses": responses,
-        "response_lengths": torch.tensor(lengths)[:, None],
-        "logprobs": logprobs,
-        "weight_versions": versions,
+        "responses": padded(sample.response for sample in samples),
+        "response_lengths": torch.tensor([[len(sample.response)] for sample in samples]),
+        "logprobs": padded(sample.engine_logprobs for sample in samples),
+        "weight_versions": padded(sample.weight_versions for sample in samples),
         "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
     }
 

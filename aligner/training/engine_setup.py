@@ -1,7 +1,5 @@
 """The engine that a trainer's rank samples from, and what takes the policy's weights there."""
 
-from __future__ import annotations
-
 import functools
 import os
 from datetime import timedelta
@@ -70,16 +68,9 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         return engine.begin_update(version)
 
     plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
-    return Publisher(
-        plan,
-        Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device),
-        read=weights.read,
-        begin_update=begin_update,
-        dtype=to.dtype,
-        bucket_bytes=config.engine.bucket_mib << 20,
-        verify_every=config.engine.verify_every,
-        group_bytes=to.group_bytes,
-        copied=weights.copied,
+    link = Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device)
+    return Publisher.to_engine(
+        plan, link, config.engine, to, read=weights.read, begin_update=begin_update, copied=weights.copied
     )
 
 

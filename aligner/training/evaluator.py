@@ -1,7 +1,5 @@
 """Evaluation while training: the newest weights' responses to held-out prompts, scored and compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,31 +27,48 @@ from aligner.schema.derived import draws_greedily
 from aligner.training.engine_setup import build_options
 
 
-def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
-    """The samples as texts, without special tokens, each with what the data says about its prompt."""
-    requests = []
-    for prompt, sample in zip(prompts, samples, strict=True):
-        asked, answered = sample.tokens[: sample.prompt_length], sample.tokens[sample.prompt_length :]
-        requests.append(ScoringRequest(tokenizer.decode(asked), tokenizer.decode(answered), prompt.metadata))
-    return requests
+def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> Tensor:
+    """float64 [B]: of the samples as texts, without special tokens, each with what the data says about its prompt."""
+
+    def requests() -> list[ScoringRequest]:
+        return [
+            ScoringRequest(
+                tokenizer.decode(sample.tokens[: sample.prompt_length]), tokenizer.decode(sample.response), prompt.metadata
+            )
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]
+
+    return scorer.raw(ScoringBatch(requests))
 
 
-def reference_sample(prompt: Prompt, tokenizer: Tokenizer, *, ended: bool) -> Sample:
-    """A prompt's `reference` as if it had been drawn; with `ended`, with an end of sequence last.
+def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those whose record has no `reference`."""
+    return [prompt for prompt in prompts if "reference" not in prompt.metadata]
+
+
+def reference_samples(
+    prompts: Sequence[Prompt], drawn: Sequence[Sample], tokenizer: Tokenizer, *, ended: bool
+) -> list[Sample]:
+    """What was drawn for a prompt, else its `reference` as if it had been, with `ended` with an end of sequence last.
 
     Raises AlignerError for a text that the tokenizer can not express.
     """
-    response = tokenizer.encode(prompt.metadata["reference"])
-    response = tokenizer.ended(response) if ended else response
-    return Sample(
-        prompt_id=prompt.id,
-        sample_index=0,
-        tokens=torch.cat((prompt.tokens, response)),
-        prompt_length=len(prompt.tokens),
-        engine_logprobs=torch.zeros(len(response)),
-        weight_versions=torch.zeros(len(response), dtype=torch.int64),
-        finish_reason="stop" if ended else "length",
-    )
+    found = {sample.prompt_id: sample for sample in drawn}
+    for prompt in prompts:
+        if prompt.id in found:
+            continue
+        response = tokenizer.encode(prompt.metadata["reference"])
+        response = tokenizer.ended(response) if ended else response
+        found[prompt.id] = Sample(
+            prompt_id=prompt.id,
+            sample_index=0,
+            tokens=torch.cat((prompt.tokens, response)),
+            prompt_length=len(prompt.tokens),
+            engine_logprobs=torch.zeros(len(response)),
+            weight_versions=torch.zeros(len(response), dtype=torch.int64),
+            finish_reason="stop" if ended else "length",
+        )
+    return [found[prompt.id] for prompt in prompts]
 
 
 @dataclass
@@ -99,10 +114,9 @@ class Evaluator:
     def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
         """[B]: what each sample is worth."""
         if self.scorer is not None:
-            return self.scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, self.tokenizer)))
+            return text_scores(self.scorer, prompts, samples, self.tokenizer)
         batch = collate(samples, self.tokenizer.pad_token_id)
-        metadata = [prompt.metadata for prompt in prompts]
-        return self.services.score(batch, metadata)
+        return self.services.score(batch, [prompt.metadata for prompt in prompts])
 
     def _references(self, step: int) -> Tensor:
         """[P]: the scores of the references, which are found once and kept in the run directory.
@@ -110,45 +124,30 @@ class Evaluator:
         A prompt's reference is the record's `reference`, else the initial policy's most probable response.
         """
         if self._reference_scores is None:
-            given = all("reference" in prompt.metadata for prompt in self.prompts)
-            stored = self._stored_scores()
-            if stored is not None:
-                self._reference_scores = stored
-            elif given or step == 0:
-                self._reference_scores = self._score_references()
-            else:
+            self._reference_scores = self._stored_scores()
+        if self._reference_scores is None:
+            if step and without_reference(self.prompts):
                 raise AlignerError(
                     f"{self.references_file}: no such file, so that there is nothing to compare responses with: a run that is"
                     " evaluated from its first step on keeps the initial policy's here; give `reference` with every prompt of"
                     " evaluation.path, or evaluation.every=0"
                 )
+            self._reference_scores = self._score_references()
         return self._reference_scores
 
     def _score_references(self) -> Tensor:
-        lacking = [prompt for prompt in self.prompts if "reference" not in prompt.metadata]
-        greedy = replace(self.options, greedy=True)
-        drawn = {sample.prompt_id: sample for sample in (self.builder.generate(lacking, 1, greedy) if lacking else ())}
-        ended = bool(self.options.stop_token_ids)
-        samples = [
-            drawn[prompt.id] if prompt.id in drawn else reference_sample(prompt, self.tokenizer, ended=ended)
-            for prompt in self.prompts
-        ]
+        lacking = without_reference(self.prompts)
+        drawn = self.builder.generate(lacking, 1, replace(self.options, greedy=True)) if lacking else []
+        samples = reference_samples(self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids))
         scores = self._scores(self.prompts, samples)
         if self.writes:
-            self._store(samples, scores)
+            lines = []
+            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True):
+                response = self.tokenizer.decode(sample.response)
+                record = {"prompt": prompt.text, "response": response, "score": score, "scorer": self.settings.function}
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+            write_file(self.references_file, "".join(lines))
         return scores
-
-    def _store(self, samples: Sequence[Sample], scores: Tensor) -> None:
-        records = [
-            {
-                "prompt": prompt.text,
-                "response": self.tokenizer.decode(sample.response),
-                "score": score,
-                "scorer": self.settings.function,
-            }
-            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True)
-        ]
-        write_file(self.references_file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
     def _stored_scores(self) -> Tensor | None:
         records = None

@@ -1,7 +1,5 @@
 """The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,19 +31,17 @@ class Recorder:
     """What rank 0 writes down; the other ranks have none."""
 
     metrics: MetricsWriter
-    samples: RecordWriter | None
-    """None where nothing is sampled."""
+    samples: RecordWriter
     tokenizer: Tokenizer
 
     def truncate_after(self, step: int, *, amends: bool) -> None:
         """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
         self.metrics.truncate_after(step, amends=amends)
-        if self.samples is not None:
-            self.samples.truncate_after(step)
+        self.samples.truncate_after(step)
 
     def write_samples(self, step: int, result: StepResult, count: int) -> None:
-        """Write so many samples, evenly spread over the step's."""
-        if self.samples is None or result.rollout is None or result.scores is None:
+        """Write so many samples, evenly spread over the step's, if it has any."""
+        if result.rollout is None or result.scores is None:
             return
         prompts, samples = result.rollout.prompts, result.rollout.samples
         records = [

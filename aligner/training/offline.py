@@ -1,7 +1,5 @@
 """The offline trainer: learning from a file's demonstrations, preferences or labeled steps."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -135,8 +135,11 @@ class PairwiseRewardModel(OfflineTask):
         return cls(model, pad_token_id, rows, fit_normalizer(model, rows))
 
     def rows(self, examples: Sequence[Preference]) -> PairRows:
-        """Two rows a pair."""
-        return pair_rows(examples, self.pad_token_id)
+        """Two rows a pair, the chosen one first; a pair without a margin has 0."""
+        rows = demonstration_rows(pair_members(examples), self.pad_token_id)
+        last = torch.arange(1, rows.tokens.shape[1]) == rows.lengths[:, None] - 1
+        margins = torch.tensor([pair.margin or 0.0 for pair in examples]).repeat_interleave(2)
+        return PairRows(rows.tokens, rows.lengths, last, margins)
 
     def loss(self, output: Tensor, rows: PairRows, denominator: float) -> tuple[Tensor, Stats]:
         """That of the rewards' differences."""
@@ -154,8 +157,14 @@ class ProcessRewardModel(OfflineTask):
     name = part = "reward_model"
 
     def rows(self, examples: Sequence[LabeledSteps]) -> StepRows:
-        """Rows that learn at the steps' last tokens."""
-        return step_rows(examples, self.pad_token_id)
+        """A row an answer, which learns at its steps' last tokens."""
+        answers = [Demonstration(each.tokens, each.prompt_length) for each in examples]
+        rows = demonstration_rows(answers, self.pad_token_id)
+        mask, labels = torch.zeros_like(rows.mask), torch.zeros(rows.mask.shape)
+        for row, example in enumerate(examples):
+            mask[row, example.positions - 1] = True
+            labels[row, example.positions - 1] = example.labels
+        return StepRows(rows.tokens, rows.lengths, mask, labels)
 
     def loss(self, output: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
         """Binary cross entropy."""
@@ -175,24 +184,6 @@ def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: in
         [demonstration.tokens for demonstration in demonstrations], batch_first=True, padding_value=pad_token_id
     )
     return Rows(tokens, lengths, response_mask(lengths, prompt_lengths, tokens.shape[1]))
-
-
-def pair_rows(pairs: Sequence[Preference], pad_token_id: int) -> PairRows:
-    """Two rows a pair, the chosen one first; a pair without a margin has 0."""
-    rows = demonstration_rows(pair_members(pairs), pad_token_id)
-    last = torch.arange(1, rows.tokens.shape[1]) == rows.lengths[:, None] - 1
-    margins = torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
-    return PairRows(rows.tokens, rows.lengths, last, margins)
-
-
-def step_rows(examples: Sequence[LabeledSteps], pad_token_id: int) -> StepRows:
-    """A row an answer."""
-    rows = demonstration_rows([Demonstration(each.tokens, each.prompt_length) for each in examples], pad_token_id)
-    mask, labels = torch.zeros_like(rows.mask), torch.zeros(rows.mask.shape)
-    for row, example in enumerate(examples):
-        mask[row, example.positions - 1] = True
-        labels[row, example.positions - 1] = example.labels
-    return StepRows(rows.tokens, rows.lengths, mask, labels)
 
 
 def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:

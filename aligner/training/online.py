@@ -1,7 +1,5 @@
 """The online trainer: one training step, as the algorithm reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Preferences out of the policy's own samples: of each prompt's the best and the worst. Nothing is learned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

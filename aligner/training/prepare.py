@@ -1,7 +1,5 @@
 """What comes before a run's roles: its model's directory, and a look at all that they will read."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A run's checkpoints: which are complete, which is the last, which are no longer kept."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -10,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import aligner
-from aligner.data.checkpoint_files import FORMAT, MANIFEST
+from aligner.data.checkpoint_files import FORMAT, MANIFEST, read_manifest_file
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.paths import complete_steps, run_paths
@@ -122,13 +120,4 @@ class RunCheckpoints:
         write_file(self._directory / f"step_{step}" / MANIFEST, json.dumps(content, indent=1) + "\n")
 
     def _read(self, step: int) -> dict[str, Any]:
-        file = self._directory / f"step_{step}" / MANIFEST
-        try:
-            content = json.loads(file.read_text())
-        except ValueError as error:
-            raise AlignerError(f"{file}: not valid JSON ({error})") from error
-        if content.get("format") != FORMAT:
-            raise AlignerError(
-                f"{file}: a checkpoint of format {content.get('format')}; this release of aligner reads format {FORMAT}"
-            )
-        return content
+        return read_manifest_file(self._directory / f"step_{step}" / MANIFEST)

@@ -1,7 +1,5 @@
 """A trainer rank, put together from the configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from aligner.algorithms.kl import KLController
@@ -131,8 +129,7 @@ def _loop_parts(config: Config, world: World, tokenizer: Tokenizer, timeline: Ti
     """What every trainer has."""
     paths, recorder = run_paths(config), None
     if world.rank == 0:
-        samples = RecordWriter(paths.samples) if config.algorithm.generates else None
-        recorder = Recorder(MetricsWriter(paths, open_sinks(config, paths)), samples, tokenizer)
+        recorder = Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
     checkpoints, stop = RunCheckpoints(config), StopCondition(config.run, world)
     return {"config": config, "checkpoints": checkpoints, "recorder": recorder, "timeline": timeline, "stop": stop}
 

@@ -1,7 +1,5 @@
 """The numbers of a training step, from its samples and its experience."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

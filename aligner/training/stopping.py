@@ -3,8 +3,6 @@
 The run ends with a checkpoint either way; where it is told before its first step there is nothing new to keep.
 """
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

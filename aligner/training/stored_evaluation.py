@@ -1,7 +1,5 @@
 """Evaluation of a stored model: what `aligner evaluate` does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,9 +13,9 @@ from aligner.data.types import Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
 from aligner.errors import ConfigError
-from aligner.rewards.sources import ScoringBatch, TextSource
+from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
-from aligner.training.evaluator import reference_sample, scoring_requests
+from aligner.training.evaluator import reference_samples, text_scores, without_reference
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class EvaluationJob:
     @property
     def compares(self) -> bool:
         """Whether every prompt has something to be compared with."""
-        return self.initial is not None or not _lacking(self.answers)
+        return self.initial is not None or not without_reference(self.answers.prompts)
 
 
 def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_threshold: float) -> EvaluationJob:
@@ -45,7 +43,7 @@ def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
             raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a text")
-    lacking = _lacking(answers)
+    lacking = without_reference(answers.prompts)
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):
             raise ConfigError(
@@ -57,10 +55,6 @@ def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_
     if ours.read_bytes() != its.read_bytes():
         raise ConfigError(f"--reference: its tokenizer, {its}, is not that of SOURCE, {ours}")
     return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold)
-
-
-def _lacking(job: Job) -> list[Prompt]:
-    return [prompt for prompt in job.prompts if "reference" not in prompt.metadata]
 
 
 def evaluate(
@@ -97,19 +91,17 @@ def evaluate(
 
 
 def _scores(job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
-    return job.scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, job.answers.tokenizer)))
+    return text_scores(job.scorer, prompts, samples, job.answers.tokenizer)
 
 
 def _reference_scores(job: EvaluationJob, settings: EngineConfig) -> Tensor:
     """float64 [P]"""
-    drawn: dict[int, Sample] = {}
+    drawn: list[Sample] = []
     if job.initial is not None and job.initial.prompts:
-        drawn = {sample.prompt_id: sample for sample in generate.draw(job.initial, settings, lambda now: None)}
-    prompts, tokenizer, ended = job.answers.prompts, job.answers.tokenizer, bool(job.answers.options.stop_token_ids)
-    samples = [
-        drawn[prompt.id] if prompt.id in drawn else reference_sample(prompt, tokenizer, ended=ended) for prompt in prompts
-    ]
-    return _scores(job, prompts, samples)
+        drawn = list(generate.draw(job.initial, settings, lambda now: None))
+    answers = job.answers
+    samples = reference_samples(answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids))
+    return _scores(job, answers.prompts, samples)
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:

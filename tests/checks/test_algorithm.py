@@ -75,6 +75,38 @@ def test_parts_that_do_not_fit_are_refused_by_name(overrides, expected, tmp_path
     assert expected in str(caught.value)
 
 
+OWN = [f"algorithm.{key}=some.module:own" for key in ("advantage", "loss", "train_on")]
+
+
+@pytest.mark.parametrize("key", ["advantage", "loss", "train_on"])
+@pytest.mark.parametrize("unknown", ["gpro", ":gpro", "module:"])
+def test_an_unknown_part_is_refused_by_name(key, unknown, tmp_path):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}={unknown}: allowed: .*, module:callable"):
+        check(composed(f"run.dir={tmp_path / 'run'}", f"algorithm.{key}={unknown}"))
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_asks_for_one(critic, tmp_path):
+    config = composed(f"run.dir={tmp_path / 'run'}", *OWN, *(["algorithm.with_critic=true"] if critic else []))
+    check(config)
+    assert config.algorithm.has_critic == critic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=rloo", OWN[2]], "advantage=rloo compares all of a prompt's samples"),
+        (["algorithm=copg", OWN[2]], "loss=copg compares all of a prompt's samples"),
+        (["algorithm=online_dpo", OWN[2]], "loss=dpo and train_on=best_and_worst need each other"),
+        (["algorithm=rloo", "algorithm.with_critic=true"], "algorithm.with_critic=true"),
+    ],
+)
+def test_what_a_part_of_ones_own_does_not_fit_is_refused(overrides, expected, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides))
+    assert expected in str(caught.value)
+
+
 def test_only_an_algorithm_with_values_has_a_critic():
     assert list(server_ranks(composed())) == ["critic", "reward"]
     assert list(server_ranks(composed("algorithm=grpo"))) == ["reward"]

@@ -17,7 +17,6 @@ from aligner.data.examples import (
     LabeledSteps,
     Preference,
     RunData,
-    has_steps,
     open_demonstrations,
     open_labeled_steps,
     open_preferences,
@@ -25,6 +24,7 @@ from aligner.data.examples import (
 )
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
+from aligner.data.records import has_steps
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, RunConfig

@@ -8,9 +8,10 @@ import pytest
 
 from aligner.checks import data as data_checks
 from aligner.config.compose import compose_config
-from aligner.data.examples import has_steps, open_demonstrations
+from aligner.data.examples import open_demonstrations
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
+from aligner.data.records import has_steps
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig

@@ -59,6 +59,12 @@ def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False)
     return directory
 
 
+def engine_bytes(engine: EmbeddedEngine) -> int:
+    """Device memory that the engine holds: weights, spare ones, keys and values."""
+    spare = 0 if engine._spare is None else engine._spare.storage.nbytes
+    return engine._weights.storage.nbytes + spare + engine._machine.cache._storage.nbytes
+
+
 def shape_of(directory: Path) -> ModelShape:
     return read_config(json.loads((directory / "config.json").read_text()), str(directory))
 

@@ -192,10 +192,10 @@ def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tie
     options = SamplingOptions(4, greedy=True)
     before = generate(engine, make_requests(), options)
     update = engine.begin_update(5)
-    for name, view in update.views(list(engine.weights)).items():
-        view.copy_(engine.weights[name] * 0.5 if view.dim() == 2 else engine.weights[name])
+    for name, view in update.views(list(engine._weights.views)).items():
+        view.copy_(engine._weights.views[name] * 0.5 if view.dim() == 2 else engine._weights.views[name])
     update.views(["model.embed_tokens.weight"])["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
-    update.load(list(engine.weights))
+    update.load(list(engine._weights.views))
     update.commit()
     after = generate(engine, make_requests(), options)
     assert all(sample.weight_versions.tolist() == [0] * 4 for sample in before)
@@ -208,10 +208,10 @@ def test_the_views_are_the_whole_weight_table(any_directory):
 
     engine = make_engine(any_directory)
     stored = load_file(any_directory / "model.safetensors")
-    assert {name: tuple(view.shape) for name, view in engine.weights.items()} == {
+    assert {name: tuple(view.shape) for name, view in engine._weights.views.items()} == {
         spec.name: spec.shape for spec in weight_table(shape_of(any_directory))
     }
-    for name, view in engine.weights.items():
+    for name, view in engine._weights.views.items():
         assert torch.equal(view, stored[name]), name
 
 

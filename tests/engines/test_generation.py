@@ -16,7 +16,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig
-from tests.engines.engines import generate
+from tests.engines.engines import engine_bytes, generate
 from tests.engines.test_embedded import (
     load_transformers,
     make_engine,
@@ -139,7 +139,7 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
     assert_same(generate(short, requests, SamplingOptions(4)), generate(free, requests, SamplingOptions(4)))
     rows = (1 << 20) // (2 * 3 * 2 * 8 * 4 * 703)
     assert max(len(step.tokens) for step in steps) == min(3, rows)
-    assert short._machine.cache.nbytes <= 1 << 20
+    assert short._machine.cache._storage.nbytes <= 1 << 20
     long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
     with pytest.raises(AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"):
         generate(short, [*requests, long], SamplingOptions(4))
@@ -265,7 +265,7 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     update = engine.begin_update(1)
     with pytest.raises(AlignerError, match="an update to version 2 can not begin: the one to version 1 is still open"):
         engine.begin_update(2)
-    names = list(engine.weights)
+    names = list(engine._weights.views)
     assert list(update.views(["lm_head.weight", names[0], "score.weight"])) == names[:1]
     update.load(names[2:])
     with pytest.raises(AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"):
@@ -280,14 +280,14 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     engine = make_engine(directory)
     before = generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 1).commit()
-    held = engine.nbytes
+    held = engine_bytes(engine)
     generation = engine.start(make_requests(), OPTIONS)
     with pytest.raises(AlignerError, match="responses are under way"):
         engine.sleep()
     generation.cancel()
     engine.sleep()
     engine.sleep()
-    assert engine.nbytes == 0 < held
+    assert engine_bytes(engine) == 0 < held
     for attempt in (lambda: generate(engine, make_requests(), OPTIONS), lambda: engine.begin_update(2)):
         with pytest.raises(AlignerError, match=r"the engine sleeps .* wake it first"):
             attempt()
@@ -335,17 +335,17 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
     theirs = {name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name}
     engine = EmbeddedEngine(shape_of(directory), EngineConfig(update="shared"), 0, 7, shared=theirs)
     update = engine.begin_update(0)
-    for name, view in update.views(list(owner.weights)).items():
-        if view.data_ptr() != owner.weights[name].data_ptr():
-            view.copy_(owner.weights[name])
-    update.load(list(owner.weights))
+    for name, view in update.views(list(owner._weights.views)).items():
+        if view.data_ptr() != owner._weights.views[name].data_ptr():
+            view.copy_(owner._weights.views[name])
+    update.load(list(owner._weights.views))
     update.commit()
     assert_same(generate(engine, make_requests(), OPTIONS), generate(owner, make_requests(), OPTIONS))
     shared = sum(parameter.numel * 4 for parameter in parameters(shape_of(directory), 1) if parameter.name in theirs)
-    assert engine.weights["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
-        owner.weights["model.layers.0.mlp.up_proj.weight"].data_ptr()
+    assert engine._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
+        owner._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr()
     )
-    assert engine._weights.nbytes <= owner._weights.nbytes - shared
+    assert engine._weights.storage.nbytes <= owner._weights.storage.nbytes - shared
 
 
 def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory, monkeypatch):

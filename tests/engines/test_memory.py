@@ -15,6 +15,7 @@ from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import with_values
+from tests.engines.engines import engine_bytes
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
 from tests.rollout.fakes import Scorers, Stream
 
@@ -27,7 +28,7 @@ PADDING = 0.01
 def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     engine = EmbeddedEngine(shape, EngineConfig(), 0, 1)
-    assert 4 * engine_weights(shape, 1) <= engine.nbytes <= (1 + PADDING) * 4 * engine_weights(shape, 1)
+    assert 4 * engine_weights(shape, 1) <= engine_bytes(engine) <= (1 + PADDING) * 4 * engine_weights(shape, 1)
     halves = sum(parameter.numel for parameter in parameters(shape, 2))
     assert halves == engine_weights(shape, 2)
 
@@ -39,7 +40,7 @@ def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
     settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)
     rest = engine_weights(shape, 1) - shared_weights(shape, ParallelConfig(), 0, 1)
-    assert 4 * rest <= engine.nbytes <= (1 + PADDING) * 4 * rest
+    assert 4 * rest <= engine_bytes(engine) <= (1 + PADDING) * 4 * rest
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,14 @@ def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, i
     sizes = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "data.max_prompt_tokens": 1}
     config = with_values(Config(), {**sizes, "rollout.max_response_tokens": 5, **values})
     engine = EmbeddedEngine(shape, config.engine, 0, 1)
-    empty, update = engine.nbytes, engine.begin_update(0)
-    for view in update.views(list(engine.weights)).values():
+    empty, update = engine_bytes(engine), engine.begin_update(0)
+    for view in update.views(list(engine._weights.views)).values():
         view.fill_(0.01)
-    update.load(list(engine.weights))
+    update.load(list(engine._weights.views))
     update.commit()
     sampler, options = ColocatedSampler(engine, EngineParallelConfig(), 0), SamplingOptions(max_new_tokens=5)
     source = RolloutBuilder(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
     for _ in range(2):
         source.take()
-    assert engine.nbytes - empty == engine_memory(config, shape).cache
+    assert engine_bytes(engine) - empty == engine_memory(config, shape).cache
     assert engine_memory(config, shape).cache == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4

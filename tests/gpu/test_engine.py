@@ -79,8 +79,8 @@ def test_recorded_steps_see_new_weights(directory, kind):
     engine = make_engine(directory, precision="fp32", update=kind)
     before = generate(engine, make_requests(), OPTIONS)
     update = engine.begin_update(1)
-    for name, view in update.views(list(engine.weights)).items():
-        view.copy_(engine.weights[name].flip(-1).clone())
+    for name, view in update.views(list(engine._weights.views)).items():
+        view.copy_(engine._weights.views[name].flip(-1).clone())
         update.load([name])
     update.commit()
     after = generate(engine, make_requests(), OPTIONS)
@@ -111,7 +111,7 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     table = weight_table(shape)
     engine = make_engine(directory, precision="fp32", update="in_place")
     weights = {spec.name: torch.randn(spec.shape, device="cuda") for spec in table}
-    places = {name: view.data_ptr() for name, view in engine.weights.items()}
+    places = {name: view.data_ptr() for name, view in engine._weights.views.items()}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
         plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
@@ -131,6 +131,6 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
         link.close()
     finally:
         dist.destroy_process_group()
-    assert {name: view.data_ptr() for name, view in engine.weights.items()} == places
-    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
+    assert {name: view.data_ptr() for name, view in engine._weights.views.items()} == places
+    assert all(torch.equal(engine._weights.views[name], tensor) for name, tensor in weights.items())
     assert engine.version == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.engines.tensorrt_llm.update import ipc_handles
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.resharding.link import Link
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

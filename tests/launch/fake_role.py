@@ -34,10 +34,10 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def serve(role: str, run: Path) -> None:
-    from aligner.launch.server_ports import served_model
+    from aligner.launch.server_ports import SERVED_MODELS
 
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
-    Ready.model = served_model(role)
+    Ready.model = SERVED_MODELS[role.partition(".")[0]]
     HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 
 

@@ -15,8 +15,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.launch.failure import rank_error
 from aligner.launch.rank_environment import DEVICES, IS_TASK, adopt_environment
 from aligner.launch.slurm import submit as submitting
-from aligner.launch.slurm.allocation import Nodes, read_allocation
-from aligner.launch.slurm.job_steps import Step, TaskRank, configured_environment, srun_command
+from aligner.launch.slurm.job_steps import Nodes, Step, TaskRank, configured_environment, read_allocation, srun_command
 from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launch.slurm.submit import render_script, submit
 from aligner.paths import RunPaths

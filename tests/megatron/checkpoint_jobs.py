@@ -15,7 +15,7 @@ from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
 from aligner.data.model_directory import read_shape
 from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
-from aligner.megatron.optimizer_state import AdamState
+from aligner.megatron.optimizer import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
 from aligner.schema import ActorConfig, CriticConfig, LoraConfig, ParallelConfig

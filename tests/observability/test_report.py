@@ -67,7 +67,12 @@ def write_timeline(paths: RunPaths, steps: int) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run that has measured everything, with texts that would be scripts."""
-    paths = begin(tmp_path_factory.mktemp("report") / "run", "experiment=tiny_ppo", f"model.path={json.dumps(HOSTILE[:40])}")
+    paths = begin(
+        tmp_path_factory.mktemp("report") / "run",
+        "experiment=tiny_ppo",
+        "model.source=directory",
+        f"model.path={json.dumps(HOSTILE[:40])}",
+    )
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
     write_metrics(paths, [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds])
     samples = RecordWriter(paths.samples)

@@ -14,8 +14,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.observability.metrics import MetricsSink, MetricsWriter, Record, read_metrics
-from aligner.observability.sinks import BackgroundSink, TensorBoardSink, open_sinks
-from aligner.observability.trackers import SUPERSEDED, MlflowSink
+from aligner.observability.sinks import SUPERSEDED, BackgroundSink, MlflowSink, TensorBoardSink, open_sinks
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 from tests.observability.tracker_readers import (

@@ -47,7 +47,7 @@ def critic_client(role, directory):
 
 
 def send(client, endpoint, arrays, timeout_s=20):
-    return client._replicas.connections[0].infer(endpoint, arrays, timeout_s)
+    return client._replicas[0].infer(endpoint, arrays, timeout_s)
 
 
 def update(client, number, run=None):

@@ -232,10 +232,10 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
 _STARTS_AND_STOPS = """
 import os
 from pathlib import Path
-from aligner.schema import Ports
+from aligner.schema import PortsConfig
 from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import CONTROL
-host = TritonHost("127.0.0.1", Ports(), 16)
+host = TritonHost("127.0.0.1", PortsConfig(), 16)
 host.start({CONTROL: lambda request: request})
 (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}")
 directories = claim.read_text().splitlines()

@@ -221,8 +221,7 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
-from aligner.launch.slurm.allocation import read_allocation
-from aligner.launch.slurm.job_steps import configured_environment, srun_command, task_environment
+from aligner.launch.slurm.job_steps import configured_environment, read_allocation, srun_command, task_environment
 
 paths = RunPaths(Path(sys.argv[1]))
 config = load_config(paths.config)

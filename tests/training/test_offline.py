@@ -23,7 +23,7 @@ from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.rewards.normalizer import RewardNormalizer
 from aligner.schema import CheckpointConfig
-from aligner.training.offline_tasks import demonstration_rows, pair_rows, step_rows
+from aligner.training.offline_tasks import PairwiseRewardModel, ProcessRewardModel, demonstration_rows
 from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
 from tests.megatron.reference import save_llama
@@ -36,6 +36,7 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "dp2": {"data": 2},
 }
+UNUSED: Any = None
 Found = dict[str, dict[str, Any]]
 
 
@@ -250,13 +251,13 @@ def test_responses_alone_are_learned_from() -> None:
 
 def test_a_steps_label_lies_on_its_last_token() -> None:
     example = LabeledSteps(torch.arange(2, 9), 2, torch.tensor([3, 6]), torch.tensor([1.0, 0.0]))
-    rows = step_rows([example], pad_token_id=0)
+    rows = ProcessRewardModel(UNUSED, pad_token_id=0).rows([example])
     assert rows.mask.nonzero().tolist() == [[0, 2], [0, 5]]
     assert rows.labels[0, [2, 5]].tolist() == [1.0, 0.0]
 
 
 def test_a_margin_counts_for_both_rows_of_its_pair() -> None:
     pairs = examples("dpo")[:3]
-    rows = pair_rows([*pairs, dataclasses.replace(pairs[0], margin=1.5)], pad_token_id=0)
+    rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).rows([*pairs, dataclasses.replace(pairs[0], margin=1.5)])
     assert rows.margins.tolist() == [0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 1.5, 1.5]
     assert rows.mask.sum(1).tolist() == [1] * 8

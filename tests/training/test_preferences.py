@@ -32,7 +32,7 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
     samples = [each for group in groups for each in group]
     prompts = [Prompt(each.prompt_id, "ab", tokenizer.encode("ab")) for each in samples]
     pending = PendingRows(())
-    rollout = RolloutBatch(prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending, pending)
+    rollout = RolloutBatch(prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending)
     assert preferences(rollout, scores, 3, tokenizer) == (
         [{"prompt": "ab", "chosen": "22", "rejected": "333", "margin": 3.0, "scores": [2.0, -1.0]}],
         3,

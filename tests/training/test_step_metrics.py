@@ -91,7 +91,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
-    whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), scores, deferred=1, skipped=2)
+    whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), deferred=1, skipped=2)
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
     metrics = rollout_metrics(scored, settings)

@@ -1,7 +1,5 @@
 """From a run's plan to its dry run's, with what differs between the two, and data for it where the run's is not here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layouts of a dry run, smaller where their ranks are too many for one machine, and models as small as these allow."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import count
 from typing import Any
@@ -14,7 +12,7 @@ from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
-from aligner.schema.derived import longest_sequence, policy_updates, rows_together, samples_learned_from
+from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
 
@@ -163,7 +161,7 @@ def schedules(config: Config) -> Values:
     config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
     updates = {"actor": policy_updates(config)}
     if config.algorithm.has_critic:
-        updates["critic"] = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+        updates["critic"] = critic_updates(config)
     warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
     return {
         "algorithm.critic_warmup_steps": policy_waits,

@@ -1,7 +1,5 @@
 """Keys and values of the sequences that are being decoded, within a memory budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +47,6 @@ class Cache:
         self.size = CacheSize(0, 0)
         self.keys = self.values = torch.empty(0)
         """[layers, rows, KV heads, columns, head dim]"""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return self._storage.nbytes
 
     def resize(self, size: CacheSize) -> bool:
         """Cut into rows and columns, for other sequences than those it holds; says whether tensors moved or changed shape."""

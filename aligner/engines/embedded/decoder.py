@@ -1,7 +1,5 @@
 """The forward pass of a decoder-only transformer over a key-value cache, one tensor-parallel rank of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

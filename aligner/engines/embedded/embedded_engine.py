@@ -1,7 +1,5 @@
 """The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,24 +12,23 @@ from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeight
 from aligner.engines.embedded.generation import EmbeddedGeneration, Machine
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import (
+    GenerationEngine,
     GenerationRequest,
     SamplingOptions,
     SpanListener,
     request_problems,
-    response_limit,
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.layouts import cache_bytes_per_token, engine_problems
 from aligner.models.shape import ModelShape
-from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(GenerationEngine):
     """A `GenerationEngine` for every model family that Megatron trains here.
 
     A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on the batch it is in by the
@@ -60,10 +57,9 @@ class EmbeddedEngine:
             raise ConfigError("\n".join(problems))
         if tensor > 1 and group is None:
             raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
-        self._shape, self._settings, self._rank, self._seed = shape, settings, rank, seed
-        self._device, self._shared = torch.device(device), shared
-        self._format = weight_format(settings, self._device)
-        self._dtype = self._format.dtype
+        super().__init__(shape, settings, weight_format(settings, device))
+        self._seed, self._device, self._shared = seed, torch.device(device), shared
+        self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor)
         decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
         cache = Cache(shape, tensor, self._device, self._dtype)
@@ -73,42 +69,19 @@ class EmbeddedEngine:
         forward = self._graphs.forward if self._graphs else decoder.forward
         self._machine = Machine(decoder, cache, forward, self._device, listener=listener)
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
-        self._why_no_weights = "none were published yet"
         self._generation: EmbeddedGeneration | None = None
-        self._update: EmbeddedUpdate | None = None
-        self._asleep = False
         self._spare: EngineWeights | None = None
         """The other set of weights: an atomic update is written into it, and the two change places."""
         self._weights = self._allocate()
-
-    @property
-    def weight_format(self) -> WeightFormat:
-        """Its own layout and precision; its storage is there for all weights at once."""
-        return self._format
 
     @property
     def version(self) -> int | None:
         """Version of the weights that serve."""
         return self._machine.version
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """This rank's slice of every weight that serves, by Hugging Face name; to be read, not written."""
-        return self._weights.views
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory that the engine holds: weights, spare ones, keys and values."""
-        spare = 0 if self._spare is None else self._spare.nbytes
-        return self._weights.nbytes + spare + self._machine.cache.nbytes
-
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EmbeddedGeneration:
         """Begin one sample per request; collective over the replica's tensor-parallel ranks, as every step is."""
-        self._check_awake("generate")
-        if self._machine.version is None:
-            raise AlignerError(f"the engine has no weights: {self._why_no_weights}")
-        if self._generation is not None and not self._generation.done:
-            raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+        self._check_may_start()
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
         if requests:
@@ -118,11 +91,7 @@ class EmbeddedEngine:
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""
-        self._check_awake("take new weights")
-        if self._update is not None:
-            raise AlignerError(
-                f"an update to version {version} can not begin: the one to version {self._update.version} is still open"
-            )
+        self._check_may_update(version)
         target = self._weights
         # With nothing to protect, the first weights go where they will serve.
         if self._settings.update == "atomic" and self.version is not None:
@@ -131,18 +100,15 @@ class EmbeddedEngine:
             target = self._spare
         elif self.version is not None:
             self._settle()
-        self._update = EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, ok))
+        self._incoming = version
         if target is self._weights:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
-        return self._update
+        return EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, ok))
 
     def sleep(self) -> None:
         """Free the memory of keys and values and of the weights."""
-        if self._update is not None:
-            raise AlignerError(f"the engine can not sleep: the update to version {self._update.version} is open")
-        if self._generation is not None and not self._generation.done:
-            raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
+        self._check_may_sleep()
         self._asleep = True
         self._forget_graphs()
         self._machine.cache.free()
@@ -170,7 +136,7 @@ class EmbeddedEngine:
 
     def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
         """Make the cache hold rows for these requests' longest sequence; its last token needs none."""
-        longest = max(len(request.prompt.tokens) + response_limit(request, options) for request in requests) - 1
+        longest = max(len(request.prompt.tokens) + request.limit(options) for request in requests) - 1
         wanted, budget = min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib
         size = fit(self._token_bytes, longest, wanted, budget)
         if self._graphs is not None:
@@ -178,18 +144,15 @@ class EmbeddedEngine:
             held = self._machine.cache.size
             if held.columns >= longest and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows:
                 return
-            rounded = -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK
-            size = CacheSize(size.rows, rounded) if self._fits(size.rows, rounded) else size
+            rounded = CacheSize(size.rows, -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK)
+            if budget is None or rounded.rows * rounded.columns * self._token_bytes <= budget << 20:
+                size = rounded
         if self._machine.cache.resize(size):
             self._forget_graphs()
 
-    def _fits(self, rows: int, columns: int) -> bool:
-        budget = self._settings.kv_cache_mib
-        return budget is None or rows * columns * self._token_bytes <= budget << 20
-
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights
-        self._update = None
+        self._incoming = None
         if not ok:
             if in_place:
                 self._why_no_weights = f"the update to version {version} failed and had begun to overwrite them; publish again"
@@ -219,7 +182,3 @@ class EmbeddedEngine:
     def _forget_graphs(self) -> None:
         if self._graphs is not None:
             self._graphs.forget()
-
-    def _check_awake(self, what: str) -> None:
-        if self._asleep:
-            raise AlignerError(f"the engine sleeps and can not {what}: wake it first")

@@ -4,8 +4,6 @@ The family's weight table says which tensors make up which parameter, so that no
 parts below one another (query, key and value; gate and up), outputs first; the experts of a layer are stacked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,11 +110,6 @@ class EngineWeights:
                 one = whole if part.spec.expert is None else whole[part.spec.expert]
                 rows = one.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.transposed else rows
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its own."""
-        return self.storage.nbytes
 
 
 class EmbeddedUpdate:

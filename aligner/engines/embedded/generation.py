@@ -1,7 +1,5 @@
 """Continuous batching: responses join the batch as others leave it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +13,7 @@ from aligner.data.types import Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
-from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener, response_limit
+from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
@@ -217,7 +215,7 @@ class EmbeddedGeneration:
 
 
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
-    limit = response_limit(request, options)
+    limit = request.limit(options)
     numbers = None if options.greedy else uniforms(seed, request.prompt.id, request.sample_index, limit)
     response = _Response(request, limit, index=index, prompt=tuple(request.prompt.tokens.tolist()), numbers=numbers)
     if request.begun is not None:

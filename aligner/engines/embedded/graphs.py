@@ -1,7 +1,5 @@
 """Decoding steps recorded as CUDA graphs: one launch instead of some dozen a layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drawing tokens: every sample has a random stream of its own, and every token takes one number of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

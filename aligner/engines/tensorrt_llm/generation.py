@@ -1,7 +1,5 @@
 """The ranks of a replica, of which one drives TensorRT-LLM, and the responses under way on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, response_limit
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.tensorrt_llm.llm_client import Client
 from aligner.engines.tensorrt_llm.responses import Response
 from aligner.errors import AlignerError
@@ -86,7 +84,7 @@ class ReplicaGeneration:
     ) -> None:
         """`check_weights` raises when there are none. Collective over the replica."""
         self._replica, self._check_weights = replica, check_weights
-        self._open = {place: Response(request, response_limit(request, options)) for place, request in enumerate(requests)}
+        self._open = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
         self._tasks: dict[int, Any] = {}
 
         def start(client: Client) -> None:
@@ -130,9 +128,8 @@ class ReplicaGeneration:
         if not any(task.done() for task in self._tasks.values()):
             self._check_weights()
             client.wait(list(self._tasks.values()))
-        complete = [place for place, task in self._tasks.items() if task.done()]
         answers = []
-        for place in complete:
+        for place in [place for place, task in self._tasks.items() if task.done()]:
             self._tasks.pop(place).result()
             response = self._open[place]
             answers.append([place, response.tokens, response.logprobs, response.versions, response.finish_reason])

@@ -1,7 +1,5 @@
 """The arguments of TensorRT-LLM's client, by what the installed release knows: it refuses keywords that it does not know."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Collection, Mapping
@@ -105,15 +103,15 @@ def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(tag for tag in tags if tag != _KV_CACHE), tuple(tag for tag in tags if tag == _KV_CACHE)
 
 
-def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype, context: int) -> int | None:
+def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) -> int | None:
     """Tokens whose keys and values fit into a rank's `engine.kv_cache_mib`; None without a limit.
 
-    Raises ConfigError when the longest sequence, of `context` tokens, does not fit.
+    Raises ConfigError when the longest sequence does not fit.
     """
     if settings.kv_cache_mib is None:
         return None
     token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
-    tokens = (settings.kv_cache_mib << 20) // token_bytes
+    tokens, context = (settings.kv_cache_mib << 20) // token_bytes, shape.max_positions
     if tokens < context:
         raise ConfigError(
             f"engine.kv_cache_mib={settings.kv_cache_mib}: it holds {tokens} tokens of {token_bytes} bytes a rank, the longest"
@@ -123,14 +121,14 @@ def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype, 
 
 
 def llm_arguments(
-    accepted: Collection[str], directory: Path, shape: ModelShape, settings: EngineConfig, dtype: torch.dtype, context: int
+    accepted: Collection[str], directory: Path, shape: ModelShape, settings: EngineConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Keywords for AsyncLLM, of those that this release accepts.
 
     Weights are not read from `directory`, which gives the configuration alone: they are published.
     Raises AlignerError for what it lacks and can not be left out, ConfigError for a cache that is too small.
     """
-    tokens = cache_tokens(shape, settings, dtype, context)
+    tokens = cache_tokens(shape, settings, dtype)
     limit = (
         {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction} if tokens is None else {"max_tokens": tokens}
     )
@@ -142,7 +140,7 @@ def llm_arguments(
         "skip_tokenizer_init": True,
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
-        "max_seq_len": context,
+        "max_seq_len": shape.max_positions,
         "max_batch_size": settings.batch_size,
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
         "enable_chunked_prefill": True,

@@ -1,7 +1,5 @@
 """TensorRT-LLM's asynchronous client, seen from a program that is not: every call here waits for its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import concurrent.futures
@@ -95,16 +93,13 @@ class EventLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that takes longer."""
-        return self.result(what, self.submit(work), timeout_s)
-
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `work` there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def result(self, what: str, future: concurrent.futures.Future[T], timeout_s: float | None) -> T:
-        """Wait for work that was started."""
+    def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that takes longer."""
+        future = self.submit(work)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
@@ -143,7 +138,6 @@ class Client:
         shape: ModelShape,
         settings: EngineConfig,
         seed: int,
-        context: int,
         dtype: torch.dtype,
         devices: Sequence[int],
         uuids: Sequence[str],
@@ -160,7 +154,7 @@ class Client:
         with ending_on_failure(self.shutdown):
             with environment(worker_environment(os.environ, devices)):
                 package = load_package()  # which starts MPI where a launcher's variables ask for it
-                arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype, context)
+                arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype)
                 self._tags = memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
                 self._end.callback(self._llm.shutdown)
@@ -199,13 +193,9 @@ class Client:
         model, cache = self._tags
         self._loop.run("releasing memory", self._llm.release([*model, *cache]), self._timeout_s)
 
-    def resume_model(self) -> None:
-        """Take the model's memory back."""
-        self._loop.run("taking memory back", self._llm.resume(list(self._tags[0])), self._timeout_s)
-
-    def resume_cache(self) -> None:
-        """Take the memory of keys and values back."""
-        self._loop.run("taking memory back", self._llm.resume(list(self._tags[1])), self._timeout_s)
+    def resume(self, *, cache: bool) -> None:
+        """Take back the memory of keys and values, or the model's."""
+        self._loop.run("taking memory back", self._llm.resume(list(self._tags[cache])), self._timeout_s)
 
     def shutdown(self) -> None:
         """End the workers; once is enough."""
@@ -214,9 +204,9 @@ class Client:
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """A method of every worker; their answers, in rank order. Raises AlignerError unless every one succeeds."""
-        future = self._loop.submit(self._llm.collective_rpc(method, args=arguments))
+        call = self._llm.collective_rpc(method, args=arguments)
         try:
-            answers: list[Any] = self._loop.result(method, future, timeout_s or self._timeout_s)
+            answers: list[Any] = self._loop.run(method, call, timeout_s or self._timeout_s)
         except AlignerError:
             raise
         except Exception as error:
@@ -230,9 +220,8 @@ class Client:
 
     def _check_devices(self, uuids: Sequence[str]) -> None:
         """Raise AlignerError when the workers run on other GPUs than these."""
-        found = self._call("report_device_id")
-        if sorted(found) != sorted(uuids):
+        found, wanted = sorted(self._call("report_device_id")), sorted(uuids)
+        if found != wanted:
             raise AlignerError(
-                f"TensorRT-LLM's workers run on the GPUs {', '.join(sorted(found))}, the replica's ranks on"
-                f" {', '.join(sorted(uuids))}"
+                f"TensorRT-LLM's workers run on the GPUs {', '.join(found)}, the replica's ranks on {', '.join(wanted)}"
             )

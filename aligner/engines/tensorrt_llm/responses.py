@@ -1,7 +1,5 @@
 """Responses drawn from TensorRT-LLM's client: token by token, so that they can be interrupted and go on later."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`aligner supervise`: the run inside its Slurm job, from the batch script on the trainer's first node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +9,7 @@ from rich.console import Console
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.interrupts import Interrupts
-from aligner.launch.slurm.allocation import read_allocation
-from aligner.launch.slurm.job_steps import SlurmSteps
+from aligner.launch.slurm.job_steps import SlurmSteps, read_allocation
 from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launch.supervisor import Supervisor
 from aligner.paths import RunPaths
@@ -28,9 +25,8 @@ _PENDING = "Job is pending execution"
 def supervise(directory: Path) -> None:
     """Run what a run directory's configuration says on the job's nodes; raises what `aligner.launch.local.launch` does.
 
-    It resumes where there is something to resume from: a job that is queued again carries on. Told to stop, it takes a
-    checkpoint and has the job queued again, unless cluster.slurm.requeue is false; so it does, without a checkpoint, where
-    Slurm has ended the trainer.
+    It resumes where it can. Told to stop, it takes a checkpoint and has the job queued again, unless cluster.slurm.requeue is
+    false; so it does, without a checkpoint, where Slurm has ended the trainer.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)
@@ -46,17 +42,9 @@ def supervise(directory: Path) -> None:
         again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-        supervisor = Supervisor(
-            config,
-            console,
-            interrupts,
-            partial(SlurmSteps, layout, allocation),
-            hosts,
-            job=allocation.job,
-            requeue=partial(_requeue, allocation.job) if requeue else None,
-            patience_s=_PATIENCE_S,
-        )
-        supervisor.run()
+        again_later = partial(_requeue, allocation.job) if requeue else None
+        make_ranks = partial(SlurmSteps, layout, allocation)
+        Supervisor(config, console, interrupts, make_ranks, hosts, allocation.job, again_later, _PATIENCE_S).run()
 
 
 def _requeue(job: str) -> None:

@@ -1,6 +1,4 @@
-"""The ranks of a run inside its Slurm job: a job step, one `srun`, for each start of a role."""
-
-from __future__ import annotations
+"""The nodes of a run's Slurm job, and its ranks there: a job step, one `srun`, for each start of a role."""
 
 import contextlib
 import math
@@ -17,8 +15,7 @@ from aligner.errors import AlignerError
 from aligner.launch.rank_environment import DEVICES, IS_TASK, role_command, world_environment
 from aligner.launch.ranks import Rank, Ranks, log_of
 from aligner.launch.server_ports import FreePorts
-from aligner.launch.slurm.allocation import Allocation, Nodes
-from aligner.launch.slurm.slurm_commands import slurm_command
+from aligner.launch.slurm.slurm_commands import host_names, node_addresses, slurm_command
 from aligner.paths import run_paths
 from aligner.placement.roles import role_ranks
 from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, numbers, slurm_role
@@ -36,6 +33,60 @@ _USUAL = re.compile(
     re.MULTILINE,
 )
 """What srun says of tasks that have ended by themselves, which is told of the ranks, or when it ends others for that."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one role or server group."""
+
+    component: int | None
+    """Its number in a heterogeneous job; None where the job is not one."""
+    names: tuple[str, ...]
+    """As Slurm has them."""
+    address: str
+    """Where the first of them is reached: rank 0 is there."""
+    cpus: int = 1
+    """Of a node, as many as the job has on each."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job, and where in it each role and server group is."""
+
+    job: str
+    """Number that Slurm's commands take, that of the whole job."""
+    nodes: Mapping[str, Nodes]
+    requeues: int = 0
+    """How often the job was queued again before this start of it."""
+
+
+def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ) -> Allocation:
+    """From what Slurm has set in a job's environment. Raises AlignerError outside a job, or in one of another shape."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        raise AlignerError("SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job")
+    is_heterogeneous = "SLURM_HET_SIZE" in environment
+
+    def of_components(variable: str) -> list[str]:
+        each = [f"{variable}_HET_GROUP_{index}" for index in range(len(layout.components))]
+        return [environment.get(name, "") for name in (each if is_heterogeneous else [variable])]
+
+    names = [host_names(text) if text else [] for text in of_components("SLURM_JOB_NODELIST")]
+    # The fewest of a list such as 64(x2),32, which is two times 64 and once 32.
+    counts = [re.findall(r"(?:^|,)(\d+)", text) for text in of_components("SLURM_JOB_CPUS_PER_NODE")]
+    cpus = [min(map(int, part), default=1) for part in counts]
+    given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
+    if given != wanted:
+        raise AlignerError(f"the job's components have {given} nodes, the configuration needs {wanted}")
+    whole = {name: address for part in names for name, address in zip(part, node_addresses(part), strict=True)}
+
+    def nodes(place: Place) -> Nodes:
+        part = names[place.component]
+        own = tuple(part[index] for index in place.node_range)
+        return Nodes(place.component if is_heterogeneous else None, own, whole[own[0]], cpus[place.component])
+
+    requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    return Allocation(job, {group: nodes(place) for group, place in layout.places.items()}, requeues)
 
 
 @dataclass(eq=False)
@@ -96,12 +147,9 @@ class SlurmSteps(Ranks):
     """The ranks of a run as tasks of its job's steps."""
 
     def __init__(self, layout: Layout, allocation: Allocation, config: Config, ports: FreePorts) -> None:
-        self._config = config
-        self._layout = layout
-        self._allocation = allocation
+        self._layout, self._allocation, self._config, self._ports = layout, allocation, config, ports
         self._steps: list[Step] = []
         self._started = 0
-        self._ports = ports
 
     def start(self, role: str, restarts: int = 0) -> Sequence[TaskRank]:
         """See `Ranks`."""
@@ -142,9 +190,7 @@ class SlurmSteps(Ranks):
             step.poll()
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """See `Ranks`. Not through srun, which dies of the signal to stop before its tasks run, and takes SIGTERM as a wish to
-        have them killed.
-        """
+        """See `Ranks`. Not through srun, which dies of the signal to stop before its tasks run, and kills them at SIGTERM."""
         self._signal(number, self._of(ranks))
 
     def kill(self, ranks: Sequence[Rank]) -> bool:
@@ -169,9 +215,7 @@ class SlurmSteps(Ranks):
             step.process.wait()
 
     def _signal(self, number: signal.Signals, steps: Sequence[Step]) -> None:
-        """A signal to all tasks of steps that run. One that Slurm does not take is no reason for the run to end: what must
-        get it is told again, and the end of the job ends all steps.
-        """
+        """A signal to all tasks of steps that run. One that Slurm refuses ends nothing: what must get it is told again."""
         running = {step.name for step in steps if step.is_running and step.is_to_be_told(number)}
         if not running:
             return
@@ -180,8 +224,7 @@ class SlurmSteps(Ranks):
         jobs = ",".join(part for part in parts if part) or self._allocation.job
         with contextlib.suppress(AlignerError):
             listed = slurm_command("squeue", "--noheader", "--steps", f"--jobs={jobs}", "--format=%i %j")
-            chosen = [step for step, name in (line.split(maxsplit=1) for line in listed.splitlines()) if name in running]
-            if chosen:
+            if chosen := [line.split()[0] for line in listed.splitlines() if line.split(maxsplit=1)[1] in running]:
                 slurm_command("scancel", f"--signal={number.name.removeprefix('SIG')}", *chosen)
 
     def _of(self, ranks: Sequence[Rank]) -> list[Step]:
@@ -197,10 +240,7 @@ class SlurmSteps(Ranks):
 def srun_command(
     config: Config, role: str, place: Place, nodes: Nodes, ranks: int, cores: int | None, name: str, command: Sequence[str]
 ) -> list[str]:
-    """`srun` of all ranks of a role or server group; `prepare` runs where the trainer's rank 0 does.
-
-    `cores` are what each rank has for itself; None: they share their nodes' cores with other groups' ranks.
-    """
+    """`srun` of all ranks of a role or server group. `cores` are each rank's own; None where groups share nodes."""
     slurm, settings, paths = config.cluster.slurm, slurm_role(config, role), run_paths(config)
     flags = [
         f"--job-name={name}",

@@ -1,7 +1,5 @@
 """Slurm's own commands."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import subprocess
@@ -13,8 +11,7 @@ from aligner.errors import AlignerError, ConfigError
 
 TIMEOUT_S = 60
 _FIRST_PAUSE_S = 1.0
-_FORGOTTEN = "Invalid job id"
-"""What squeue says of a job that has ended minutes ago."""
+_FORGOTTEN = "Invalid job id"  # what squeue says of a job that has ended minutes ago
 PATIENT = 5
 """Attempts of what a job that runs cannot do without."""
 
@@ -33,9 +30,8 @@ def slurm_command(
 ) -> str:
     """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
 
-    A controller that is busy, as when many jobs are preempted together, fails commands that it answers a little later: of
-    several `attempts` each waits twice as long as the one before. An error that says `done` is none: what is asked for is so
-    already, as after an attempt whose answer was lost.
+    A busy controller fails commands: of several `attempts` each waits twice as long as the one before. An error with `done` in
+    it is none: what is asked for is so already, as after an attempt whose answer was lost.
     """
     if shutil.which(name) is None:
         raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")

@@ -1,7 +1,5 @@
 """`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a run that is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
@@ -26,8 +24,7 @@ from aligner.schema import Config
 from aligner.signals import STOP_SIGNAL
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
-_QUEUEING_S = 600.0
-"""So long `sbatch` may take: it tries again by itself where the controller is busy."""
+_QUEUEING_S = 600.0  # so long `sbatch` may take: it tries again by itself where the controller is busy
 
 
 def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
@@ -129,10 +126,7 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def render_script(config: Config) -> str:
-    """A script for `sbatch`; a heterogeneous job where the roles have several components.
-
-    Raises ConfigError where the roles cannot be placed.
-    """
+    """A script for `sbatch`, of a heterogeneous job where roles need it. Raises ConfigError where roles cannot be placed."""
     first, *others = slurm_layout(config).components
     lines = ["#!/usr/bin/env bash", f"# aligner: run {config.run.name}, experiment {config.run.experiment}."]
     lines += [_directive(flag) for flag in (*_job_flags(config), *_component_flags(config, first))]
@@ -142,7 +136,9 @@ def render_script(config: Config) -> str:
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
     # One cache for all, wherever `sbatch` is called: in a container the home is another, and so would be the cache.
     lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
-    return "\n".join([*lines, *config.cluster.slurm.setup, _supervise(config), ""])
+    # The shell becomes the supervisor: Slurm's signal to the script is a signal to it.
+    supervise = shlex.join((sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root)))
+    return "\n".join([*lines, *config.cluster.slurm.setup, f"exec {supervise}", ""])
 
 
 def _job_flags(config: Config) -> Iterator[str]:
@@ -181,9 +177,3 @@ def _component_flags(config: Config, component: Component) -> Iterator[str]:
 def _directive(flag: str) -> str:
     name, equals, value = flag.partition("=")
     return f"#SBATCH {name}{equals}{shlex.quote(value) if value else ''}"
-
-
-def _supervise(config: Config) -> str:
-    """The shell becomes the supervisor: Slurm's signal to the script is a signal to it."""
-    command = (sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root))
-    return "exec " + shlex.join(command)

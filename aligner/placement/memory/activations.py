@@ -8,8 +8,6 @@ tokens that are counted. How many micro-batches are in flight is section 4.2.3: 
 (P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -16,7 +16,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, engine_slices, stage_layers, weight_table
 from aligner.placement.roles import Device
-from aligner.schema import EngineParallelConfig, LoraConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
+from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig, TrainedModelConfig
 
 _GRADIENT, _MAIN_COPY, _MOMENTS = 4, 4, 8
 """Bytes a trained weight."""
@@ -103,18 +103,17 @@ class States:
     """Bytes on a device of a pipeline stage, from step to step."""
 
     weights: int
-    gradients: int = 0
-    optimizer: int = 0
-    on_host: int = 0
+    gradients: int
+    optimizer: int
+    on_host: int
     """Optimizer state in host memory (optimizer.offload_fraction)."""
-    snapshot: int = 0
+    snapshot: int
     """Of a checkpoint, in host memory until it is written."""
 
 
-def frozen_states(shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device) -> States:
-    """Of a model that is not trained."""
-    held = weight_census(shape, head).stage(layout, stage)
-    return States(weights=device.itemsize * _on_rank(held, layout))
+def frozen_weights(shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device) -> int:
+    """Bytes of the weights of a model that is not trained."""
+    return device.itemsize * _on_rank(weight_census(shape, head).stage(layout, stage), layout)
 
 
 def trained_states(
@@ -132,9 +131,9 @@ def trained_states(
         changed = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(layout, stage)
         held = held + changed
     state = (_MAIN_COPY if device.itemsize < _GRADIENT else 0) + (_MOMENTS if steps else 0)
-    kept = _optimizer_numbers(changed, layout, settings.optimizer) * state
     # Main weights and moments are saved in fp32, what is not trained as it is.
     saved = _share(changed, layout)
+    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * state
     snapshot = (_MAIN_COPY + _MOMENTS) * saved + device.itemsize * (_share(held, layout) - saved)
     offloaded = int(kept * settings.optimizer.offload_fraction) if device.gpus else 0
     return States(
@@ -148,11 +147,6 @@ def trained_states(
 
 def _on_rank(numbers: Numbers, layout: ParallelConfig) -> int:
     return numbers.dense(layout) + numbers.of_experts(layout)
-
-
-def _optimizer_numbers(numbers: Numbers, layout: ParallelConfig, optimizer: OptimizerConfig) -> int:
-    """Trained weights of which a rank keeps the state."""
-    return _share(numbers, layout) if optimizer.distributed else _on_rank(numbers, layout)
 
 
 def _share(numbers: Numbers, layout: ParallelConfig) -> int:

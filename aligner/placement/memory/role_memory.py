@@ -1,7 +1,5 @@
 """How much memory each role needs on one device, phase by phase, and the table of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from aligner.placement.memory.activations import Load, Stage, forward_work
 from aligner.placement.memory.model_states import (
     States,
     engine_weights,
-    frozen_states,
+    frozen_weights,
     largest_tensor,
     shared_weights,
     trained_states,
@@ -76,13 +74,9 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
     if config.algorithm.has_critic:
         roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
     if rewards and not config.critic_scores:
+        layout = config.reward.parallel
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
-        fullest = _fullest(
-            [
-                RoleMemory("reward", (_scoring(config, rewards, config.reward.parallel, at),))
-                for at in range(config.reward.parallel.pipeline)
-            ]
-        )
+        fullest = _fullest([RoleMemory("reward", (_scoring(config, rewards, layout, at),)) for at in range(layout.pipeline)])
         roles += [replace(fullest, role=server) for server in servers]
     return tuple(roles)
 
@@ -94,17 +88,18 @@ def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
 
 def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     actor, trainer = config.actor, config.algorithm.trainer
-    head: Head = "scalar" if trainer == "reward_model" else "vocabulary"
-    shape = critic_shape(config, shape) if trainer == "reward_model" else shape
+    head: Head = "vocabulary"
+    if trainer == "reward_model":
+        shape, head = critic_shape(config, shape), "scalar"
     device = device_of(config, actor.precision)
-    part = Stage(shape, head, actor, stage, _update_load(config, actor), device)
+    part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
     phases, host = [], states.on_host + states.snapshot
     if trainer != "preferences":
         phases.append(_held("training", states, part.training().total))
     if trainer in ("online", "dpo") and not actor.lora.rank:
         # The initial weights come from host memory to the device, where the policy's stay.
-        asking = replace(part, load=_step_load(config, actor)).scoring()
+        asking = replace(part, load=_load(config, actor)).scoring()
         phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
         host += states.weights
     if config.algorithm.generates and not has_generator(config):
@@ -209,7 +204,7 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
     critic, shape = config.critic, critic_shape(config, policy)
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
-    training = Stage(shape, "scalar", critic, stage, _update_load(config, critic), device).training()
+    training = Stage(shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device).training()
     phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
     if critic.with_reward and rewards:
         scoring = _scoring(config, rewards, critic.parallel, stage)
@@ -222,31 +217,23 @@ def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], s
 def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfig, stage: int) -> Phase:
     """Frozen models with one number a token, all there at once and asked in turn."""
     device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
-    load = _step_load(config, settings)
-    weights = sum(frozen_states(shape, "scalar", layout, stage, device).weights for shape in shapes)
+    load = _load(config, settings)
+    weights = sum(frozen_weights(shape, "scalar", layout, stage, device) for shape in shapes)
     activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
     return Phase("scoring", weights, activations=activations)
 
 
-def _load(config: Config, settings: MegatronModelConfig, rows: int) -> Load:
-    """`rows` of the longest sequence, shared by the data ranks."""
+def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = False) -> Load:
+    """Of all rows of a step, or of a minibatch of them, shared by the data ranks; each may be as long as the longest."""
+    rollout = config.rollout
+    if not config.algorithm.generates:
+        rows = config.data.batch_size * rows_together(config)
+    elif minibatch:
+        rows = rollout.prompts_per_step * samples_learned_from(config) // config.algorithm.minibatches
+    else:
+        rows = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = longest_sequence(config)
     return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
-
-
-def _update_load(config: Config, settings: MegatronModelConfig) -> Load:
-    """Of an update: a minibatch of a step's samples, or a step's records."""
-    if not config.algorithm.generates:
-        return _step_load(config, settings)
-    rows = config.rollout.prompts_per_step * samples_learned_from(config)
-    return _load(config, settings, rows // config.algorithm.minibatches)
-
-
-def _step_load(config: Config, settings: MegatronModelConfig) -> Load:
-    """Of all rows of a step."""
-    if not config.algorithm.generates:
-        return _load(config, settings, config.data.batch_size * rows_together(config))
-    return _load(config, settings, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")

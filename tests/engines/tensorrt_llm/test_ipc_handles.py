@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from aligner.engines.tensorrt_llm.update import ipc_handles
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.errors import AlignerError
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.data.batching import data_parallel_share, token_budget_batches
+from aligner.megatron.packing import data_parallel_share, token_budget_batches
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 

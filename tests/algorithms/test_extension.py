@@ -1,0 +1,162 @@
+"""A user's own estimator, loss and selection: the same numbers as built-in ones, and errors that say whose they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms import advantages, extension, losses
+from aligner.data.types import FINISH_REASONS, Sample, collate
+from aligner.errors import AlignerError, ConfigError
+from aligner.schema import AlgorithmConfig
+from tests.algorithms.test_online_algorithm import EACH, composed, gradient, step
+
+HERE = "tests.algorithms.test_extension"
+
+
+def own_grpo(samples, settings):
+    return advantages.grpo(samples.scores, samples.samples_per_prompt)
+
+
+def own_gae(samples, settings):
+    return advantages.gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam)
+
+
+def own_clip(logprobs, rows, context):
+    """PPO's surrogate, written out."""
+    difference = torch.where(rows.mask, logprobs - rows.old_logprobs, 0.0)
+    ratio = difference.exp()
+    surrogate = ratio * rows.advantages
+    clipped = ratio.clamp(1 - context.settings.clip_low, 1 + context.settings.clip_high) * rows.advantages
+    stats = {"clip_fraction": context.total(clipped < surrogate, rows.mask), "ratio_max": ratio.amax()}
+    return context.total(-torch.minimum(surrogate, clipped), rows.mask), stats
+
+
+def own_best(samples, scores):
+    return torch.stack([row[0] for row in (-scores.view(-1, EACH)).argsort(1)]) + torch.arange(0, len(scores), EACH)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo"])
+def test_built_in_numbers_come_out_bit_for_bit_through_a_users_functions(name):
+    own = "own_gae" if name == "ppo" else "own_grpo"
+    settings = ("algorithm.truncated_importance=none", "algorithm.kl_coefficient=0")
+    functions = (f"algorithm.advantage={HERE}:{own}", f"algorithm.loss={HERE}:own_clip")
+    critic = ("algorithm.with_critic=true",) if name == "ppo" else ()
+    found = []
+    for overrides in (settings, (*settings, *functions, *critic)):
+        algorithm, experience, _, after = step(composed(name, *overrides))
+        found.append((experience, *gradient(algorithm, experience, after, [torch.arange(len(after))])))
+    (built_in, loss, stats, slope), (own_experience, own_loss, own_stats, own_slope) = found
+    assert torch.equal(own_experience.advantages, built_in.advantages)
+    assert (own_experience.returns is None) == (built_in.returns is None) == (name != "ppo")
+    assert torch.equal(own_loss, loss) and torch.equal(own_slope, slope)
+    assert torch.equal(own_stats["clip_fraction"], stats["clip_fraction"]) and own_stats["ratio_max"] == stats["ratio_max"]
+
+
+def test_a_users_selection_chooses_the_rows():
+    config = composed("best_of_n", f"algorithm.train_on={HERE}:own_best")
+    chosen, expected = step(config)[1], step(composed("best_of_n"))[1]
+    assert torch.equal(chosen.tokens, expected.tokens) and torch.equal(chosen.groups, expected.groups)
+
+
+def test_what_a_function_sees_is_there():
+    def sample(prompt, index, length, reason):
+        tokens = torch.arange(2 + length)
+        return Sample(prompt, index, tokens, 2, -torch.ones(length), torch.full((length,), 7), reason)
+
+    batch = collate(
+        [sample(40, 0, 3, "stop"), sample(40, 1, 1, "length"), sample(9, 0, 2, "stop"), sample(9, 1, 2, "stop")], 0
+    )
+    assert batch.groups.tolist() == [0, 0, 1, 1] and batch.samples_per_prompt == 2
+    assert [FINISH_REASONS[place] for place in batch.finish_reasons] == ["stop", "length", "stop", "stop"]
+    assert batch.weight_versions[batch.mask].unique().tolist() == [7]
+    assert batch.select(torch.tensor([2, 3])).groups.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="prompts have 1 or 2 samples each"):
+        batch.select(torch.tensor([0, 1, 3])).samples_per_prompt  # noqa: B018
+    _, experience, _, _ = step(composed("ppo"))
+    seen = ("tokens", "mask", "scores", "rewards", "values", "old_logprobs", "reference_logprobs", "engine_logprobs")
+    for name in (*seen, "weight_versions", "finish_reasons", "groups"):
+        assert getattr(experience, name) is not None, name
+
+
+def raising(*arguments):
+    raise ValueError("no such luck")
+
+
+def of_wrong_shape(*arguments):
+    return torch.zeros(3, 2)
+
+
+def not_finite(samples, settings):
+    return torch.full(samples.mask.shape, math.nan)
+
+
+def loss_that_is_not_finite(logprobs, rows, context):
+    return logprobs.sum() * math.inf, {}
+
+
+def loss_alone(logprobs, rows, context):
+    return logprobs.sum()
+
+
+def loss_without_gradient(logprobs, rows, context):
+    return context.total(logprobs.detach(), rows.mask), {}
+
+
+def rows_twice(samples, scores):
+    return torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "told"),
+    [
+        ("advantage", "raising", "it raised ValueError: no such luck"),
+        (
+            "advantage",
+            "of_wrong_shape",
+            r"it returned torch.float32 \[3, 2\], must be the advantages, a tensor \[12\] or \[12, ",
+        ),
+        ("advantage", "not_finite", "the advantages must be finite, got nan"),
+        ("loss", "raising", "it raised ValueError: no such luck"),
+        ("loss", "loss_alone", "must be a loss and a dict of its statistics"),
+        ("loss", "loss_that_is_not_finite", "the loss must be finite, got "),
+        ("loss", "loss_without_gradient", "must be a loss with a gradient"),
+        ("loss", "of_wrong_shape", r"it returned torch.float32 \[3, 2\], must be a loss"),
+        ("train_on", "of_wrong_shape", r"must be int64 \[N\], rows"),
+        ("train_on", "rows_twice", r"it returned \[0, 0\], must be different rows within 0 and 11"),
+    ],
+)
+def test_a_function_that_goes_wrong_is_told_by_its_name(key, function, told):
+    plain = ("algorithm.train_on=all", "algorithm.loss=clip") if key == "advantage" else ()
+    config = composed("grpo", *plain, f"algorithm.{key}={HERE}:{function}")
+    with pytest.raises(AlignerError, match=rf"algorithm\.{key}={HERE}:{function}: .*{told}"):
+        algorithm, experience, _, after = step(config)
+        gradient(algorithm, experience, after, [torch.arange(len(after))])
+
+
+def test_a_critic_has_to_be_told_what_to_learn():
+    config = composed("ppo", f"algorithm.advantage={HERE}:not_finite", "algorithm.with_critic=true")
+    with pytest.raises(AlignerError, match="must be advantages and returns, for the critic learns these"):
+        step(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_module:loss", "No module named 'no_such_module'; the module must be importable and have 'loss'"),
+        (f"{HERE}:nothing", "has no attribute 'nothing'"),
+        (f"{HERE}:EACH", "'EACH' is a int, must be callable"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):
+    with pytest.raises(ConfigError, match=f"algorithm.loss={name}: .*{told}"):
+        extension.require_functions(AlgorithmConfig(loss=name))
+
+
+def test_total_is_the_mean_over_a_minibatchs_tokens():
+    terms, mask = torch.tensor([[1.0, 2.0, math.nan]]), torch.tensor([[True, True, False]])
+    context = extension.LossContext(AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None)
+    assert float(context.total(terms, mask)) == 0.75
+    assert losses.total_over(mask, None, None)(terms) == 1.5

@@ -1,0 +1,62 @@
+"""The example of docs/algorithms.md, a user's own estimator, loss and selection: trained with, checkpointed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.runs import REPOSITORY, Launch, checkpoint_differences, repeatable, run_to_end
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+MODULE = "own_algorithm"
+SETTINGS = (
+    *("algorithm=grpo", f"algorithm.advantage={MODULE}:rare_successes", f"algorithm.loss={MODULE}:soft_clip"),
+    *(f"algorithm.train_on={MODULE}:undecided", "run.steps=4", "run.name=own", "rollout.prompts_per_step=16"),
+    *(
+        "evaluation.every=0",
+        "actor.optimizer.warmup_steps=2",
+        "checkpoint.every=2",
+        "checkpoint.keep=4",
+        "logging.tensorboard=false",
+    ),
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where the runs are launched, with the example's module beside them and nothing of it in the package."""
+    page = (REPOSITORY / "docs" / "algorithms.md").read_text()
+    (tmp_path / f"{MODULE}.py").write_text(page.split("```python\n")[1].split("```")[0])
+    return tmp_path
+
+
+def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(place: Path) -> None:
+    whole = run_to_end(place / "whole", *SETTINGS, experiment="arithmetic", timeout_s=300)
+    assert [step["step"] for step in whole.metrics] == [1, 2, 3, 4]
+    for step in whole.metrics:
+        assert step["policy/grad_norm"] > 0 and 0 <= step["policy/far_fraction"] <= 1
+    run_to_end(place / "parts", *SETTINGS, "run.stop_after=2", experiment="arithmetic")
+    resumed = run_to_end(place / "parts", *SETTINGS, "run.resume=true", experiment="arithmetic")
+    assert repeatable(resumed.metrics) == repeatable(whole.metrics)
+    assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
+
+
+def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place: Path) -> None:
+    with Launch(
+        place / "run", "algorithm=grpo", f"algorithm.loss={MODULE}:hard_clip", "rollout.samples_per_prompt=4"
+    ) as launch:
+        finished = launch.finish(60)
+    assert finished.code == 2
+    assert f"algorithm.loss={MODULE}:hard_clip" in finished.error and "must be importable" in finished.error
+    assert not (finished.paths.root / "logs" / "trainer-0.log").exists()
+
+
+def test_a_function_that_goes_wrong_ends_a_run_and_is_named(place: Path) -> None:
+    (place / "broken.py").write_text("def loss(logprobs, rows, context):\n    raise RuntimeError('no such luck')\n")
+    with Launch(place / "run", "algorithm=grpo", "algorithm.loss=broken:loss", "rollout.samples_per_prompt=4") as launch:
+        finished = launch.finish(120)
+    assert finished.code == 1
+    assert "algorithm.loss=broken:loss: it raised RuntimeError: no such luck" in finished.error
+    assert 'broken.py", line 2' in (finished.paths.root / "logs" / "trainer-0.log").read_text()
