@@ -89,12 +89,10 @@ class Manifest:
     def to_json(self) -> str:
         """As the file's text, one tensor a line."""
         content = asdict(self)
-        index = content.pop("index")
-        entries = {
-            name: [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
-            for name, entry in index.items()
-        }
-        lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+        lines = []
+        for name, entry in content.pop("index").items():
+            told = [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
+            lines.append(f"  {json.dumps(name)}: {json.dumps(told)}")
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
         return head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
 

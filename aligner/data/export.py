@@ -245,16 +245,14 @@ def _write_weights(
         return tensor
 
     shards = list(_shards(entries, max_shard_bytes))
-    if len(shards) == 1:
-        write_safetensors(directory / "model.safetensors", entries, convert)
-        return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         write_safetensors(directory / file, shard, convert)
-        places |= {entry.name: file for entry in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        places |= dict.fromkeys((entry.name for entry in shard), file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy_companions(source: Path, directory: Path) -> list[str]:

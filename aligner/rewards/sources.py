@@ -1,7 +1,7 @@
 """What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or a weighted sum."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, UnavailableError
-from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
@@ -72,12 +71,39 @@ class TextSource:
 
 
 @dataclass(frozen=True)
+class RewardNormalizer:
+    """gain·reward + bias."""
+
+    gain: float = 1.0
+    bias: float = 0.0
+
+    @classmethod
+    def fit(cls, scores: Tensor, mean: float = 0.0, std: float = 1.0) -> "RewardNormalizer":
+        """The one that gives these scores a mean and a population standard deviation.
+
+        gain = std / σ, bias = mean - gain·μ (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 6).
+        Raises ValueError for scores that are all equal, or not all finite.
+        """
+        samples = scores.detach().double()
+        if not samples.isfinite().all():
+            raise ValueError("a score is not finite")
+        if samples.unique().numel() < 2:
+            raise ValueError(f"{samples.numel()} scores do not differ: there is no deviation to scale by")
+        gain = std / float(samples.std(correction=0))
+        return cls(gain, mean - gain * float(samples.mean()))
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Any shape, element by element."""
+        return self.gain * rewards + self.bias
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """A reward model: its value after a sequence's last token, normalized."""
 
     name: str
     model: ScalarModel
-    normalizer: RewardNormalizer = field(default_factory=RewardNormalizer)
+    normalizer: RewardNormalizer = RewardNormalizer()
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""

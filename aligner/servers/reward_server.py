@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
-from aligner.rewards.normalizer import RewardNormalizer
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rewards.sources import ModelSource, RewardSource, ScoringBatch, WeightedSum, text_source
+from aligner.rewards.sources import ModelSource, RewardNormalizer, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.schema import Config, reward_sources
 from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor

@@ -25,7 +25,7 @@ from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
 from aligner.models.model_source import NORMALIZATION
-from aligner.rewards.normalizer import RewardNormalizer
+from aligner.rewards.sources import RewardNormalizer
 from aligner.schema import PreferenceConfig
 
 

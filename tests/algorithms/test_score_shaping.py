@@ -5,7 +5,7 @@ import torch
 from torch import tensor
 
 from aligner.algorithms.score_shaping import missing_token_penalty, overlong_penalty, penalized_rewards
-from aligner.rewards.normalizer import RewardNormalizer
+from aligner.rewards.sources import RewardNormalizer
 
 
 def test_published_numbers_of_the_kl_penalty():

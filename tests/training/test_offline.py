@@ -21,7 +21,7 @@ from aligner.data.tokenizer import character_tokenizer
 from aligner.models.model_source import NORMALIZATION
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
-from aligner.rewards.normalizer import RewardNormalizer
+from aligner.rewards.sources import RewardNormalizer
 from aligner.schema import CheckpointConfig
 from aligner.training.offline_tasks import PairwiseRewardModel, ProcessRewardModel, demonstration_rows
 from aligner.training.run_checkpoints import RunCheckpoints
