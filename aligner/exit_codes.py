@@ -1,4 +1,4 @@
-"""The exit codes of every command and rank: which end of a run, and which error, has which."""
+"""The exit codes of every command and rank, by the end of a run or its error, and the signal that stops one."""
 
 import signal
 
@@ -10,6 +10,9 @@ REFUSED = 2
 """A mistake in the configuration; argparse has the same for one in the options."""
 RESUMABLE = 75
 """EX_TEMPFAIL of sysexits.h, try again: told to stop, with a checkpoint to go on from, or failed as a new start may not."""
+STOP_SIGNAL = signal.SIGUSR1
+"""A trainer rank, and the launcher, that get it end the run with a checkpoint. Slurm sends it before a time limit or a
+preemption (`sbatch --signal`). Ranks are started with it blocked; a trainer takes it when it can heed it."""
 _SIGNALED = 128
 """Added to the number of the signal that ended a process, as shells do."""
 

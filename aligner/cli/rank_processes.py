@@ -7,11 +7,11 @@ from aligner.cli.command_table import load
 from aligner.config.compose import compose_config, load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError, Stopped
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.launch.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
-from aligner.signals import STOP_SIGNAL
 
 ROLES = {
     "prepare": "aligner.training.prepare:prepare_run",

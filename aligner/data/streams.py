@@ -1,7 +1,5 @@
 """Endless, shuffled, mixed streams of examples that need no state but a position."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -47,7 +45,7 @@ class ExampleStream(Generic[Example]):
         """How many examples the sources have together."""
         return sum(map(len, self._sources))
 
-    def hold_out(self, count: int) -> tuple[ExampleStream[Example], list[Example]]:
+    def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
         """A stream without the last `count` examples of each source, and those; ConfigError where a source has no more."""
         if count == 0:
             return self, []

@@ -1,7 +1,5 @@
 """Text to tokens and back: a model directory's tokenizer and chat template, and a tokenizer of single characters."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Mapping, Sequence
@@ -59,7 +57,7 @@ class Tokenizer:
         self.pad_token_id: int = shape.pad_token_id
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
         """How chat messages are worded; read when first asked for. Raises ConfigError for a model that has none."""
         return ChatTemplate(self.directory)
 

@@ -1,7 +1,5 @@
 """SIGINT, SIGTERM and SIGHUP to the launcher, which end the run, and SIGUSR1, which has it take a checkpoint first."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -9,8 +7,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from aligner.errors import Interrupted, Stopped
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.observability.console import print_line
-from aligner.signals import STOP_SIGNAL
 
 
 class Interrupts:
@@ -23,7 +21,7 @@ class Interrupts:
         self.told_to_stop = False
         """Whether the run should end with a checkpoint."""
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> "Interrupts":
         numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a launcher that was started with nohup outlives its terminal
             numbers.append(signal.SIGHUP)

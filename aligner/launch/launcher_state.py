@@ -1,7 +1,5 @@
 """`status.json`: the launcher's word on its run, for whoever looks at the run directory from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -97,7 +95,7 @@ class StateRecorder:
         self._state = LauncherState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
         self._touched = 0.0
 
-    def __enter__(self) -> StateRecorder:
+    def __enter__(self) -> "StateRecorder":
         self._write()
         return self
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from aligner.errors import AlignerError
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.launch.ranks import Rank
-from aligner.signals import STOP_SIGNAL
 from aligner.triton_cleanup import remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"

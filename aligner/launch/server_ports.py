@@ -1,7 +1,5 @@
 """Ports for a run's servers and process groups: free ones, given once on a machine; and whether its servers are healthy."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import random
@@ -43,7 +41,7 @@ class FreePorts(contextlib.ExitStack):
         self._candidates = list(candidates)
         random.SystemRandom().shuffle(self._candidates)
 
-    def __iter__(self) -> FreePorts:
+    def __iter__(self) -> "FreePorts":
         return self
 
     def __next__(self) -> int:

@@ -1,7 +1,5 @@
 """One run's roles: started, watched, started again where that may be, and ended together, wherever they run."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from aligner.errors import ConfigError, Stopped
-from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE
+from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
 from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error, root_failure
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.launcher_state import StateRecorder
@@ -25,7 +23,6 @@ from aligner.observability.metrics import FileFollower
 from aligner.paths import run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
-from aligner.signals import STOP_SIGNAL
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0  # A trainer rank that is still starting does not hear that it should stop: it is told again
@@ -52,7 +49,7 @@ class Supervisor:
     """For another launch to let go of the run's directory."""
     _ranks: Ranks = field(init=False)
     _state: StateRecorder = field(init=False)
-    _groups: list[ServerGroup] = field(default_factory=list)
+    _groups: "list[ServerGroup]" = field(default_factory=list)
     _trainers: Sequence[Rank] = ()
     _tell_at: float = 0.0
     """When the trainer is to be told again to stop; 0: it was not told yet."""
@@ -166,7 +163,7 @@ class Supervisor:
         if ends and running and time.monotonic() - min(ends) > timeout:
             raise rank_error(f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended", running[0])
 
-    def _pass_on_stop(self, view: RunView) -> None:
+    def _pass_on_stop(self, view: "RunView") -> None:
         """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
         now = time.monotonic()
         if not self.interrupts.told_to_stop or now < self._tell_at:

@@ -5,8 +5,6 @@ way is the spelling of devices, streams and tensor type names. Every redirection
 its reason, so that a new megatron-core release is one file to check.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +20,7 @@ class _Inert:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, _: str) -> Callable[..., _Inert]:
+    def __getattr__(self, _: str) -> "Callable[..., _Inert]":
         # Recording an event on a stream gives the event, which is waited for later.
         return lambda *args, **kwargs: _Inert()
 

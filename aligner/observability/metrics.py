@@ -1,7 +1,5 @@
 """A run's `metrics.jsonl` and `samples.jsonl`: writing, cutting back on resume, reading, following."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -127,7 +125,7 @@ class MetricsWriter:
     def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
         self._path, self._file, self._sinks = paths.metrics, RecordWriter(paths.metrics), sinks
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,7 +1,5 @@
 """Which nodes and devices of a Slurm job each role has: arithmetic on the configuration alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ class Place:
         """Its nodes' places in the component."""
         return range(self.first_node, self.first_node + self.nodes)
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: "Place") -> bool:
         """Whether both are on some node."""
         return self.component == other.component and not {*self.node_range}.isdisjoint(other.node_range)
 

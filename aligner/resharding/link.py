@@ -1,7 +1,5 @@
 """The processes that a plan spans, joined: point-to-point transfers, sums, and decisions that all of them share."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque
@@ -98,7 +96,7 @@ class Link:
     @classmethod
     def of_world(
         cls, labels: Sequence[str], *, timeout: timedelta, device: torch.device | None = None, generation: int = 0
-    ) -> Link:
+    ) -> "Link":
         """The link of the ranks of torch.distributed's default group, whose store rank 0 hosts."""
         return cls(
             dist.distributed_c10d._get_default_store(),

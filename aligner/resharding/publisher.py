@@ -1,7 +1,5 @@
 """The policy's weights into the engine after every update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
@@ -89,7 +87,7 @@ class Publisher:
         read: Read | None = None,
         begin_update: Callable[[int], WeightUpdate] | None = None,
         copied: Container[str] = (),
-    ) -> Publisher:
+    ) -> "Publisher":
         """To an engine of these settings, in the format that it takes."""
         return cls(
             plan,

@@ -1,7 +1,5 @@
 """Which piece of which weight goes from which rank to which: a pure function of two layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +45,7 @@ class TransferPlan:
         first = min(set(self.target) - set(self.source), default=0)
         return tuple(f"trainer rank {at}" if at in self.source else f"engine rank {at - first}" for at in ranks)
 
-    def groups(self, limit_bytes: int | None) -> tuple[TransferPlan, ...]:
+    def groups(self, limit_bytes: int | None) -> "tuple[TransferPlan, ...]":
         """The plan cut into plans of consecutive tensors, of at most so many bytes each (at least one tensor)."""
         if limit_bytes is None:
             return (self,)
@@ -60,7 +58,7 @@ class TransferPlan:
             numbers[spec.name] = number
         return tuple(self._part([name for name, at in numbers.items() if at == group]) for group in range(number + 1))
 
-    def _part(self, names: Sequence[str]) -> TransferPlan:
+    def _part(self, names: Sequence[str]) -> "TransferPlan":
         part = set(names)
 
         def chosen(side: Slices) -> Slices:

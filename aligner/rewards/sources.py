@@ -80,7 +80,7 @@ class RewardNormalizer:
     bias: float = 0.0
 
     @classmethod
-    def fit(cls, scores: Tensor, mean: float = 0.0, std: float = 1.0) -> RewardNormalizer:
+    def fit(cls, scores: Tensor, mean: float = 0.0, std: float = 1.0) -> "RewardNormalizer":
         """The one that gives these scores a mean and a population standard deviation.
 
         gain = std / σ, bias = mean - gain·μ (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 6).

@@ -1,7 +1,5 @@
 """From prompts to samples, with scores and values on their way."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -57,12 +55,12 @@ class RolloutBatch:
         """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
         return self.scores.result().isfinite().nonzero()[:, 0]
 
-    def scored(self) -> RolloutBatch:
+    def scored(self) -> "RolloutBatch":
         """Without the samples that have no score. Collective."""
         rows = self.scored_rows()
         return self if len(rows) == len(self.samples) else self.select(rows)
 
-    def select(self, rows: Tensor) -> RolloutBatch:
+    def select(self, rows: Tensor) -> "RolloutBatch":
         """Some of the samples (int64 [N]), in that order."""
         chosen = rows.tolist()
         return replace(

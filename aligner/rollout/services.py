@@ -1,7 +1,5 @@
 """The servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -85,7 +83,7 @@ class PendingRows:
             dist.broadcast(rows, 0)
         return rows
 
-    def select(self, rows: Tensor) -> PendingRows:
+    def select(self, rows: Tensor) -> "PendingRows":
         """Some of these rows (int64 [N]), in that order."""
         return replace(self, chosen=rows if self.chosen is None else self.chosen[rows])
 

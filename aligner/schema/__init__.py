@@ -4,8 +4,6 @@ Every key a user may write is a field here; a field's metadata holds its help te
 `choices` or its bounds (`minimum`, `above`, `maximum`, `below`). `checks/` enforces them, `docs/configuration.md` lists them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.actor import ActorConfig, LoraConfig

@@ -1,7 +1,5 @@
 """What is learned."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import CALLABLE, callable_place, option, section

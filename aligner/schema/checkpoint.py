@@ -1,7 +1,5 @@
 """When a run can be resumed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option

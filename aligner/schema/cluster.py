@@ -1,7 +1,5 @@
 """Where the roles run: this machine, or nodes of a Slurm cluster."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@
 that the condition is written in. Terms are joined by `and`, and these by `or`; of several conditions in a tuple all must hold.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

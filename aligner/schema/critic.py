@@ -1,7 +1,5 @@
 """The value model and its server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option, section

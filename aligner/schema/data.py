@@ -1,7 +1,5 @@
 """What a run learns from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the records that a run learns from lie, as the configuration says: one source, or several with weights."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping

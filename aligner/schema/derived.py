@@ -1,7 +1,5 @@
 """Quantities that follow from several keys."""
 
-from __future__ import annotations
-
 from aligner.schema import Config, EvaluationConfig
 
 

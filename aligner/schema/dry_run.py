@@ -1,7 +1,5 @@
 """A dry run: two steps of a configuration with a tiny model on this machine's CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine that draws responses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option, section

@@ -1,7 +1,5 @@
 """What a policy is evaluated on while it trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

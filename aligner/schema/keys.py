@@ -1,7 +1,5 @@
 """The schema as a flat list of dotted keys, for error messages, checks and the reference page."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import typing
@@ -89,7 +87,7 @@ def _sections(
         keys.append(
             Key(
                 name=dotted,
-                type_name=field.type if isinstance(field.type, str) else str(field.type),
+                type_name=str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__,
                 default=field.default if factory is dataclasses.MISSING else factory(),
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],

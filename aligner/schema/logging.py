@@ -1,7 +1,5 @@
 """What a run writes and shows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

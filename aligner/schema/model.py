@@ -1,7 +1,5 @@
 """The policy that a run starts from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a key of the schema is written: its default, its help text, its bounds, and when a run reads it."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Paths that name another experiment's result: `experiment:NAME`, or `experiment:NAME/FILE` for a file in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What scores the samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

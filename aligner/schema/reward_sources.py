@@ -1,7 +1,5 @@
 """What scores the samples: one source, or several with weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import sys

@@ -1,7 +1,5 @@
 """How many samples a step takes, and how they are drawn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option

@@ -1,7 +1,5 @@
 """One run: its name, its directory and its length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions that score, by their names: what a configuration may call one, known before any of them is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from aligner.schema.options import callable_place

@@ -1,7 +1,5 @@
 """What the servers share: ports, keys, TLS, limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option, section

@@ -1,7 +1,5 @@
 """A model in Megatron: its layout and how it is trained, for every role that has one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from aligner.schema.options import option, section

@@ -1,7 +1,5 @@
 """The critic's numbered updates, each applied exactly once: the trainer's journal of them, and the critic's own ledger."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -33,7 +31,7 @@ class RunId:
         return f"{self.name}@{self.attempt}"
 
     @staticmethod
-    def parse(text: str) -> RunId:
+    def parse(text: str) -> "RunId":
         """Read `name@attempt`; a name alone is its first attempt."""
         name, mark, attempt = text.rpartition("@")
         counted = mark and attempt.isdecimal() and len(attempt) <= _ATTEMPT_DIGITS
@@ -139,7 +137,7 @@ class UpdateLedger:
         write_file(path, json.dumps(state) + "\n")
 
     @staticmethod
-    def load(path: Path) -> UpdateLedger:
+    def load(path: Path) -> "UpdateLedger":
         """Read what `save` wrote. Raises AlignerError when there is nothing to read."""
         try:
             state = json.loads(path.read_text())

@@ -1,7 +1,5 @@
 """The reward role: requests to scores, by functions, remote scorers and models, on ranks of its own or beside the critic."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +42,7 @@ def serve_reward(config: Config, group: str = "reward") -> None:
         raise ConfigError(f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward model")
 
 
-def run_reward(config: Config, scoring: Scoring, group: str = "reward") -> None:
+def run_reward(config: Config, scoring: "Scoring", group: str = "reward") -> None:
     """Serve the scores; every rank of their world calls this."""
     handlers = {**scoring.handlers, "version": lambda: {"protocol": PROTOCOL_VERSION, "version": 0}}
     serve_role(group, config, handlers, scoring.endpoints, ("version",), scoring.limits)

@@ -1,7 +1,5 @@
 """What an offline run learns: from demonstrations (SFT), preferences (DPO, a reward model) or labeled steps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -129,7 +127,7 @@ class PairwiseRewardModel(OfflineTask):
     group = 2
 
     @classmethod
-    def start(cls, model: ValueModel, pad_token_id: int, samples: Sequence[Demonstration]) -> PairwiseRewardModel:
+    def start(cls, model: ValueModel, pad_token_id: int, samples: Sequence[Demonstration]) -> "PairwiseRewardModel":
         """Normalize a model that has not been trained. Raises AlignerError where its rewards of the samples are equal."""
         rows = demonstration_rows(samples, pad_token_id)
         return cls(model, pad_token_id, rows, fit_normalizer(model, rows))

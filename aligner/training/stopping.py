@@ -8,9 +8,9 @@ from types import FrameType
 
 import torch
 
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron.world import World
 from aligner.schema import RunConfig
-from aligner.signals import STOP_SIGNAL
 
 
 class StopCondition:

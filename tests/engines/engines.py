@@ -141,7 +141,7 @@ def generate(engine: GenerationEngine, requests: Sequence[GenerationRequest], op
 def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:
     """Publish this rank's slices of a Hugging Face directory of safetensors."""
     table = weight_table(engine._shape)
-    pieces = read_slices(directory, table, engine_slices(table, engine.weight_format.layout, engine._rank))
+    pieces = read_slices(directory, table, engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place))
     update = engine.begin_update(version)
     for name, tensor in pieces:
         update.views([name])[name].copy_(tensor)

@@ -176,7 +176,7 @@ def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
 
 def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):
     """An open update to a directory's weights, all written."""
-    source = make_engine(directory).weights
+    source = make_engine(directory)._weights.views
     engine._settings = dataclasses.replace(engine._settings, in_flight=in_flight)
     update = engine.begin_update(version)
     for name, view in update.views(list(source)).items():

@@ -9,8 +9,8 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.engine_weights import parameters
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
-from aligner.placement.memory.engine_memory import engine_memory
 from aligner.placement.memory.model_states import engine_weights, shared_weights
+from aligner.placement.memory.role_memory import engine_memory
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig

@@ -13,6 +13,7 @@ from torch import Tensor
 from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
 from aligner.rollout.services import Services
@@ -31,7 +32,6 @@ from aligner.schema import (
     RunConfig,
 )
 from aligner.servers.reward_server import build_scoring
-from aligner.signals import STOP_SIGNAL
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import demonstration_rows
 from aligner.training.setup import build_task, build_trainer

@@ -1,7 +1,5 @@
 """The TensorRT-LLM engine: its own processes generate on the replica's GPUs, driven by one of the replica's ranks."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import gc
@@ -98,7 +96,7 @@ class TensorRTLLMEngine(GenerationEngine):
         self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
         return self._generation
 
-    def begin_update(self, version: int) -> StreamedUpdate:
+    def begin_update(self, version: int) -> "StreamedUpdate":
         """Open an update. The old weights serve until its first `load`."""
         self._check_may_update(version)
         self._incoming = version

@@ -13,6 +13,7 @@ from aligner.config.compose import save_config
 from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import check_directory
 from aligner.errors import AlignerError, ConfigError
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
 from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
@@ -21,7 +22,6 @@ from aligner.paths import RunPaths, cache_directory, run_paths
 from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
-from aligner.signals import STOP_SIGNAL
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
 _QUEUEING_S = 600.0  # so long `sbatch` may take: it tries again by itself where the controller is busy

@@ -5,8 +5,6 @@ that a trained weight takes 2 + 4 + 12 bytes: the 18 of megatron-core's own acco
 the last 12 over the data and context ranks: 6 + 12/d (ZeRO-1, Rajbhandari et al. 2020). fp32 weights are their own main copy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ class Numbers:
     experts: int = 0
     """Cut over the experts' own tensor ranks, and by expert."""
 
-    def __add__(self, other: Numbers) -> Numbers:
+    def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(self.cut + other.cut, self.whole + other.whole, self.experts + other.experts)
 
     def dense(self, layout: ParallelConfig) -> int:

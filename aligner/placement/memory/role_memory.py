@@ -7,15 +7,25 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
+from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.memory.activations import Load, Stage
-from aligner.placement.memory.engine_memory import engine_memory
-from aligner.placement.memory.model_states import States, frozen_weights, trained_states
+from aligner.placement.memory.activations import Load, Stage, forward_work
+from aligner.placement.memory.model_states import (
+    States,
+    engine_weights,
+    frozen_weights,
+    largest_tensor,
+    shared_weights,
+    trained_states,
+)
 from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
 from aligner.schema.derived import longest_sequence, rows_together, samples_learned_from
+
+_PROMPT_TOKENS = 8192
+"""Of prompts that the embedded engine runs in one pass: `engines/embedded/generation.py`."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,65 @@ def _snapshots(config: Config, states: States) -> int:
     """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
     actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
     return states.weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one of its devices."""
+
+    weights: int
+    """With the spare copy of update=atomic."""
+    transfer: int
+    """While new weights arrive: buckets, and what TensorRT-LLM takes whole."""
+    cache: int
+    work: int
+    """Of a pass over prompts, or of drawing tokens."""
+
+
+def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: int = 0) -> EngineMemory:
+    """Of a rank of the engine, on a device where `beside` bytes are held by others.
+
+    Of a colocated engine `stage` is the trainer's pipeline stage on that device.
+    """
+    engine = config.engine
+    device = device_of(config, engine.precision)
+    tensor, itemsize, bucket = engine.parallel.tensor, device.itemsize, engine.bucket_mib << 20
+    weights = itemsize * engine_weights(shape, tensor)
+    if engine.update == "shared":
+        weights -= itemsize * shared_weights(shape, config.actor.parallel, stage, tensor)
+    # An engine that sleeps drops its weights, and what comes next has nothing to be atomic with.
+    if engine.update == "atomic" and not engine.sleep:
+        weights *= 2
+    tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
+    if engine.kind == "tensorrt_llm":
+        tokens = engine.tensorrt_llm.max_num_tokens
+        transfer += max(bucket, itemsize * largest_tensor(shape))
+    logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
+    work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
+    held = weights + transfer + work + beside
+    return EngineMemory(weights, transfer, _cache(config, shape, itemsize, held), work)
+
+
+def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
+    """Keys and values: as many as are used, or as TensorRT-LLM takes in advance, beside so many bytes held."""
+    engine, memory = config.engine, config.cluster.device_memory_gib
+    row = (longest_sequence(config) - 1) * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
+    limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
+    if engine.kind == "tensorrt_llm" and limit is not None:
+        return limit
+    if engine.kind == "tensorrt_llm" and memory is not None:
+        return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
+    used = rows_at_once(config) * row
+    return used if limit is None else min(used, limit)
+
+
+def rows_at_once(config: Config) -> int:
+    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after another, ahead or in turn."""
+    rollout = config.rollout
+    samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
+    if config.evaluation.every:  # how many prompts it has is not known here
+        return config.engine.batch_size
+    return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))
 
 
 def _generator(config: Config, shape: ModelShape) -> RoleMemory:
