@@ -1,7 +1,5 @@
 """What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or a weighted sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
