@@ -10,7 +10,7 @@ from torch import Tensor
 from aligner.algorithms.advantages import ESTIMATORS, Estimate
 from aligner.algorithms.online_losses import LOSSES, LossContext, OnlineLoss
 from aligner.algorithms.selections import SELECTIONS, Select
-from aligner.data.types import Experience, SampleBatch, ScoredSamples, Stats
+from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
 from aligner.schema.options import callable_place
@@ -27,14 +27,13 @@ def require_functions(settings: AlgorithmConfig) -> None:
 
 
 def find_selection(name: str) -> Select | None:
-    """The selection that `algorithm.train_on` names. Raises ConfigError where it is not there."""
+    """A user's own selection; None where `algorithm.train_on` names a built-in one. Raises ConfigError as the others do."""
     if name in SELECTIONS:
-        return SELECTIONS[name]
+        return None
     key, function = _own("train_on", name)
 
-    def select(samples: SampleBatch, scores: Tensor) -> Tensor:
-        rows = _called(key, function, samples, scores)
-        count = len(scores)
+    def select(samples: ScoredSamples) -> Tensor:
+        rows, count = _called(key, function, samples), len(samples.tokens)
         _require(key, isinstance(rows, Tensor) and rows.ndim == 1 and not rows.is_floating_point(), rows, "int64 [N], rows")
         allowed = f"different rows within 0 and {count - 1}"
         _require(key, bool(((rows >= 0) & (rows < count)).all()) and len(rows.unique()) == len(rows), rows.tolist(), allowed)

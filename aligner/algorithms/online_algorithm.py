@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from aligner.algorithms.extension import find_estimator, find_loss, find_selecti
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.online_losses import LossContext, OnlineLoss
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
-from aligner.algorithms.selections import Select
+from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
 from aligner.schema import AlgorithmConfig, Config
@@ -24,8 +24,10 @@ class OnlineAlgorithm:
     """What a step makes of its samples; built from the configuration by `build_online_algorithm`."""
 
     settings: AlgorithmConfig
+    select_by_score: SelectByScore | None
+    """Leaves samples out before log-probs are computed; None: none."""
     select: Select | None
-    """None: all samples are learned from."""
+    """A user's own, which sees log-probs, rewards and values."""
     estimate: Estimate
     policy_loss: OnlineLoss
     """Without a KL penalty and an entropy bonus."""
@@ -34,7 +36,7 @@ class OnlineAlgorithm:
     """The loss must see so many rows in a row together."""
     max_response_tokens: int
 
-    def experience(
+    def scored_samples(
         self,
         batch: SampleBatch,
         scores: Tensor,
@@ -42,31 +44,36 @@ class OnlineAlgorithm:
         old_logprobs: Tensor,
         reference_logprobs: Tensor,
         kl_coefficient: float,
-    ) -> Experience:
-        """Scores [B], and values [B, S] where there is a critic, to rewards, advantages and returns [B, S-1].
+    ) -> ScoredSamples:
+        """Scores [B] to rewards [B, S-1], and the samples that are learned from; values are [B, S] where there is a critic.
 
-        A KL penalty in the reward is taken token by token, the score on the last response token; rewards are whitened
-        without moving their mean, advantages with (Huang et al. 2023, "The N Implementation Details of RLHF with PPO",
-        details 10 and 11).
+        A KL penalty in the reward is taken token by token, the score on the last response token.
         """
-        mask, settings = batch.mask, self.settings
-        kl = approximate_kl(old_logprobs, reference_logprobs, settings.kl_estimator)
-        rewards = penalized_rewards(scores, kl, 0.0 if self._kl_in_loss else kl_coefficient, mask)
-        if settings.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False)
+        kl = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator)
         samples = ScoredSamples(
             **vars(batch),
             scores=scores,
-            rewards=rewards,
-            values=None if values is None else torch.where(mask, values[:, :-1], 0.0),
+            rewards=penalized_rewards(scores, kl, 0.0 if self._kl_in_loss else kl_coefficient, batch.mask),
+            values=None if values is None else torch.where(batch.mask, values[:, :-1], 0.0),
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
         )
+        return samples if self.select is None else samples.select(self.select(samples))
+
+    def experience(self, samples: ScoredSamples) -> Experience:
+        """The samples with their advantages and returns [B, S-1].
+
+        Rewards are whitened without moving their mean, advantages with (Huang et al. 2023, "The N Implementation Details of
+        RLHF with PPO", details 10 and 11).
+        """
+        settings, mask = self.settings, samples.mask
+        if settings.whiten_rewards:
+            samples = replace(samples, rewards=masked_whiten(samples.rewards, mask, shift_mean=False))
         found = self.estimate(samples, settings)
         estimated, returns = found if isinstance(found, tuple) else (found, None)
-        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(rewards.dtype)
+        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(samples.rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
-            estimated = group_whiten(estimated, mask, batch.samples_per_prompt)
+            estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
         return Experience(**vars(samples), advantages=estimated, returns=returns)
@@ -133,6 +140,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
     settings = config.algorithm
     return OnlineAlgorithm(
         settings=settings,
+        select_by_score=SELECTIONS.get(settings.train_on),
         select=find_selection(settings.train_on),
         estimate=find_estimator(settings.advantage),
         policy_loss=find_loss(settings.loss),

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from aligner.data.types import SampleBatch
+from aligner.data.types import ScoredSamples
 
-Select = Callable[[SampleBatch, Tensor], Tensor]
-"""From a step's samples and their scores, float32 [B], to the rows to learn from, int64 [N]."""
+SelectByScore = Callable[[Tensor, int], Tensor]
+"""From a step's scores, float32 [B], and the number of samples a prompt to the rows to learn from, int64 [N]."""
+Select = Callable[[ScoredSamples], Tensor]
+"""The same from all that is known of the samples before anything is learned: a user's own."""
 
 
 def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
@@ -24,9 +26,5 @@ def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
     return best_and_worst(scores, samples_per_prompt)[::2]
 
 
-SELECTIONS: Mapping[str, Select | None] = {
-    "all": None,
-    "best": lambda samples, scores: best(scores, samples.samples_per_prompt),
-    "best_and_worst": lambda samples, scores: best_and_worst(scores, samples.samples_per_prompt),
-}
+SELECTIONS: Mapping[str, SelectByScore | None] = {"all": None, "best": best, "best_and_worst": best_and_worst}
 """None: nothing is left out, and the scores are not waited for."""

@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -15,24 +14,6 @@ from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, value_text
 from aligner.schema.keys import schema_keys, schema_sections, unmet, value_at
-
-RENAMED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "algorithm.overlong_buffer": (
-            "algorithm.overlong_fraction",
-            "it is a share of rollout.max_response_tokens now, not a number of tokens",
-        ),
-    }
-)
-"""Old key, or section, to the new one and what else has changed about it (empty: nothing)."""
-
-
-def renamed_key(key: str, table: Mapping[str, tuple[str, str]] = RENAMED) -> str | None:
-    """What to write instead of a key that was renamed, or that lies in a section that was; None for any other."""
-    for old, (new, change) in table.items():
-        if key == old or key.startswith(f"{old}."):
-            return f"renamed to {new}{key.removeprefix(old)}" + (f"; {change}" if change else "")
-    return None
 
 
 def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
@@ -60,12 +41,10 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
 
 
 def check_key(key: str, groups: Iterable[str] = ()) -> None:
-    """Raise ConfigError, with the new or the nearest key, unless `key` is a key, a section or an entry of a mapping."""
+    """Raise ConfigError, with the nearest key, unless `key` is a key, a section or an entry of a mapping."""
     sections = {section.name for section in schema_sections() if section.name}
     if key in sections or known_key(key) is not None:
         return
-    if renamed := renamed_key(key):
-        raise ConfigError(f"{key}: {renamed}")
     raise ConfigError(f"{key}: unknown key; {_suggestion(key, [*schema_keys(), *sections, *groups])}")
 
 

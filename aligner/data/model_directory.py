@@ -37,7 +37,7 @@ def prepare_model(config: Config) -> Path:
     if config.model.source == "random":
         _create(directory, _write_random, config, config.model.config)
     elif config.model.source == "gguf" and not directory.exists():
-        file = gguf_file(str(config.model.package))
+        file = gguf_file(config.model)
         _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
         _create(directory, _write_converted, file)
     check_model_directory(directory)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +14,9 @@ from aligner.models.gguf_header import gguf_shape
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
-from aligner.schema import Config
+from aligner.schema import Config, ModelConfig
 from aligner.schema.data_sources import FUNCTION
+from aligner.schema.options import is_finite_number
 from aligner.schema.references import read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
 
@@ -70,12 +70,8 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
             raise ConfigError("model.config is empty; source=random needs the entries of a Hugging Face config.json")
         return read_config(model.config, "model.config")
     if model.source == "gguf":
-        if model.package is None:
-            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
-        return gguf_shape(gguf_file(model.package))
-    if model.path is None:
-        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
-    return directory_shape(Path(model.path), "model.path", expected)
+        return gguf_shape(gguf_file(model))
+    return directory_shape(_given_directory(model), "model.path", expected)
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
@@ -83,8 +79,11 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
     return dataclasses.replace(policy, num_layers=config.critic.num_layers or policy.num_layers)
 
 
-def gguf_file(package: str) -> Path:
+def gguf_file(model: ModelConfig) -> Path:
     """The one GGUF file that an installed package ships."""
+    package = model.package
+    if package is None:
+        raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -105,11 +104,13 @@ def model_directory(config: Config) -> Path:
     if model.source == "random":
         return run_paths(config).initial_model
     if model.source == "gguf":
-        if model.package is None:
-            raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
-        file = gguf_file(model.package)
-        version = metadata.version(metadata.packages_distributions()[model.package][0])
-        return cache_directory() / "models" / f"{model.package}-{version}-{file.stem}"
+        file, package = gguf_file(model), str(model.package)
+        version = metadata.version(metadata.packages_distributions()[package][0])
+        return cache_directory() / "models" / f"{package}-{version}-{file.stem}"
+    return _given_directory(model)
+
+
+def _given_directory(model: ModelConfig) -> Path:
     if model.path is None:
         raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
     return Path(model.path)
@@ -133,18 +134,13 @@ def read_normalization(directory: Path) -> tuple[float, float]:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.keys() != {"gain", "bias"} or not all(map(_is_finite, content.values())):
+    if not isinstance(content, dict) or content.keys() != {"gain", "bias"} or not all(map(is_finite_number, content.values())):
         shown = json.dumps(content)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise ConfigError(f'{file}: must hold {{"gain": NUMBER, "bias": NUMBER}}, both finite, got {shown}')
     if content["gain"] <= 0:
         raise ConfigError(f"{file}: gain is {content['gain']}, must be above 0")
     return float(content["gain"]), float(content["bias"])
-
-
-def _is_finite(value: Any) -> bool:
-    # Compared, not converted: an integer may be too large for a float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def absent_inputs(config: Config) -> ExpectedInputs:

@@ -161,7 +161,7 @@ def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:
-    """Read the addresses by server group (`config.placement.server_ranks`)."""
+    """Read the addresses by server group (`aligner.placement.roles.server_ranks`)."""
     return {group: Endpoint(**fields) for group, fields in json.loads(path.read_text()).items()}
 
 

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.schema.options import is_finite_number
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _SHOWN_BYTES = 200
@@ -94,17 +94,12 @@ class RemoteScorer:
             rewards: Any = json.loads(answer)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ScoringError(f"{self.url} answered with {_shown(answer)}; it must be JSON with `rewards`") from error
-        if not isinstance(rewards, list) or len(rewards) != count or not all(map(_is_score, rewards)):
+        if not isinstance(rewards, list) or len(rewards) != count or not all(map(is_finite_number, rewards)):
             raise ScoringError(
                 f"{self.url} answered with {_shown(answer)}; `rewards` must be a list of {count} finite numbers,"
                 " one for each query"
             )
         return [float(reward) for reward in rewards]
-
-
-def _is_score(value: Any) -> bool:
-    # Compared, not converted: an integer may be too large for a float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _shown(answer: bytes) -> str:

@@ -24,33 +24,6 @@ from aligner.schema.run import RunConfig
 from aligner.schema.server import PortsConfig, ServerConfig, TLSConfig
 from aligner.schema.trained_model import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
-__all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "Config",
-    "CriticConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EngineParallelConfig",
-    "EvaluationConfig",
-    "LoggingConfig",
-    "LoraConfig",
-    "MegatronModelConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PortsConfig",
-    "PreferenceConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "ServerConfig",
-    "SlurmRoleConfig",
-    "TLSConfig",
-    "TrainedModelConfig",
-]
-
 
 @dataclass
 class Config:

@@ -1,7 +1,6 @@
 """Where the records that a run learns from lie, as the configuration says: one source, or several with weights."""
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
+from aligner.schema.options import is_finite_number
 
 _ENTRIES = ("path", "weight", "fields")
 
@@ -82,14 +82,10 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
             yield from fields_problems(f"{key}.fields", value)
         elif entry == "path" and (not isinstance(value, str) or not value):
             yield f"{key}.path={value}: expected text, got {type(value).__name__}"
-        elif entry == "weight" and not _is_share(value):
+        elif entry == "weight" and not (is_finite_number(value) and value > 0):
             yield f"{key}.weight={value}: must be a finite number above 0; leave the source out if it is to have no share"
     if "path" not in entries:
         yield f"{key}.path: missing"
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def fields_problems(key: str, fields: Any) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """How a key of the schema is written: its default, its help text, its bounds, and when a run reads it."""
 
+import sys
 from dataclasses import field
 from typing import Any
 
@@ -44,3 +45,8 @@ def callable_place(name: str) -> tuple[str, str] | None:
     """The module of a `module:callable`, and what it is called there; None for any other name."""
     module, _, function = name.partition(":")
     return (module, function) if module and function else None
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether it is a number, and one that a float holds. Compared, not converted: an integer may be too large."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

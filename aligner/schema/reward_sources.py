@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError
 from aligner.schema import RewardConfig
+from aligner.schema.options import is_finite_number
 from aligner.schema.scoring_functions import function_problem
 
 _SHORTEST_TIMEOUT_S = 0.1
@@ -139,8 +139,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
 
 def _value_problem(entry: str, value: Any) -> str | None:
     if entry in ("weight", "gain", "bias", "timeout_s"):
-        # Compared, not converted: an integer may be too large for a float.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        if not is_finite_number(value):
             return "must be a finite number"
         if entry == "timeout_s" and value < _SHORTEST_TIMEOUT_S:
             return f"must be at least {_SHORTEST_TIMEOUT_S:g}"

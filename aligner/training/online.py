@@ -42,10 +42,11 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("generate"):
             rollout = self.pipeline.take()  # scores and values are asked for as each part is generated
         chosen = rollout
-        if self.algorithm.select is not None:
+        if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
-                chosen = rollout.select(self.algorithm.select(rollout.batch, self._scores(rollout)))
+                each = rollout.batch.samples_per_prompt
+                chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned = self._learn(step, chosen, timer) if chosen.samples else {}
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": sum(sample.tokens.numel() for sample in rollout.samples)}
@@ -65,10 +66,13 @@ class OnlineTrainer(TrainingLoop):
                 batch = rollout.batch
             scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
-        experience = algorithm.experience(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
-        stats = experience_metrics(experience) | staleness_metrics(batch, version=step) | {"kl/coef": coefficient}
+        samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
+        if not len(samples.tokens):
+            return {}
+        experience = algorithm.experience(samples)
+        stats = experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
         stats |= self._update(step, experience, timer)
-        self.kl_controller.update(sequence_kl(experience), len(rollout.samples))
+        self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats
 
     def _scores(self, rollout: RolloutBatch) -> Tensor:

@@ -32,7 +32,7 @@ from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RewardClient
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import build_evaluator
-from aligner.training.loop import Recorder, TrainingLoop
+from aligner.training.loop import Recorder, StopCondition, TrainingLoop
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import (
     DirectPreferenceOptimization,
@@ -45,7 +45,6 @@ from aligner.training.offline_tasks import (
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
 from aligner.training.run_checkpoints import RunCheckpoints
-from aligner.training.stopping import StopCondition
 
 
 def train(config: Config) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aligner.algorithms import advantages, extension, losses
+from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import FINISH_REASONS, Sample, collate
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
@@ -34,8 +35,16 @@ def own_clip(logprobs, rows, context):
     return context.total(-torch.minimum(surrogate, clipped), rows.mask), stats
 
 
-def own_best(samples, scores):
-    return torch.stack([row[0] for row in (-scores.view(-1, EACH)).argsort(1)]) + torch.arange(0, len(scores), EACH)
+def own_best(samples):
+    order = (-samples.scores.view(-1, EACH)).argsort(1)
+    return torch.stack([row[0] for row in order]) + torch.arange(0, len(samples.scores), EACH)
+
+
+def near_the_reference(samples):
+    """What only log-probs, rewards and values tell."""
+    assert samples.values is not None and samples.rewards.shape == samples.mask.shape
+    difference = torch.where(samples.mask, samples.old_logprobs - samples.reference_logprobs, 0.0)
+    return difference.sum(1).argsort()[:5]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo"])
@@ -59,6 +68,16 @@ def test_a_users_selection_chooses_the_rows():
     config = composed("best_of_n", f"algorithm.train_on={HERE}:own_best")
     chosen, expected = step(config)[1], step(composed("best_of_n"))[1]
     assert torch.equal(chosen.tokens, expected.tokens) and torch.equal(chosen.groups, expected.groups)
+
+
+def test_a_users_selection_sees_what_the_estimator_sees_and_comes_before_whitening():
+    all_of_them = step(composed("ppo"))[1]
+    config = composed("ppo", f"algorithm.train_on={HERE}:near_the_reference", "algorithm.whiten_rewards=true")
+    chosen = step(config)[1]
+    rows = near_the_reference(all_of_them)
+    assert torch.equal(chosen.tokens, all_of_them.tokens[rows]) and torch.equal(chosen.scores, all_of_them.scores[rows])
+    expected = masked_whiten(all_of_them.rewards[rows], chosen.mask, shift_mean=False)
+    assert torch.equal(chosen.rewards, expected)
 
 
 def test_what_a_function_sees_is_there():
@@ -105,7 +124,7 @@ def loss_without_gradient(logprobs, rows, context):
     return context.total(logprobs.detach(), rows.mask), {}
 
 
-def rows_twice(samples, scores):
+def rows_twice(samples):
     return torch.zeros(2, dtype=torch.int64)
 
 

@@ -71,13 +71,14 @@ def step(config, seed=0):
     reference = old + 0.1 * random(rows, width - 1)
     values = 0.1 * random(rows, width) if config.algorithm.has_critic else None
     after = torch.where(mask, old + 0.2 * random(rows, width - 1), 0.0)
-    if algorithm.select is not None:
-        chosen = algorithm.select(batch, scores)
+    if algorithm.select_by_score is not None:
+        chosen = algorithm.select_by_score(scores, EACH)
         batch, scores, old, reference, after = (
             part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
         )
     shaped = algorithm.shaping(scores, [sample(length, "stop") for length in batch.mask.sum(1).tolist()])
-    experience = algorithm.experience(batch, shaped, values, old, reference, config.algorithm.kl_coefficient)
+    samples = algorithm.scored_samples(batch, shaped, values, old, reference, config.algorithm.kl_coefficient)
+    experience = algorithm.experience(samples)
     return algorithm, experience, scores, after
 
 

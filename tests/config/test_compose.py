@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.config.overrides import RENAMED, renamed_key
 from aligner.errors import ConfigError
-from aligner.schema.keys import schema_keys, schema_sections
 
 TINY = "experiment=tiny_ppo"
 
@@ -19,10 +17,6 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "learning_rate=1"], "did you mean actor.optimizer.learning_rate or critic.optimizer.learning_rate?"),
         ([TINY, "+actor.depth=1"], "actor.depth: unknown key; allowed in actor: frozen, logprob_chunk_tokens, lora"),
         ([TINY, "actor={paralel: {tensor: 2}}"], "actor.paralel: unknown key; did you mean actor.parallel?"),
-        (
-            [TINY, "algorithm.overlong_buffer=4"],
-            "algorithm.overlong_buffer: renamed to algorithm.overlong_fraction; it is a share",
-        ),
         ([TINY, "expriment=x"], "expriment: unknown key; did you mean experiment?"),
         ([TINY, "model.config.depth=1"], "model.config.depth: no such entry to override; add one with +model.config.depth="),
         ([TINY, "run.steps=ten"], "run.steps=ten: expected int, got str"),
@@ -48,20 +42,6 @@ def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -
         compose_config(overrides)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2
-
-
-def test_what_lies_in_a_renamed_section_is_renamed_with_it() -> None:
-    table = {"ppo.optim": ("actor.optimizer", ""), "ppo.lr": ("actor.optimizer.learning_rate", "the peak")}
-    assert renamed_key("ppo.optim.beta1", table) == "renamed to actor.optimizer.beta1"
-    assert renamed_key("ppo.lr", table) == "renamed to actor.optimizer.learning_rate; the peak"
-    assert renamed_key("ppo.optimal", table) is None
-
-
-def test_every_renamed_key_has_a_new_name_that_exists() -> None:
-    known = {*schema_keys(), *(section.name for section in schema_sections())}
-    assert RENAMED
-    assert not known & RENAMED.keys()
-    assert {new for new, _ in RENAMED.values()} <= known
 
 
 def test_names_follow_from_the_experiment_and_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +120,6 @@ def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
         (
             "actor: {paralel: {tensor: 2}}\n",
             "actor.paralel: unknown key; did you mean actor.parallel? (in experiment/mine.yaml)",
-        ),
-        (
-            "algorithm: {overlong_buffer: 4}\n",
-            "algorithm.overlong_buffer: renamed to algorithm.overlong_fraction; it is a share of rollout.max_response_tokens"
-            " now, not a number of tokens (in experiment/mine.yaml)",
         ),
         ("run: {steps: many}\n", "run.steps=many: expected int, got str (in experiment/mine.yaml)"),
         ("run: {steps: [\n", "mine.yaml"),

@@ -17,7 +17,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
 from aligner.schema.derived import longest_sequence
-from aligner.schema.keys import schema_keys, value_at, with_values
+from aligner.schema.keys import only_read, schema_keys, value_at, with_values
 from aligner.schema.reward_sources import RemoteSource, reward_sources
 
 _SUMS = {
@@ -60,11 +60,13 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
     given, notes = with_present_data(plan.config, expected)
     policy = check(given, expected)
     models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, expected).items()})
-    unreachable = [url for url in _urls(given) if not is_reachable(url)]
+    sources = reward_sources(given.reward) if given.algorithm.generates else ()
+    unreachable = [source.url for source in sources if isinstance(source, RemoteSource) and not is_reachable(source.url)]
     tiny_config, tiny = tiny_run(given, models, unreachable)
     notes = (*notes, *_exchanges(given, tiny_config, unreachable))
-    changes = (*_model_changes(models, tiny), *_key_changes(plan.config, tiny_config))
-    return DryRun(RunPlan(tiny_config, ()), changes, notes)
+    shapes = {"policy": (policy, tiny.policy), **{key: (shape, tiny.rewards[key]) for key, shape in models.rewards.items()}}
+    changes = [Change(name, _dimensions(whole), _dimensions(small)) for name, (whole, small) in shapes.items()]
+    return DryRun(RunPlan(tiny_config, ()), (*changes, *_key_changes(plan.config, tiny_config)), notes)
 
 
 def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
@@ -81,11 +83,6 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
     return with_values(config, settings.schedules(config)), tiny
 
 
-def _urls(config: Config) -> list[str]:
-    sources = reward_sources(config.reward) if config.algorithm.generates else ()
-    return [source.url for source in sources if isinstance(source, RemoteSource)]
-
-
 def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Iterator[str]:
     """What does not run here, and what does instead."""
     if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
@@ -94,12 +91,6 @@ def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Ite
         yield f"{url}: it does not answer; the share of digits takes its place as the score"
     if "dry_run" in tiny.reward.sources:
         yield "the share of digits is added to the score: a random model's samples would all score alike, and be left out"
-
-
-def _model_changes(given: Models, tiny: Models) -> Iterator[Change]:
-    pairs = {"policy": (given.policy, tiny.policy), **{key: (given.rewards[key], tiny.rewards[key]) for key in given.rewards}}
-    for name, (whole, small) in pairs.items():
-        yield Change(name, _dimensions(whole), _dimensions(small))
 
 
 def _dimensions(shape: ModelShape) -> str:
@@ -111,6 +102,8 @@ def _dimensions(shape: ModelShape) -> str:
 
 
 def _key_changes(given: Config, tiny: Config) -> Iterator[Change]:
+    """Of the keys that the one or the other reads."""
+    given, tiny = only_read(given), only_read(tiny)
     for name in schema_keys():
         one, other = value_at(given, name), value_at(tiny, name)
         if one != other and name not in _TOLD_OTHERWISE:

@@ -212,7 +212,8 @@ def _narrow(shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[in
     inside = {layout.expert_tensor_size for layout in layouts} if shape.num_experts else set()
     groups = _multiple(min(shape.num_kv_heads, 2), tensor)
     heads = groups * min(shape.num_heads // shape.num_kv_heads, 2)
-    head = _head_dim(shape)
+    # The smallest from 8 up of which the rotated share is a whole number of pairs.
+    head = next(size for size in count(8, 8) if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0)
     hidden = heads * head
     whole = shape.num_heads * shape.head_dim
     if shape.hidden_size != whole:
@@ -239,11 +240,6 @@ def _narrow(shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[in
 def _multiple(least: int, sizes: set[int]) -> int:
     """The smallest multiple of all sizes that is no less."""
     return math.lcm(*sizes) * math.ceil(least / math.lcm(*sizes))
-
-
-def _head_dim(shape: ModelShape) -> int:
-    """The smallest from 8 up of which the rotated share is a whole number of pairs."""
-    return next(size for size in count(8, 8) if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0)
 
 
 def with_positions(models: Models, longest: int, given_longest: int) -> Models:

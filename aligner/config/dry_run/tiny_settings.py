@@ -32,8 +32,8 @@ def text_limit(config: Config) -> int:
 
 
 def place(config: Config) -> Values:
-    """This machine's CPU, a directory beside the run's own, and patience."""
-    run, cluster = config.run, config.cluster
+    """This machine's CPU, a directory beside the run's own, services as this machine has them, and patience."""
+    run, cluster, server, engine = config.run, config.cluster, config.server, config.engine
     values: Values = {
         "run.name": f"{run.name}-dry-run",
         "run.dir": f"{run.dir}-dry-run",
@@ -46,64 +46,48 @@ def place(config: Config) -> Values:
         "cluster.threads_per_rank": 1,
         "cluster.collective_timeout_s": max(cluster.collective_timeout_s, _PATIENCE_S),
         "cluster.stop_timeout_s": max(cluster.stop_timeout_s, 30.0),
-        "server.start_timeout_s": max(config.server.start_timeout_s, _PATIENCE_S),  # prepare's as well
-        "checkpoint.every": min(config.checkpoint.every, 1),
-        "logging.wandb.enabled": False,  # a tracker has the runs themselves
-        "logging.mlflow.enabled": False,
-    }
-    values |= {f"{section.partition('.')[0]}.precision": "fp32" for section in layout_sections(config)}
-    values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
-    return values | (_services(config) if config.algorithm.generates else {})
-
-
-def _services(config: Config) -> Values:
-    """The engine and the servers, as this machine has them."""
-    server, engine = config.server, config.engine
-    return {
-        "engine.kind": "embedded",
-        "engine.precision": "fp32",
-        "engine.verify_every": 1,
-        "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
+        "server.start_timeout_s": max(server.start_timeout_s, _PATIENCE_S),  # prepare's as well
         "server.interface": "127.0.0.1",
         "server.tls": TLSConfig(),
         "server.request_timeout_s": max(server.request_timeout_s, _PATIENCE_S),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
         "server.max_request_tokens": max(server.max_request_tokens, ServerConfig.max_request_tokens),
-        **{f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward")},
+        "engine.kind": "embedded",
+        "engine.precision": "fp32",
+        "engine.verify_every": 1,
+        "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
+        "checkpoint.every": min(config.checkpoint.every, 1),
+        "logging.wandb.enabled": False,  # a tracker has the runs themselves
+        "logging.mlflow.enabled": False,
     }
+    values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward")}
+    values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
+    return values | {f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward")}
 
 
 def lengths(config: Config) -> Values:
     """Short prompts and responses, and less to evaluate on."""
-    data, evaluation = config.data, config.evaluation
-    values: Values = {"data.max_prompt_tokens": min(data.max_prompt_tokens, 16)}
-    if evaluation.every:
-        values["evaluation.every"] = min(evaluation.every, config.dry_run.steps)
-    if config.algorithm.trainer == "online" and evaluation.every:
-        values |= {"evaluation.count": min(evaluation.count or 4, 4), "evaluation.samples": min(evaluation.samples, 2)}
-    return values | (_response_lengths(config) if config.algorithm.generates else _record_lengths(config))
-
-
-def _response_lengths(config: Config) -> Values:
-    rollout, least = config.rollout, config.rollout.min_response_tokens
+    data, evaluation, rollout = config.data, config.evaluation, config.rollout
     longest = min(rollout.max_response_tokens, 8)
-    return {
-        "rollout.max_response_tokens": longest,
-        "rollout.min_response_tokens": longest if least == rollout.max_response_tokens else min(least, longest // 2),
-        "rollout.truncate_after": rollout.truncate_after if rollout.truncate_token is None else longest // 2,
-        "rollout.truncate_token": None if rollout.truncate_token is None else ".",
-    }
-
-
-def _record_lengths(config: Config) -> Values:
-    data = config.data
     # A response that is labeled step by step is all of its steps, of which each is cut by itself.
-    longest = 64 if config.algorithm.trainer == "reward_model" else 16
+    longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
-        "data.max_response_tokens": min(data.max_response_tokens, longest),
+        "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
+        "data.max_response_tokens": min(data.max_response_tokens, longest_record),
         "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),
-        "data.normalization_samples": min(data.normalization_samples, 8) if data.normalization else data.normalization_samples,
+        "data.normalization_samples": min(data.normalization_samples, 8),
+        "evaluation.every": min(evaluation.every, config.dry_run.steps),
+        "evaluation.count": min(evaluation.count or 4, 4),
+        "evaluation.samples": min(evaluation.samples, 2),
+        "rollout.max_response_tokens": longest,
+        "rollout.min_response_tokens": (
+            longest
+            if rollout.min_response_tokens == rollout.max_response_tokens
+            else min(rollout.min_response_tokens, longest // 2)
+        ),
+        "rollout.truncate_after": longest // 2,
+        "rollout.truncate_token": None if rollout.truncate_token is None else ".",
     }
 
 

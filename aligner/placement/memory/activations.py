@@ -42,7 +42,9 @@ class Layer:
     def outside(self) -> float:
         """All but the attention core's part, which recompute=selective computes anew."""
         norm_inputs = 1 if self.shape.parallel_residual else 2
-        network = self._experts if self.shape.num_experts else self.between
+        # Between a feed-forward network's matrices lie what is activated and what the second takes.
+        dense = self.device.itemsize * self._activated / self.layout.tensor
+        network = self._experts if self.shape.num_experts else dense
         return norm_inputs * self.norm + 2 * self.input + self._projections + network
 
     @property
@@ -57,11 +59,6 @@ class Layer:
         """The input of a norm. torch's RMS norm on a CPU is made of several operators, which compute and keep fp32."""
         composite = self.shape.normalization == "rms" and not self.device.gpus
         return self._stream * (2 * FP32 if composite else self.device.itemsize)
-
-    @property
-    def between(self) -> float:
-        """What lies between the two matrices of a feed-forward network: what is activated and what the second takes."""
-        return self.device.itemsize * self._activated / self.layout.tensor
 
     @property
     def _stream(self) -> float:

@@ -274,9 +274,11 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
         if role.peak.total <= limit * GIB or "." in role.role:  # replicas of the reward are alike
             continue
         where = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
+        parts = ((column, getattr(role.peak, column)) for column in COLUMNS[:-1])
+        held = ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
         yield (
             f"cluster.device_memory_gib={limit:g}: {role.role} needs {role.peak.total / GIB:.1f} GiB a device"
-            f" in {role.peak.name}{where}: {_describe_phase(role.peak)}; what usually helps: {_what_helps(config, role.role)}"
+            f" in {role.peak.name}{where}: {held}; what usually helps: {_what_helps(config, role.role)}"
         )
 
 
@@ -294,9 +296,3 @@ def _what_helps(config: Config, role: str) -> str:
         keys += ["engine.sleep=true"] if section == "actor" else []
         keys += ["engine.update=in_place", "a smaller engine.batch_size or engine.kv_cache_mib"]
     return ", ".join(keys)
-
-
-def _describe_phase(phase: Phase) -> str:
-    """What a phase holds, in GiB."""
-    parts = ((column, getattr(phase, column)) for column in COLUMNS[:-1])
-    return ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
