@@ -155,6 +155,7 @@ def test_the_check_passes_in_the_environment_of_the_tests(tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_check_names_all_that_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("Hydra_Core==1.3.0\n")
     done = check_image("trainer", str(tmp_path / "held.txt"))

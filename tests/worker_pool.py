@@ -1,4 +1,4 @@
-"""Worker ranks that live across tests: torch and megatron-core are imported once per worker, not once per test."""
+"""Worker ranks that live across tests, forked from a process that has imported torch and megatron-core."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class WorkerPool:
     """Runs a module-level function on every rank of a gloo world and returns each rank's result, in rank order."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "aligner.megatron.policy"])
         self._workers: list[tuple[Any, Any]] = []
 
     def _grow(self, size: int) -> None:

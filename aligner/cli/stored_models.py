@@ -20,7 +20,6 @@ from aligner.observability.console import metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig
-from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
 
 def generate_samples(parsed: argparse.Namespace) -> None:
@@ -34,6 +33,8 @@ def generate_samples(parsed: argparse.Namespace) -> None:
 
 def evaluate_samples(parsed: argparse.Namespace) -> None:
     """Score responses, and print what they come to."""
+    from aligner.training.stored_evaluation import evaluate, plan_evaluation  # the other commands need no megatron-core
+
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
     scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))

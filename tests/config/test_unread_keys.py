@@ -6,6 +6,7 @@ and what would make it count.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Mapping
@@ -185,10 +186,15 @@ def test_an_override_without_effect_is_refused_with_what_would_make_it_count(
     assert line is not None and why in line[1] and instead in line[2], told
 
 
+@functools.cache
+def composed(experiment: str) -> Config:
+    return compose_config(f"experiment={experiment}".split(" "))
+
+
 @pytest.mark.parametrize(("experiment", "typed"), [pytest.param(*row[:2], id=" ".join(row[:2])) for row in IDLE])
 def test_what_is_said_to_make_a_key_count_does(experiment: str, typed: str) -> None:
     key = typed.lstrip("+").partition("=")[0]
-    config = compose_config(f"experiment={experiment}".split(" "))
+    config = composed(experiment)
     if key not in ("model", "reward", "engine"):
         name = next(name for name in schema_keys() if key == name or key.startswith(f"{name}."))
         terms = unmet(config, schema_keys()[name].read)
@@ -243,13 +249,13 @@ ALGORITHMS = sorted(file.stem for file in built_in_directory().glob("algorithm/*
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(experiment: str) -> None:
     for chosen in ([], ["algorithm=ppo"], ["algorithm=grpo"], ["algorithm=sft"]):
-        compose_config([f"experiment={experiment}", *chosen])
+        assert compose_config([f"experiment={experiment}", *chosen]).run.experiment == experiment
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_of_the_repositorys_algorithms_goes_with_files_that_configure_a_critic(algorithm: str) -> None:
     for experiment in ("arithmetic", "llama3_8b_ppo"):
-        compose_config([f"experiment={experiment}", f"algorithm={algorithm}"])
+        assert compose_config([f"experiment={experiment}", f"algorithm={algorithm}"]).run.experiment == experiment
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,7 @@ def test_no_documented_command_is_refused() -> None:
     assert len(commands) > 30
     for overrides in commands:
         if "experiment=more_steps" not in overrides:  # one of the reader's own, which the page shows
-            compose_config(overrides)
+            assert compose_config(overrides).run.experiment
 
 
 def test_conditions_name_keys_and_values_that_exist_and_lead_in_no_circle() -> None:

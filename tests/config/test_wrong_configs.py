@@ -187,7 +187,14 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG])
+ROWS = [
+    pytest.param(typed, told, id=typed[:60], marks=() if place % 3 == 0 else pytest.mark.slow)
+    for place, (typed, *told) in enumerate(WRONG)
+]
+"""Each is a command of its own: every third is of the first round of tests."""
+
+
+@pytest.mark.parametrize(("typed", "told"), ROWS)
 def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
     place: Path, port: int, typed: str, told: list[str]
 ) -> None:

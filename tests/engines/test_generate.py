@@ -291,7 +291,7 @@ def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
     engine.begin_update(version=0).abort()  # the failed one is over
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_command_says_so_and_leaves_nothing(model, tmp_path, number):
     command = [sys.executable, "-m", "aligner", "generate", str(model("llama3")), "--prompts", "-", "--output", "out.jsonl"]
     command += ["--samples", "5000", "--max-new-tokens", "60", "--no-stop-at-eos", "--batch-size", "4"]

@@ -182,6 +182,9 @@ def main(role: str, config: Path, behavior: str) -> None:
             except LookupError as error:
                 raise ValueError("the scorer returned nan\nfor a prompt") from error
         case "fill_disk":
+            for log in (run / "logs" / f"{server}-0.log" for server in ("critic", "reward")):
+                while not log.exists() or not log.stat().st_size:  # a server that cannot write its first line ends, too
+                    time.sleep(0.02)
             with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
                 while True:
                     file.write(b"\0" * 512)

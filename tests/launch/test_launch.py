@@ -239,7 +239,7 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
     assert "started again" not in (run / "logs" / "reward-0.log").read_text()
 
 
-@pytest.mark.parametrize(("restarts", "how"), [(0, ""), (1, " after 1 restart")])
+@pytest.mark.parametrize(("restarts", "how"), [(0, ""), pytest.param(1, " after 1 restart", marks=pytest.mark.slow)])
 def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how: str) -> None:
     behaviors = {"critic": "die_when_healthy", "trainer": "hang"}
     code, out, error = finish(start(run, behaviors, f"server.max_restarts={restarts}"), run)
@@ -257,6 +257,7 @@ def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(
     assert code == 0, error
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> None:
     behaviors = {"reward": "healthy_once", "trainer": "hang"}
     code, _, error = finish(start(run, behaviors, "server.start_timeout_s=4"), run)

@@ -83,6 +83,7 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
     assert trainer_starts(place) == 1
 
 
+@pytest.mark.slow
 def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     one = start(place, "one", trainer="train_slowly")
     wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")

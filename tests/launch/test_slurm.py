@@ -336,3 +336,25 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     submit(plan_run(compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])))
     seen = (tmp_path / "sbatch.env").read_text().splitlines()
     assert "SLURM_CONF=here" in seen and not [line for line in seen if line.startswith("SLURM_CPU_BIND")]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "code", "told"),
+    [
+        ("local", 2, "cluster.kind=local; `aligner launch` runs it"),
+        ("slurm", 1, "SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job"),
+    ],
+)
+def test_what_supervises_a_job_runs_nowhere_else(tmp_path: Path, cluster: str, code: int, told: str) -> None:
+    composed = compose_config(["experiment=tiny_ppo", f"cluster={cluster}", f"run.dir={tmp_path}/run"])
+    (tmp_path / "run").mkdir()
+    save_config(composed, tmp_path / "run" / "config.yaml")
+    ended = subprocess.run(
+        [sys.executable, "-m", "aligner", "supervise", f"{tmp_path}/run"],
+        env={name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == code and told in ended.stderr

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_megatron_core_brings_neither_the_compiler_nor_wandb_which_others_may_still_import() -> None:
     program = (
         "import sys, torch; compiler = torch.compile\n"

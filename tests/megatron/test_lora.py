@@ -32,6 +32,8 @@ CASES = [
     *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia")),
     ("mixtral", {"expert": 2, "data": 2}, {}),
 ]
+TYPICAL = (0, 5, 8, 10, 12)
+"""The places of the cases that are of the first round of tests."""
 IDS = ["-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())]) for family, layout, more in CASES]
 
 
@@ -121,7 +123,13 @@ def assert_slices_close(part, tensors, tolerance):
         )
 
 
-@pytest.mark.parametrize(("family", "layout", "more"), CASES, ids=IDS)
+ROWS = [
+    pytest.param(*case, id=name, marks=() if place in TYPICAL else pytest.mark.slow)
+    for place, (case, name) in enumerate(zip(CASES, IDS, strict=True))
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "more"), ROWS)
 def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, layout, more):
     directory, wanted = expected(family)
     settings = more | {"lora": lora_of(family), "optimizer": OPTIMIZER | more.get("optimizer", {})}

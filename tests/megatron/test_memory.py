@@ -82,8 +82,11 @@ CASES = {
     "tp2-etp1": (MIXTRAL, SP | {"expert": 2, "expert_tensor": 1}, "vocabulary", {}),
 }
 
+TYPICAL = ("llama", "llama-full", "llama-lora", "critic", "gpt2", "mixtral", "tp2-sp", "pp2-vpp2", "cp2", "tp2-pp2", "ep2")
+"""The cases of the first round of tests."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES])
 def test_a_models_memory_is_what_was_computed(pool, name):
     entries, layout, head, settings = CASES[name]
     settings = {"micro_batch_tokens": MICRO_BATCH} | settings

@@ -44,16 +44,20 @@ FROZEN = {"frozen": ["model.embed_tokens.weight", "model.layers.[01].*"]}
 LORA = {"lora": {"rank": 4, "alpha": 6.0}}
 
 
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("family", "saved", "read"),
     [
         ("llama2", TP2PP2, DP2),
-        ("llama2", DP2, TP2PP2),
-        ("llama3", ZERO, at(pipeline=2)),
-        ("llama3", at(tensor=2, sequence=True), ZERO),
+        slow("llama2", DP2, TP2PP2),
+        slow("llama3", ZERO, at(pipeline=2)),
+        slow("llama3", at(tensor=2, sequence=True), ZERO),
         ("llama3", at(True, pipeline=2, virtual_pipeline=2, data=2), at(True, context=2)),
-        ("gpt2", ZERO, at(tensor=2)),
-        ("mixtral", at(True, data=4, expert=2), at(pipeline=2)),
+        slow("gpt2", ZERO, at(tensor=2)),
+        slow("mixtral", at(True, data=4, expert=2), at(pipeline=2)),
         ("mixtral", at(pipeline=2), at(True, data=2, expert=2)),
         ("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
         ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
@@ -70,7 +74,13 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
 
 @pytest.mark.parametrize(
     "settings",
-    [at(), TP2PP2, at(True, pipeline=2, data=2), {**ZERO, "precision": "bf16"}, at(tensor=2, precision="bf16")],
+    [
+        at(),
+        TP2PP2,
+        slow(at(True, pipeline=2, data=2)),
+        {**ZERO, "precision": "bf16"},
+        slow(at(tensor=2, precision="bf16")),
+    ],
     ids=identity,
 )
 def test_a_run_goes_on_at_its_own_layout_bit_for_bit(pool, model, tmp_path, settings):

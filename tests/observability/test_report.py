@@ -100,6 +100,7 @@ def plots_of(page: str) -> set[str]:
     return set(re.findall(r'<div id="(plot-\w+)"', page))
 
 
+@pytest.mark.slow
 def test_a_browser_draws_every_plot_and_has_nothing_to_complain_of(run: RunPaths, tmp_path: Path) -> None:
     shown, expected = show(run.report, tmp_path), plots(run)
     assert expected.keys() == {

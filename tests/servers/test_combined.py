@@ -29,8 +29,8 @@ def directories(tmp_path_factory) -> tuple[str, str]:
     ("layout", "settings"),
     [
         ({"data": 2}, {"distributed": True}),
-        ({"tensor": 2, "sequence": True}, {}),
-        ({"pipeline": 2}, {"distributed": True, "precision": "bf16"}),
+        pytest.param({"tensor": 2, "sequence": True}, {}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2}, {"distributed": True, "precision": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=["DP2-distributed", "TP2-SP", "PP2-bf16"],
 )

@@ -159,7 +159,7 @@ def drawn_by(overrides):
 LAYOUTS = {"TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"), "DP2": ("engine.parallel.data=2",)}
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place")])
+@pytest.mark.parametrize(("layout", "kind"), [pytest.param("TP2", "atomic", marks=pytest.mark.slow), ("DP2", "in_place")])
 def test_responses_that_new_weights_interrupt_go_on_under_them(pool, overrides, drawn_by, layout, kind):
     stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]  # the first replica is done when the weights come
     options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
