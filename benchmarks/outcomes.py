@@ -73,14 +73,19 @@ def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: boo
             launch.wait()
             time.sleep(5)
         elif launch.wait():
-            raise RuntimeError(f"{' '.join(command)}: exit code {launch.returncode}; see {directory.parent}")
+            raise RuntimeError(f"{' '.join(command)}: exit code {launch.returncode}; {_end_of(directory)}")
 
 
 def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) -> None:
     while not metrics.exists() or metrics.read_text().count("\n") < steps:
         if launch.poll() is not None:
-            raise RuntimeError(f"the run ended before step {steps}; see {metrics.parent}")
+            raise RuntimeError(f"the run ended before step {steps}; {_end_of(metrics.parent)}")
         time.sleep(0.05)
+
+
+def _end_of(directory: Path) -> str:
+    """The last lines that a run printed; its directory is gone when they are read."""
+    return "it said last:\n" + "\n".join((directory.parent / f"{directory.name}.log").read_text().splitlines()[-20:])
 
 
 def main() -> None:
