@@ -149,6 +149,7 @@ def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.slow
 def test_the_check_passes_in_the_environment_of_the_tests(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("numpy==1.26.4\nnot-installed==1\n")
     done = check_image("server", str(tmp_path / "held.txt"), "--no-gpu")

@@ -319,6 +319,7 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
             assert float(values[mask].std(unbiased=False)) == pytest.approx(1, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
     """Through Megatron: gradients of pairs and whole responses, cut over ranks and into micro-batches of a few rows."""
     directory = str(families.save("llama3", tmp_path))

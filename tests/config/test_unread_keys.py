@@ -286,6 +286,7 @@ def documented_commands() -> set[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_documented_command_is_refused() -> None:
     commands = documented_commands()
     assert len(commands) > 30

@@ -130,6 +130,7 @@ def start(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.slow
 def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
     overrides = ["experiment=tiny_ppo", f"run.dir={tmp_path}"]
     processes = [preparing(*overrides) for _ in range(2)]

@@ -94,6 +94,7 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
         assert "process 1 on elsewhere, since yesterday is taken to have ended\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:  # noqa: F811
     first = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")

@@ -63,6 +63,7 @@ def trainer_starts(place: Path) -> int:
     return (entry(place) / "run" / "logs" / "trainer-0.log").read_text().count("trainer rank 0 of 1")
 
 
+@pytest.mark.slow
 def test_what_is_needed_runs_first_and_once(place: Path) -> None:
     code, out, error = finish(start(place), place)
     assert code == 0, error

@@ -46,7 +46,7 @@ def layouts(family: str) -> Iterable[str]:
 
 
 Errors = dict[tuple[str, str], float]
-TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2", *VARIANTS["llama-linear"])
+TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2")
 """The layouts at which every family is of the first round of tests."""
 CELLS = [
     pytest.param(family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow)

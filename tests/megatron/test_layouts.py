@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-TYPICAL = ("single", "tp2", "dp2", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "full-recompute")
+TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed")
 """What of all layouts is of the first round of tests."""
 
 

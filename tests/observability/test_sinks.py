@@ -129,6 +129,7 @@ with recording(writer, config.logging):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_path: Path) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]

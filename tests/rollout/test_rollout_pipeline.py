@@ -159,6 +159,7 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
     assert world.most_copies <= max_staleness + 2, "that which serves, and one of each step that may be ahead of it"
 
 
+@pytest.mark.slow
 @settings(max_examples=700, deadline=None)
 @given(**schedules)
 def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(seed, max_staleness, steps, rounds):
@@ -171,6 +172,7 @@ def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_
     assert prompts == [number for number in range(3 * PROMPTS * steps) if is_mixed(number) or not rounds][: PROMPTS * steps]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
 def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed, max_staleness, steps, rounds, stopped):

@@ -25,12 +25,13 @@ def directories(tmp_path_factory) -> tuple[str, str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
         ({"data": 2}, {"distributed": True}),
-        pytest.param({"tensor": 2, "sequence": True}, {}, marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2}, {"distributed": True, "precision": "bf16"}, marks=pytest.mark.slow),
+        ({"tensor": 2, "sequence": True}, {}),
+        ({"pipeline": 2}, {"distributed": True, "precision": "bf16"}),
     ],
     ids=["DP2-distributed", "TP2-SP", "PP2-bf16"],
 )
