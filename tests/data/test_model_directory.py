@@ -148,6 +148,7 @@ def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_leaves_nothing_under_the_final_name(tmp_path):
     # Large enough that the kill comes while the weights are being drawn.
     overrides = ["experiment=tiny_ppo", f"run.dir={tmp_path}"]

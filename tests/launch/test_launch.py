@@ -108,6 +108,7 @@ def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> 
     assert error.startswith("reward rank 0 ended with exit code 0; the end of its log:\n")
 
 
+@pytest.mark.slow
 def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Path) -> None:
     started = time.monotonic()
     code, out, error = finish(start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=4"), run)

@@ -58,7 +58,7 @@ def slow(*row):
         ("llama3", at(True, pipeline=2, virtual_pipeline=2, data=2), at(True, context=2)),
         slow("gpt2", ZERO, at(tensor=2)),
         slow("mixtral", at(True, data=4, expert=2), at(pipeline=2)),
-        ("mixtral", at(pipeline=2), at(True, data=2, expert=2)),
+        slow("mixtral", at(pipeline=2), at(True, data=2, expert=2)),
         ("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
         ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
     ],
@@ -76,7 +76,7 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
     "settings",
     [
         at(),
-        TP2PP2,
+        slow(TP2PP2),
         slow(at(True, pipeline=2, data=2)),
         {**ZERO, "precision": "bf16"},
         slow(at(tensor=2, precision="bf16")),

@@ -119,6 +119,7 @@ def test_one_copy_lives_at_a_time_where_the_source_makes_copies(pool):
     assert 1 << 20 < staging <= 4 << 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_too_slow_is_named(pool):
     for result in pool.run(jobs.fail_once, 4, "late", 3, timeout_s=2):
         assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]

@@ -16,6 +16,8 @@ from tests.servers import combined_jobs
 from tests.servers.role_main import character_tokenizer, length_scorer, scoring
 from tests.servers.tiny_model import TinyValueModel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> tuple[str, str]:
