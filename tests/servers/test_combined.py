@@ -27,7 +27,6 @@ def directories(tmp_path_factory) -> tuple[str, str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
