@@ -5,13 +5,35 @@ import errno
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
 from aligner.errors import ConfigError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who works on something, for others to be told."""
+
+    pid: int
+    host: str
+    since: str
+
+    @staticmethod
+    def here() -> "Holder":
+        """This process, from now on."""
+        return Holder(os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -56,21 +78,19 @@ def new_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def start_directory(directory: Path) -> None:
-    """Make `unfinished(directory)`, for several processes to fill; what killed ones left there is removed."""
-    discard_directory(directory)
-    unfinished(directory).mkdir(parents=True)
+def start_directory(directory: Path) -> Path:
+    """Make a directory for several processes to fill, under a name that none knows which was stopped; removes earlier ones."""
+    for left in directory.parent.glob(f"{directory.name}.*tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    started = unfinished(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
+    started.mkdir(parents=True)
+    return started
 
 
-def finish_directory(directory: Path) -> None:
+def finish_directory(started: Path, directory: Path) -> None:
     """Give what `start_directory` has made its name, in the place of what has it."""
     shutil.rmtree(directory, ignore_errors=True)
-    unfinished(directory).replace(directory)
-
-
-def discard_directory(directory: Path) -> None:
-    """Remove what `start_directory` has made."""
-    shutil.rmtree(unfinished(directory), ignore_errors=True)
+    started.replace(directory)
 
 
 def unfinished(path: Path) -> Path:
@@ -105,6 +125,31 @@ def append(path: Path, content: str | bytes) -> None:
     """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises OSError, which names it."""
     with naming(path), path.open("ab") as file:
         file.write(_encoded(content))
+
+
+def newer_half(file: BinaryIO, limit: int) -> bytes | None:
+    """The whole lines among the last `limit / 2` bytes of a file that has more than `limit`; None of a shorter one."""
+    size = file.seek(0, os.SEEK_END)
+    if size <= limit:
+        return None
+    file.seek(size - limit // 2)
+    file.readline()
+    return file.read()
+
+
+def drop_older_half(path: Path, limit: int) -> int:
+    """Have a file of more than `limit` bytes begin with its newer half, while others append to it; how many were dropped.
+
+    What is written in the same moment may be lost. Raises OSError.
+    """
+    with path.open("r+b") as file:
+        if (kept := newer_half(file, limit)) is None:
+            return 0
+        dropped = file.tell() - len(kept)
+        file.seek(0)
+        file.write(kept)
+        file.truncate()
+        return dropped
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Where a run keeps its files."""
 
 import os
+import re
 from pathlib import Path
 
 from aligner.errors import ConfigError
@@ -11,8 +12,13 @@ RESPONSES = "responses.jsonl"
 LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
 
+PRIVATE = 0o700
+"""Mode of a run directory that a launch makes: prompts, samples and what the environment keeps secret are in it."""
+
 CHECKPOINT_MANIFEST = "manifest.json"
 """Written last: a checkpoint without it does not count."""
+DAMAGE = "damage.txt"
+"""In a checkpoint that was found damaged and set aside: what is wrong with it."""
 
 
 class RunPaths:
@@ -26,6 +32,8 @@ class RunPaths:
         """Addresses of the run's servers."""
         self.access_key = root / "access_key"
         """The key that the run's servers ask for."""
+        self.claim = root / "claim"
+        """Who has taken the run last, and how many before; it stays where training begins again: `aligner.data.claim`."""
         self.journal = root / "journal"
         """The critic's updates since its last checkpoint."""
         self.metrics = root / "metrics.jsonl"
@@ -56,6 +64,8 @@ class RunPaths:
         """What `sbatch` is given, of a run that is a Slurm job."""
         self.checkpoints = root / "checkpoints"
         """One directory step_<N> a checkpoint."""
+        self.set_aside = root / "set_aside"
+        """What starts have left that came to no checkpoint, in a directory 1, 2, … each."""
         self.initial_model = root / "initial_model"
         """A randomly initialised model (model.source=random)."""
         self.logs = root / "logs"
@@ -63,7 +73,7 @@ class RunPaths:
 
     @property
     def of_training(self) -> tuple[Path, ...]:
-        """What training leaves behind, for a run that begins again to remove; what any start makes anew is not among it."""
+        """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
         return (*files, *trackers, self.journal, self.timeline, self.checkpoints)
@@ -75,6 +85,10 @@ class RunPaths:
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of one process."""
         return self.logs / f"{role}-{rank}.log"
+
+    def heartbeat(self, role: str, rank: int) -> Path:
+        """What one process touches while it lives."""
+        return self.root / "heartbeats" / f"{role}-{rank}"
 
     def job_log(self, job: str) -> Path:
         """What a Slurm job's supervisor prints; `%j` stands for the job's number where Slurm is asked for one."""
@@ -108,8 +122,14 @@ def can_resume(config: Config) -> bool:
 
 def complete_steps(checkpoints: Path) -> list[int]:
     """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
-    manifests = checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")
-    return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in manifests)
+    steps = [checkpoint_step(manifest.parent) for manifest in checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")]
+    return sorted(step for step in steps if step is not None)
+
+
+def checkpoint_step(directory: Path) -> int | None:
+    """The step whose checkpoint a directory is by its name; None for a copy, what was set aside, and anything else."""
+    name = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
+    return None if name is None else int(name[1])
 
 
 def cache_directory() -> Path:

@@ -2,13 +2,18 @@
 
 import contextlib
 import os
+import re
 import shutil
-from collections.abc import Iterable
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
 _PLACE = Path("/dev/shm")
+"""Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
+_DIRECTORIES = "directories"
 _ENVIRONMENT = "python_env_"
 
 
@@ -17,47 +22,79 @@ def triton_environments() -> set[Path]:
     return set(Path("/tmp").glob(f"{_ENVIRONMENT}*"))  # Triton's own choice, whatever TMPDIR says
 
 
-def claim_triton_files() -> None:
+def claim_triton_files() -> Path:
     """Say that this process has PyTriton set something up, and remove that of processes which said so and were killed.
+
+    Returns a directory that is this process's, and closed to other users.
 
     Containers may share their machine's memory, but not its process ids: those of this process's own world alone are judged.
     """
-    with contextlib.suppress(PermissionError):  # another user's process had this number, and was killed
-        _claim(os.getpid()).touch()
-    for claim in _PLACE.glob(_claim("*").name):
-        pid = int(claim.name.rpartition("-")[2])
+    own = os.getpid()
+    # A directory that nobody else can write to, under a name that nobody could take before.
+    directory = next(_claims(own), None) or Path(tempfile.mkdtemp(prefix=f"{_prefix()}{own}-", dir=_PLACE))
+    for claim in _claims():
+        pid = int(claim.name.split("-")[-2])
         if not psutil.pid_exists(pid):
             remove_triton_files(pid)
+    return directory
 
 
 def claim_directories(directories: Iterable[Path]) -> None:
     """Have these removed with the rest of this process's, instead of those of an earlier call."""
-    with contextlib.suppress(PermissionError):
-        _claim(os.getpid()).write_text("".join(f"{directory}\n" for directory in directories))
+    for claim in _claims(os.getpid()):
+        (claim / _DIRECTORIES).write_text("".join(f"{directory}\n" for directory in directories))
+
+
+def close_triton_memory() -> None:
+    """Take other users' rights to this process's shared memory, where Triton has given them some."""
+    for file in _PLACE.glob(f"pytrtion{os.getpid()}-*"):
+        if _is_own(file, stat.S_ISREG):
+            file.chmod(0o600)
 
 
 def remove_triton_files(pid: int) -> None:
     """Remove what an ended process, or this one, had PyTriton set up."""
-    for directory in _directories(_claim(pid)):
-        if directory.name.startswith(_ENVIRONMENT):
-            with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
-                directory.rmdir()
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
-    for file in (*_PLACE.glob(f"pytrtion{pid}-*"), _claim(pid)):  # PyTriton's spelling
-        with contextlib.suppress(PermissionError):  # another user's process had that number
+    for claim in _claims(pid):
+        for directory in _claimed_directories(claim):
+            if directory.name.startswith(_ENVIRONMENT):
+                with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
+                    directory.rmdir()
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(claim, ignore_errors=True)
+    for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
+        if _is_own(file, stat.S_ISREG):
             file.unlink(missing_ok=True)
 
 
-def _directories(claim: Path) -> list[Path]:
-    """Those that a claim of this user's names: anyone may write to the place."""
+def _claims(pid: int | None = None) -> Iterator[Path]:
+    """The directories by which this process id, or any, has said so, in this process's world."""
+    name = re.compile(re.escape(_prefix()) + (r"\d+" if pid is None else str(pid)) + r"-\w+")
+    for claim in [*_PLACE.iterdir()]:
+        if name.fullmatch(claim.name) and _is_own(claim, _is_private_directory):
+            yield claim
+
+
+def _claimed_directories(claim: Path) -> list[Path]:
     try:
-        with os.fdopen(os.open(claim, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-            return [*map(Path, file.read().splitlines())] if os.fstat(file.fileno()).st_uid == os.geteuid() else []
-    except OSError:
+        return [*map(Path, (claim / _DIRECTORIES).read_text().splitlines())]
+    except FileNotFoundError:
         return []
 
 
-def _claim(pid: int | str) -> Path:
+def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is this user's and, itself and not what a link leads to, of that kind."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _is_private_directory(mode: int) -> bool:
+    return stat.S_ISDIR(mode) and stat.S_IMODE(mode) == stat.S_IRWXU
+
+
+def _prefix() -> str:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
-    return _PLACE / f"aligner-server-{world}-{pid}"
+    return f"aligner-server-{world}-"

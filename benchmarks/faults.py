@@ -1,12 +1,20 @@
-"""Roles killed at random moments of training: does the run end as if nothing had happened, and what does it cost?
+"""Faults at random moments of training: does the run end as if nothing had happened, and what does it cost?
 
-An undisturbed run of `tiny_ppo`, then, for each seed, the same run with SIGKILL to a random rank of the role, at a random
-moment between the first and the last step. Trainer and critic have two ranks; a generator draws the samples while older ones
-are learned from (`rollout.max_staleness=1`). `--role reward` runs two replicas and kills both, at moments of their own;
-`servers` kills the critic as well, `all` one of each role. A server is started again by the launcher; a trainer that is
-killed ends the run, which is launched again with `run.resume=true`. A run counts as identical when every kill came before
-the last step was done, and its metrics, but for times, and every file of the last checkpoint are the undisturbed run's bit for
-bit. Exits 1 unless all are.
+An undisturbed run of `tiny_ppo`, then, for each seed, the same run with faults between its first and its last step. Trainer
+and critic have two ranks, the reward model two replicas; a generator draws the samples while older ones are learned from
+(`rollout.max_staleness=1`).
+
+`--campaign kill` is SIGKILL to a random rank of each group of `--role`: `servers` is critic and both replicas, `all` one of
+each role. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, on any role:
+
+- kill, stop: a rank, or the gateway or Triton of a server
+- pause: the same, for some seconds, as a delay or a partition would look
+- launcher: it is killed, and the run launched again with `run.resume=auto`
+- flip: the run is told to stop, one bit of its newest checkpoint or its journal is flipped, and the run is launched again
+
+A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
+bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
+leaves processes, shared memory or temporary files behind. Exits 1 if any has.
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from aligner.paths import RunPaths, complete_steps
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
 GROUPS = {
@@ -39,80 +48,155 @@ GROUPS = {
     "trainer": ("trainer",),
     "all": ("generator", "reward", "critic", "trainer"),
 }
-"""What is killed for each --role."""
+"""What is disturbed for each --role."""
 RANKS = {"trainer": 2, "critic": 2}
 """Of the groups that have more than one."""
 CHECKPOINT_EVERY = 2
-_RESUMABLE = CHECKPOINT_EVERY + 2
-"""After so many steps there is a checkpoint that a new launch can resume from: it is complete while the next step trains."""
 BESIDE = ("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1")
 """Samples are drawn beside training."""
-_COMPARED = ("metrics", "policy", "critic", "checkpoint")
+PATIENCE = (
+    *("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15", "cluster.stop_timeout_s=5"),
+    *("run.max_restarts=9", "server.max_restarts=9"),
+)
+_HELPERS = ("", "gateway", "tritonserver")
+_PAUSES_S = (1.0, 6.0)
 _TIMEOUT_S = 300
+_ORPHANS_S = 15.0
+"""For what a killed launcher has left to end."""
+_LEFT = ("dev/shm/pytrtion*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """SIGKILL to a rank of the trainer or of a server group."""
+    """Something that happens to a rank of the trainer or of a server group, to a helper of it, or to the launcher."""
 
+    action: str
+    """kill, stop, pause, or flip."""
     group: str
+    """`launcher` for the launcher itself."""
     rank: int
     step: int
     """After so many steps."""
     delay_s: float
     """And so many seconds."""
+    helper: str = ""
+    """Part of the command line of a process that the rank has started; empty for itself."""
+    draw: float = 0.5
+    """Which byte, or for how long: from 0 to 1."""
+
+    def __str__(self) -> str:
+        what = self.group if self.group == "launcher" else f"{self.group} rank {self.rank}"
+        return f"{self.action} {what}{f' {self.helper}' * bool(self.helper)}"
 
 
-def random_faults(seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int]) -> list[Fault]:
+def random_faults(
+    seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int], action: str = "kill"
+) -> list[Fault]:
     """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds."""
     draw = random.Random(seed)
-    moments = [
-        (group, draw.randrange(_RESUMABLE if group == "trainer" else 1, steps - 1), draw.uniform(0, step_s))
-        for group in groups
-    ]
-    faults = [Fault(group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
+    moments = [(group, draw.randrange(1, steps - 1), draw.uniform(0, step_s)) for group in groups]
+    faults = [Fault(action, group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
+
+
+def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
+    """Two faults of any kind."""
+    draw, faults = random.Random(seed), []
+    for step in sorted(draw.sample(range(1, steps - 2), 2)):
+        action = draw.choice(("kill", "stop", "pause", "kill", "stop", "pause", "launcher", "flip"))
+        group = draw.choice(("trainer", "critic", "reward", "reward.1", "generator"))
+        rank, helper = draw.randrange(RANKS.get(group, 1)), "" if group == "trainer" else draw.choice(_HELPERS)
+        if action == "launcher":
+            action, group, rank, helper = "kill", "launcher", 0, ""
+        elif action == "flip":
+            group, rank, helper = "launcher", 0, ""
+        if helper:
+            rank = 0
+        faults.append(Fault(action, group, rank, step, draw.uniform(0, step_s), helper, draw.random()))
+    return faults
 
 
 @dataclass(frozen=True)
 class Disturbed:
-    """A run of which ranks were killed."""
+    """A run with faults."""
 
     run: Finished
     restarts: int
-    """Servers that the launcher has started again, and launches after the first."""
-    killed: tuple[tuple[str, int, int, float], ...]
-    """Group, rank, steps done by then, and seconds since the launch."""
+    """Groups that the launcher has started again, and launches after the first."""
+    done: tuple[tuple[Fault, int], ...]
+    """What has been done, and after how many steps."""
+    flipped: tuple[str, ...]
+    """Files of which a bit was flipped."""
     faults: Sequence[Fault]
-    """What was to be killed."""
+    """What was to be done."""
 
     @property
     def in_time(self) -> bool:
         """Whether every fault came while there were steps to train: a server that ends later is not missed."""
         steps = len(self.run.metrics)
-        return len(self.killed) == len(self.faults) and all(at_step < steps for _, _, at_step, _ in self.killed)
+        return len(self.done) == len(self.faults) and all(at_step < steps for _, at_step in self.done)
 
 
 def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
-    """A run with these faults, to its end. Only processes of this run are killed."""
-    started, killed, waiting, restarts, done = time.monotonic(), [], deque(faults), 0, 0
+    """A run with these faults, to its end. Only processes of this run are touched."""
+    done: list[tuple[Fault, int]] = []
+    waiting, restarts, flipped, least = deque(faults), 0, list[str](), 0
     while True:
-        ends = False
+        ends: Fault | None = None
         with Launch(directory, *overrides) as launch:
-            while waiting and not ends:
+            while waiting and ends is None:
                 fault = waiting.popleft()
-                launch.wait_for_step_or_end(max(fault.step, done))
+                launch.wait_for_step_or_end(max(fault.step, least))
                 time.sleep(fault.delay_s)
                 with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
-                    launch.rank(fault.group, fault.rank).kill()
-                    killed.append((fault.group, fault.rank, launch.steps, time.monotonic() - started))
-                    ends = fault.group == "trainer"
-            run = launch.finish(_TIMEOUT_S)
-        done = launch.steps + 1  # a resumed run has begun to train when it is past what was done before
-        restarts += run.out.count("; starting ") + (ends and run.code == 1)
-        if not ends or run.code != 1:
-            return Disturbed(run, restarts, tuple(killed), faults)
-        overrides = (*overrides, "run.resume=true")
+                    _inject(launch, fault)
+                    done.append((fault, launch.steps))
+                    ends = fault if fault.group == "launcher" else None
+            run = launch.finish(_TIMEOUT_S, _ORPHANS_S)
+        restarts += run.out.count("; starting ")
+        if ends is None or run.code == 0:
+            return Disturbed(run, restarts, tuple(done), tuple(flipped), faults)
+        if ends.action == "flip":
+            flipped.append(_flip(run.paths, ends.draw))
+        restarts, least = restarts + 1, launch.steps + 1  # a resumed run is past what was done before when it trains
+        overrides = (*overrides, "run.resume=auto")
+
+
+def _inject(launch: Launch, fault: Fault) -> None:
+    """Raises psutil.NoSuchProcess where there is nothing to do it to any more."""
+    if fault.group == "launcher":
+        launch.interrupt(signal.SIGKILL if fault.action == "kill" else signal.SIGUSR1)
+        return
+    process = launch.rank(fault.group, fault.rank)
+    if fault.helper:
+        process = next(
+            (child for child in process.children(recursive=True) if fault.helper in " ".join(child.cmdline())), process
+        )
+    if fault.action == "kill":
+        process.kill()
+        return
+    process.suspend()
+    if fault.action == "pause":
+        shortest, longest = _PAUSES_S
+        time.sleep(shortest + fault.draw * (longest - shortest))
+        process.resume()
+
+
+def _flip(paths: RunPaths, draw: float) -> str:
+    """Flip a bit of the newest checkpoint or the journal; the file's name."""
+    newest = paths.checkpoints / f"step_{complete_steps(paths.checkpoints)[-1]}"
+    files = sorted(file for file in (*newest.rglob("*"), *paths.journal.glob("*")) if file.is_file() and file.stat().st_size)
+    place = draw * len(files)
+    file = files[int(place)]
+    content = bytearray(file.read_bytes())
+    content[int(place % 1 * len(content))] ^= 1 << int(draw * 1e6) % 8
+    file.write_bytes(content)
+    return file.name
+
+
+def left_behind() -> set[str]:
+    """Shared memory and temporary files of servers."""
+    return {str(path) for pattern in _LEFT for path in Path("/").glob(pattern)}
 
 
 def training_s(run: Finished) -> float:
@@ -120,72 +204,79 @@ def training_s(run: Finished) -> float:
     return sum(step["time/step"] for step in run.metrics)
 
 
-def measure(role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
-    """Whether every run was identical to the undisturbed one; `show` is given each seed's figures."""
+def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
+    """Whether no run has failed; `show` is given each seed's figures."""
     common = (f"run.stop_after={steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false", "run.name=run")
-    groups = GROUPS[role]
+    groups = GROUPS["all"] if campaign == "mixed" else GROUPS[role]
     beside = BESIDE if {"trainer", "generator"} & {*groups} else ()
     ranks = RANKS if beside else {"critic": RANKS["critic"]}
     layout = (
-        *beside,
+        *(*beside, *PATIENCE),
         f"critic.parallel.data={ranks['critic']}",
         f"actor.parallel.data={ranks.get('trainer', 1)}",
-        f"reward.replicas={1 + ('reward.1' in groups)}",
+        f"reward.replicas={2 if campaign == 'mixed' else 1 + ('reward.1' in groups)}",
     )
+    directory.mkdir(exist_ok=True)
     expected = run_to_end(directory / "undisturbed", *common, *layout)
     step_s = expected.metrics[-1]["time/step"]
-    identical = True
+    well = True
     for seed in seeds:
-        faults = random_faults(seed, groups, steps, step_s, ranks)
+        if campaign == "mixed":
+            faults = mixed_faults(seed, steps, step_s)
+        else:
+            faults = random_faults(seed, groups, steps, step_s, ranks, campaign)
+        before, started = left_behind(), time.monotonic()
         disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout)
         run = disturbed.run
+        same = run.code == 0 and repeatable(run.metrics) == repeatable(expected.metrics)
+        same = same and not checkpoint_differences(expected.paths, run.paths, steps)
+        told = run.code == 1 and "Traceback" not in run.error and any(name in run.error for name in disturbed.flipped)
+        left = sorted(left_behind() - before)
         figures = {
             "seed": seed,
-            "killed": [dict(zip(("group", "rank", "at_step", "after_s"), kill, strict=True)) for kill in disturbed.killed],
+            "faults": [f"{fault} at step {at_step}" for fault, at_step in disturbed.done],
+            "flipped": disturbed.flipped,
             "restarts": disturbed.restarts,
             "in_time": disturbed.in_time,
             "exit_code": run.code,
+            "seconds": time.monotonic() - started,
             "seconds_added": training_s(run) - training_s(expected),
-            "metrics_identical": repeatable(run.metrics) == repeatable(expected.metrics),
-            **{
-                f"{part or 'checkpoint'}_identical": not checkpoint_differences(expected.paths, run.paths, steps, part)
-                for part in ("policy", "critic", "")
-            },
+            "left": left,
+            "outcome": "FAILED" if left or not (same or told) else "identical" if same else "refused",
         }
-        if run.code:
+        if figures["outcome"] == "FAILED":
             print(run.report(), file=sys.stderr)
-        identical &= run.code == 0 and disturbed.in_time and all(figures[f"{name}_identical"] for name in _COMPARED)
+        well &= figures["outcome"] != "FAILED" and (disturbed.in_time or told)
         show(figures)
-    return identical
+    return well
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A seed's figures as a table shows them."""
-    kills = [f"{kill['group']} rank {kill['rank']} at step {kill['at_step']}" for kill in figures["killed"]]
     restarts = f"{figures['restarts']}{'' if figures['in_time'] else ', too late'}"
-    same = ["yes" if figures[f"{name}_identical"] else "NO" for name in _COMPARED]
     return [
-        *(str(figures["seed"]), "\n".join(kills), restarts, str(figures["exit_code"])),
-        *(f"{figures['seconds_added']:.1f}", *same),
+        *(str(figures["seed"]), "\n".join(figures["faults"]), restarts, str(figures["exit_code"])),
+        *(f"{figures['seconds_added']:.1f}", figures["outcome"]),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="what to kill")
+    parser.add_argument("--campaign", choices=("kill", "stop", "mixed"), default="kill", help="what happens")
+    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all")
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
     parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
-    table = Table(title=f"{args.role} killed; what is identical to the undisturbed run", title_justify="left")
-    for column in ("seed", "killed", "restarts", "exit", "s added", *_COMPARED):
-        table.add_column(column, no_wrap=column == "killed")
+    table = Table(title=f"{args.campaign} {args.role}, compared with the undisturbed run", title_justify="left")
+    for column in ("seed", "faults", "restarts", "exit", "s added", "outcome"):
+        table.add_column(column, no_wrap=column == "faults")
 
     def show(figures: dict[str, Any]) -> None:
         if args.json:
-            print(json.dumps({"benchmark": "faults", "role": args.role, **figures}), flush=True)
+            print(json.dumps({"benchmark": "faults", "campaign": args.campaign, "role": args.role, **figures}), flush=True)
         else:
             table.add_row(*table_row(figures))
 
@@ -193,11 +284,11 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             seeds = range(args.first_seed, args.first_seed + args.seeds)
-            identical = measure(args.role, seeds, args.steps, args.directory or Path(temporary), show)
+            well = measure(args.campaign, args.role, seeds, args.steps, args.directory or Path(temporary), show)
     finally:
         if not args.json:
             Console(width=None if sys.stdout.isatty() else 120).print(table)
-    sys.exit(0 if identical else 1)
+    sys.exit(0 if well else 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,16 +51,18 @@ class Launch:
         self.paths = RunPaths(directory)
         command = [sys.executable, "-m", "aligner", "launch", f"experiment={experiment}", f"run.dir={directory}", *overrides]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", _MARKER: str(directory)}
-        self._launcher = subprocess.Popen(
-            command, cwd=directory.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        # Not pipes, which nobody reads before the end of what may be a long run.
+        self._out, self._error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._launcher = subprocess.Popen(command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error)
 
     def __enter__(self) -> Launch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._launcher.kill()
-        self._launcher.communicate()
+        self._launcher.wait()
+        self._out.close()
+        self._error.close()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -112,15 +115,21 @@ class Launch:
         """Signal the launcher alone."""
         self._launcher.send_signal(number)
 
-    def finish(self, timeout_s: float) -> Finished:
-        """Wait for the launcher's end. By then nothing that it started may be left."""
+    def finish(self, timeout_s: float, orphans_s: float = 0) -> Finished:
+        """Wait for the launcher's end. By then, or that of a killed one and so much later, nothing may be left of it."""
         try:
-            out, error = self._launcher.communicate(timeout=timeout_s)
+            self._launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher still ran after {timeout_s:g} s\n{_logs(self.paths)}") from None
-        left = self.processes()
-        assert not left, f"processes outlived the launcher: {left}\n{error}"
-        return Finished(self.paths, self._launcher.returncode, out, error)
+        deadline = time.monotonic() + orphans_s * (self._launcher.returncode < 0)
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        told = []
+        for file in (self._out, self._error):
+            file.seek(0)
+            told.append(file.read())
+        assert not left, f"processes outlived the launcher: {left}\n{told[1]}"
+        return Finished(self.paths, self._launcher.returncode, *told)
 
     def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -161,7 +170,7 @@ def _content(file: Path) -> object:
         return None
     if file.name != "manifest.json":
         return file.read_bytes()
-    return {key: value for key, value in json.loads(file.read_text()).items() if key != "config"}
+    return {key: value for key, value in json.loads(file.read_text()).items() if key not in ("config", "checksum")}
 
 
 def _logs(paths: RunPaths) -> str:

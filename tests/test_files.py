@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from aligner.files import (
     append,
     create_private_file,
+    drop_older_half,
     finish_directory,
     full_disk,
     new_directory,
     new_file,
     start_directory,
-    unfinished,
     write_file,
 )
 from tests.small_disk import small_disk
@@ -94,10 +97,33 @@ def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp
 
 def test_a_directory_that_several_fill_takes_the_place_of_an_older_one(tmp_path):
     for content in ("old", "new"):
-        unfinished(tmp_path / "part").mkdir()
-        (unfinished(tmp_path / "part") / "what a killed one left").touch()
-        start_directory(tmp_path / "part")
-        (unfinished(tmp_path / "part") / "a").write_text(content)
-        finish_directory(tmp_path / "part")
+        left = start_directory(tmp_path / "part")
+        (left / "what a killed one left").touch()
+        started = start_directory(tmp_path / "part")
+        with pytest.raises(FileNotFoundError):
+            (left / "what one that was stopped writes later").touch()
+        (started / "a").write_text(content)
+        finish_directory(started, tmp_path / "part")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["part", "part/a"]
     assert (tmp_path / "part" / "a").read_text() == "new"
+
+
+def test_a_file_that_a_process_prints_to_loses_its_older_half_and_nothing_that_follows(tmp_path):
+    log = tmp_path / "log"
+    printing = "for end in (1000, 2000):\n  for n in range(end - 1000, end): print(n, flush=True)\n  input()"
+    with log.open("ab") as output:
+        command = [sys.executable, "-c", printing]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True, bufsize=1)
+    try:
+        while not log.read_text().endswith("\n999\n"):
+            pass
+        size = log.stat().st_size
+        assert drop_older_half(log, size) == 0
+        dropped = drop_older_half(log, size - 1)
+        assert size / 2 < dropped < size / 2 + 8 and log.stat().st_size == size - dropped
+        process.communicate("\n\n", timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    numbers = [int(line) for line in log.read_text().splitlines()]
+    assert numbers == list(range(numbers[0], 2000)) and 400 < numbers[0] < 600

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aligner.triton_cleanup import claim_triton_files, remove_triton_files
+from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files
+from tests import other_user
 
 _SERVER = """
 import os, sys, time
@@ -40,7 +41,7 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
         claim_triton_files()
         assert (lost.exists(), used.exists(), unknown.exists()) == (False, True, True)
         assert [directory.name for directory in tmp_path.iterdir()] == ["used"]
-        assert not list(Path("/dev/shm").glob(f"aligner-server-*-{killed.pid}"))
+        assert not list(Path("/dev/shm").glob(f"aligner-server-*-{killed.pid}*"))
     finally:
         unknown.unlink()
         for process in (killed, living):
@@ -59,14 +60,53 @@ def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.glob("python_env_full/*")] == ["model-store"]
 
 
-def test_a_claim_of_another_user_names_no_directory_to_remove(tmp_path: Path) -> None:
-    process, _ = server(tmp_path / "kept")
-    process.kill()
-    process.wait()
-    (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}")
+def foreign(name: str, kind: str) -> Path:
+    """Something of another user's in shared memory; links lead to a file of this one's."""
+    path = Path("/dev/shm") / name
+    command = {"file": ["touch"], "directory": ["mkdir"], "link": ["ln", "-s", "/dev/shm/victim"]}[kind]
+    assert other_user.succeeds(*command, str(path))
+    return path
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_nobodys_way(tmp_path: Path, kind: str) -> None:
+    world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    own, gone = os.getpid(), 999999999
+    claims = ("", "x", "1-2-3", *(f"{pid}{end}" for pid in (own, gone) for end in ("", "-", "-abcdefgh")))
+    names = [f"aligner-server-{world}-{name}" for name in claims] + [f"pytrtion{pid}-region" for pid in (own, gone)]
+    victim = Path("/dev/shm/victim")
+    planted: list[Path] = []
     try:
-        os.chown(claim, 65534, 65534)
-    except PermissionError:
-        pytest.skip("only root gives a file to another user")
-    remove_triton_files(process.pid)
-    assert (tmp_path / "kept").exists() and not claim.exists()
+        victim.write_text(f"{tmp_path / 'kept'}\n")
+        victim.chmod(0o666)
+        planted += [foreign(name, kind) for name in names]
+        (tmp_path / "kept").mkdir()
+        (tmp_path / "own").mkdir()
+        claim_triton_files()
+        claim_directories([tmp_path / "own"])
+        remove_triton_files(gone)
+        remove_triton_files(own)
+        assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+        assert victim.read_text() == f"{tmp_path / 'kept'}\n"
+        assert all(path.lstat().st_uid == other_user.UID for path in planted)
+    finally:
+        victim.unlink()
+        for path in planted:
+            path.rmdir() if kind == "directory" else path.unlink()
+
+
+@other_user.needs_root
+def test_nobody_else_can_name_directories_for_a_server_to_remove(tmp_path: Path) -> None:
+    process, _ = server(tmp_path / "own")
+    try:
+        (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*")
+        kept = (claim / "directories").read_text()
+        for attempt in (f"echo / >> {claim}/directories", f"echo / > {claim}/more", f"cat {claim}/*", f"mv {claim} {claim}x"):
+            assert not other_user.succeeds("sh", "-c", attempt), attempt
+        assert (claim / "directories").read_text() == kept == f"{tmp_path / 'own'}\n"
+    finally:
+        process.kill()
+        process.wait()
+        remove_triton_files(process.pid)
+    assert not [*tmp_path.iterdir()]

@@ -28,6 +28,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield str(error)
     if slurm.time is not None:
         yield from _time_problems(slurm.time, slurm.grace_s)
+    if slurm.requeue and config.algorithm.trainer != "preferences":  # which goes on from its steps
+        yield from _requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
             f"server.interface={config.server.interface}: servers are asked at their nodes' own addresses, and must listen"
@@ -54,6 +56,16 @@ def _time_problems(time: str, grace_s: int) -> Iterator[str]:
         yield (
             f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s before its end, which is"
             " when it starts; give more time, or a smaller grace_s"
+        )
+
+
+def _requeue_problems(config: Config) -> Iterator[str]:
+    every, minutes, steps = config.checkpoint.every, config.checkpoint.every_minutes, config.run.steps
+    if not minutes and not 0 < every < steps:
+        yield (
+            f"cluster.slurm.requeue=true: none of run.steps={steps} has a checkpoint but the last (checkpoint.every={every},"
+            " checkpoint.every_minutes=0), so a job that is queued again might begin at nothing; give"
+            " checkpoint.every_minutes=MINUTES or checkpoint.every=STEPS, or cluster.slurm.requeue=false"
         )
 
 

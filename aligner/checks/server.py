@@ -9,7 +9,7 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.addresses import client_address, explicit_ports, listening_addresses, port_is_free
-from aligner.placement.roles import has_generator
+from aligner.placement.roles import has_generator, server_ranks
 from aligner.schema import Config, TLSConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.server import LAST_PORT
@@ -19,6 +19,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     """What servers cannot listen on, would not be reached at, or would refuse of the run's own requests."""
     yield from _port_problems(config)
     yield from tls_problems(config)
+    yield from _patience_problems(config)
     if not config.algorithm.generates:
         return
     longest, taken = longest_sequence(config), config.server.max_sequence_length
@@ -28,6 +29,26 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             f" ({longest_sequence_keys(config)}); give {longest} or more, or leave it out"
         )
     yield from _request_problems(config, longest)
+
+
+def _patience_problems(config: Config) -> Iterator[str]:
+    """Deadlines that would end a run in which a server only takes what time it may, to start or to be started again."""
+    server, cluster, groups = config.server, config.cluster, server_ranks(config)
+    if not groups:
+        return
+    again_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
+    if server.max_restarts and server.request_timeout_s <= again_s:
+        yield (
+            f"server.request_timeout_s={server.request_timeout_s:g}: a request waits for its server to be started again, up to"
+            f" server.health_timeout_s={server.health_timeout_s:g} s, cluster.stop_timeout_s={cluster.stop_timeout_s:g} s,"
+            f" server.start_timeout_s={server.start_timeout_s:g} s; give more than {again_s:g}, or server.max_restarts=0"
+        )
+    waiting = next((group for group, ranks in groups.items() if ranks > 1), None)
+    if waiting is not None and cluster.collective_timeout_s < server.start_timeout_s:
+        yield (
+            f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: the {waiting}'s other ranks wait so long for its"
+            f" rank 0, which may take server.start_timeout_s={server.start_timeout_s:g} s to start; give that or more"
+        )
 
 
 def _request_problems(config: Config, longest: int) -> Iterator[str]:

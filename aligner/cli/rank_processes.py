@@ -8,6 +8,7 @@ from aligner.config.compose import compose_config, load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import STOP_SIGNAL
+from aligner.launch.heartbeats import show_life
 from aligner.launch.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
 from aligner.placement.roles import server_ranks
@@ -34,6 +35,7 @@ def train(parsed: argparse.Namespace) -> None:
     """Train to the run's end. Raises Stopped where it was told to stop before that."""
     config = _start(parsed)
     configure_logs(config.logging.format, "trainer")
+    show_life(config, "trainer")
     is_finished = load(ROLES["trainer"])(config)
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
     if not is_finished:
@@ -48,6 +50,7 @@ def serve(parsed: argparse.Namespace) -> None:
     if len(groups) != 1 or groups[0] not in server_ranks(config):
         raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
     configure_logs(config.logging.format, groups[0])
+    show_life(config, groups[0])
     role = groups[0].partition(".")[0]
     replica = groups if role == "reward" else ()
     load(ROLES[role])(config, *replica)

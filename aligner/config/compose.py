@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from aligner.config.overrides import check_key, check_read, current_values, opti
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
-from aligner.schema.keys import schema_keys, schema_sections, unmet, value_at
+from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value_at
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -72,13 +72,25 @@ def unread_notes(config: Config, config_directory: Path | None = None) -> list[s
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
     """What launches the same again, but for which run directory and whether it goes on there."""
     groups = () if config_directory is None else ("--config-dir", str(config_directory))
-    kept = (text for text in overrides if text.partition("=")[0] not in ("run.dir", "run.resume"))
+    kept = (_masked(text) for text in overrides if text.partition("=")[0] not in ("run.dir", "run.resume"))
     return shlex.join(("aligner", "launch", *groups, *kept))
+
+
+def _masked(override: str) -> str:
+    """An override without the values of environment variables: the command is shown, and told to trackers."""
+    key = override.partition("=")[0]
+    is_secret = key.lstrip("+").startswith("cluster") and "environment" in override
+    return f"{key}={MASK}" if is_secret else override
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML, atomically."""
-    write_file(path, yaml.safe_dump(_escaped(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True))
+    write_file(path, config_text(dataclasses.asdict(config)))
+
+
+def config_text(values: Mapping[str, Any]) -> str:
+    """A configuration, nested, as YAML."""
+    return yaml.safe_dump(_escaped(values), sort_keys=False, allow_unicode=True)
 
 
 def load_config(path: Path) -> Config:

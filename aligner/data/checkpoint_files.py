@@ -9,6 +9,8 @@ are Adam's moments.
 import dataclasses
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aligner.data.checksums import DamagedError, FileRecord, damage, read_sealed, sealed
+from aligner.data.collectives import dealt, gather_json
 from aligner.data.weight_files import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.hugging_face import ARCHITECTURES, read_config
@@ -24,7 +28,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
 
-FORMAT = 3
+FORMAT = 4
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 MANIFEST = CHECKPOINT_MANIFEST
 
@@ -81,20 +85,20 @@ class Manifest:
     adam_steps: int
     """Updates made."""
     schedule_steps: int
-    files: dict[str, int]
-    """Size of every file, in bytes."""
+    files: dict[str, FileRecord]
+    """Size and checksum of every rank's file."""
     index: dict[str, Entry]
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As the file's text, one tensor a line."""
+        """As the file's text, one tensor a line, sealed."""
         content = asdict(self)
         lines = []
         for name, entry in content.pop("index").items():
             told = [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
             lines.append(f"  {json.dumps(name)}: {json.dumps(told)}")
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
-        return head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
+        return sealed(head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n")
 
     @property
     def shape(self) -> ModelShape:
@@ -113,14 +117,19 @@ def tensor_key(name: str, kind: str) -> str:
 
 
 def read_manifest_file(file: Path) -> dict[str, Any]:
-    """What a model's or a run's checkpoint says of itself. Raises AlignerError where that is damaged or of another format."""
+    """What a model's or a run's checkpoint says of itself. Raises DamagedError, and AlignerError for another format's."""
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise AlignerError(f"{file}: not valid JSON ({error})") from error
-    found = content.get("format") if isinstance(content, dict) else None
+        content = read_sealed(file)
+    except DamagedError:
+        # Before format 4 a manifest had no checksum, and began with its format.
+        older = re.match(rb'\{\s*"format": ([0-9]+),', file.read_bytes()) if file.is_file() else None
+        if older is None or int(older[1]) >= FORMAT:
+            raise
+        content = {"format": int(older[1])}
+    found = content.get("format")
     if found != FORMAT:
         raise AlignerError(f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}")
+    content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
     return content
 
 
@@ -142,15 +151,23 @@ def read_manifest(directory: Path) -> Manifest:
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
         for name, (shape, trained, pieces) in content["index"].items()
     }
-    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else None for name in content["files"]}
-    problems = [
-        f"{name} is missing" if sizes[name] is None else f"{name} has {sizes[name]} bytes of {size}"
-        for name, size in content["files"].items()
-        if sizes[name] != size
+    files = content["files"]
+    unknown = {rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces} - files.keys()
+    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else None for name in files}
+    problems = [f"{name}, which holds tensors, is not among its files" for name in sorted(unknown)] + [
+        f"{name} is missing" if sizes[name] is None else f"{name} has {sizes[name]} bytes of {record.size}"
+        for name, record in files.items()
+        if sizes[name] != record.size
     ]
     if problems:
         raise AlignerError(f"{directory}: the checkpoint is incomplete: {'; '.join(problems)}")
     return Manifest(**content)
+
+
+def damaged_files(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong with a checkpoint's files, by name. Collective: every rank reads its share, at one layout its own file."""
+    found = gather_json(damage(directory, dict(dealt(list(files.items())))))
+    return sorted(problem for problems in found for problem in problems)
 
 
 def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:

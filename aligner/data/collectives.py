@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,19 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.types import FINISH_REASONS, Sample
 
+T = TypeVar("T")
+
 
 def is_distributed(group: ProcessGroup | None = None) -> bool:
     """Whether there is any other rank in the group (None: in the world)."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def dealt(values: Sequence[T]) -> list[T]:
+    """This rank's share of what the world's ranks deal with together."""
+    if not is_distributed():
+        return list(values)
+    return list(values[dist.get_rank() :: dist.get_world_size()])
 
 
 def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = None) -> Any:

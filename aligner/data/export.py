@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.data.checkpoint_files import MANIFEST, CheckpointReader
+from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, damaged_files, read_manifest, read_manifest_file
+from aligner.data.checksums import FileRecord
 from aligner.data.weight_files import (
     DTYPES,
     TensorEntry,
@@ -105,8 +106,11 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
         if parts:
             if not (path / MANIFEST).is_file():
                 raise ConfigError(f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written last")
+            files = read_manifest_file(path / MANIFEST)["files"]
+            _check_files(path, {name: record for name, record in files.items() if name.startswith(f"{parts[0].name}/")})
             return _checkpoint_source(parts[0], given_as)
         if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
+            _check_files(path, read_manifest(path).files)
             return _checkpoint_source(path, given_as)
     except ConfigError:
         raise
@@ -118,6 +122,11 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
             " directory (with config.json)"
         )
     return _directory_source(path, given_as)
+
+
+def _check_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    if damaged := damaged_files(directory, files):
+        raise AlignerError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
 
 
 def _part(stored: Tensor, spec: TensorSpec) -> Tensor:

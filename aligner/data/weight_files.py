@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aligner.data.checksums import FileRecord
 from aligner.errors import ConfigError
 from aligner.files import naming, new_file
 from aligner.models.families import COMPUTED_BUFFERS
@@ -157,8 +159,8 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]) -> int:
-    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns the file's size in bytes.
+def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]) -> FileRecord:
+    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns size and checksum.
 
     The widest types come first, each in the order of `entries`, so that all lie aligned. Raises ValueError where `read`
     gives another shape or type than the entry's.
@@ -171,8 +173,10 @@ def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable
         header[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    digest = xxhash.xxh3_64(head)
     with new_file(file) as stream, naming(file):
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(head)
         for entry in ordered:
             tensor = read(entry.name).detach()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
@@ -180,5 +184,7 @@ def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable
                     f"{file}: {entry.name} was announced as {entry.dtype} {entry.shape}, but is {tensor.dtype}"
                     f" {tuple(tensor.shape)}"
                 )
-            stream.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return 8 + len(text) + end
+            content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            digest.update(content)
+            stream.write(content)
+    return FileRecord(len(head) + end, digest.hexdigest())

@@ -27,6 +27,8 @@ _CONSEQUENCES = (
     "broken pipe",
     "statuscode.unavailable",
 )
+_LATE = ("timed out waiting", "collective operation timeout", "wait timeout after", "waiting for clients")
+"""Words of gloo, NCCL and torch's store for another rank that did not come."""
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
@@ -77,11 +79,15 @@ def reported_error(rank: Rank) -> str:
     return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(REPORTED).strip()
 
 
-def describe_end(rank: Rank) -> str:
-    """Role, rank, and its exit code or the signal's name."""
+def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
+    """Role, rank, and its exit code or the signal's name, or why it was killed; and which ranks it missed."""
     code = rank.exit_code
+    if rank.killed_for is not None:
+        return f"{rank.role} rank {rank.rank} {rank.killed_for} and was killed"
     how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-    return f"{rank.role} rank {rank.rank} {how}"
+    names = " and ".join(f"{each.role} rank {each.rank}" for each in missing)
+    late = f": {names} did not come to a collective within cluster.collective_timeout_s" if missing else ""
+    return f"{rank.role} rank {rank.rank} {how}{late}"
 
 
 def root_failure(failed: Sequence[Rank]) -> Rank:
@@ -96,10 +102,19 @@ def root_failure(failed: Sequence[Rank]) -> Rank:
     return min(failed, key=order)
 
 
-def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = ()) -> AlignerError:
-    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would have outlived the others."""
+def missed_others(rank: Rank) -> bool:
+    """Whether it has ended because another rank did not come to a collective in time, as far as its log says."""
+    end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
+    return any(words in end for words in _LATE)
+
+
+def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = (), missing: Sequence[Rank] = ()) -> AlignerError:
+    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would have outlived the others.
+
+    The `missing` ones were waited for in vain.
+    """
     root = root_failure(fatal or failed)
     others = ", ".join(f"{rank.role} rank {rank.rank}" for rank in failed if rank is not root)
     restarts = f" after {root.restarts} restart{'s' * (root.restarts > 1)}" if root.restarts else ""
     also = f" (then {others} failed)" if others else ""
-    return rank_error(f"{describe_end(root)}{restarts}{also}", root)
+    return rank_error(f"{describe_end(root, missing)}{restarts}{also}", root)

@@ -29,8 +29,10 @@ class RoleState:
 
     ranks: int
     healthy: bool = False
-    """Whether it was when the launcher last asked; the trainer is not asked."""
+    """Whether it was when the launcher last asked; of the trainer, which is not asked, whether it is not being replaced."""
     restarts: int = 0
+    silent: bool = False
+    """Whether one of its ranks, or the server, has not shown life for a while."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class StateRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end(error)
 
-    def update(self, role: str, *, healthy: bool, restarts: int = 0) -> None:
+    def update(self, role: str, restarts: int, *, healthy: bool, silent: bool) -> None:
         """How a role is now; the file is written when that has changed."""
-        now = replace(self._state.roles[role], healthy=healthy, restarts=restarts)
+        now = replace(self._state.roles[role], healthy=healthy, restarts=restarts, silent=silent)
         if now != self._state.roles[role]:
             self._write(roles={**self._state.roles, role: now})
 

@@ -1,7 +1,6 @@
 """One launch at a time on a directory, by a lock of the operating system's that ends with the process that has it."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -9,31 +8,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from aligner.errors import ConfigError
+from aligner.files import NO_LOCKS, Holder
 from aligner.paths import LOCK
 
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""
 _PATIENCE_S = 0.25  # for whoever only looks at the lock, and has it meanwhile
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who works on a directory, as its lock file says."""
-
-    pid: int
-    host: str
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
 
 
 class LockedError(ConfigError):
@@ -43,17 +28,20 @@ class LockedError(ConfigError):
 
 
 @contextlib.contextmanager
-def locked(directory: Path, wait: Callable[[LockedError], None] | None = None, patience_s: float = 0.0) -> Iterator[None]:
+def locked(
+    directory: Path, wait: Callable[[LockedError], None] | None = None, patience_s: float = 0.0, mode: int = 0o777
+) -> Iterator[None]:
     """Alone with a directory, which is made where there is none. However the process ends, the lock ends with it.
 
     Where another process has it after `patience_s`: raises LockedError, or calls `wait` again and again until it has not. The
     file is removed, as are directories that were made for it and are empty. Raises ConfigError where none can be made.
+    `mode` is that of the directory where it is made; those above it are made as usual.
     """
     made: list[Path] = []
     try:
         try:
             made += [path for path in (directory, *directory.parents) if not path.exists()]
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode, parents=True, exist_ok=True)
             file = _locked_file(directory, wait, max(patience_s, _PATIENCE_S))
         except OSError as error:
             why = error.strerror or error
@@ -89,9 +77,8 @@ def _locked_file(directory: Path, wait: Callable[[LockedError], None] | None, pa
             if not _try_lock(file, fcntl.LOCK_EX, patience_s):
                 error = _locked_error(directory, file)
             elif _is_still_at(path, file):
-                holder = Holder(os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
                 file.truncate(0)
-                file.write(json.dumps(asdict(holder)) + "\n")
+                file.write(json.dumps(asdict(Holder.here())) + "\n")
                 file.flush()
                 until_taken.pop_all()
                 return file
@@ -122,7 +109,7 @@ def _try_lock(file: IO[str], kind: int, patience_s: float = 0.0) -> bool:
                 return False
             time.sleep(_PATIENCE_S / 5)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             return _is_free_by_name(file, error)
         else:

@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,12 @@ import psutil
 
 from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
+from aligner.launch.orphans import START
 from aligner.launch.ranks import Rank
 from aligner.triton_cleanup import remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
 """Environment variable by which a rank knows its launcher."""
-_START = "ALIGNER_START"  # environment variable of whatever comes of one start of a rank, its helpers' helpers included
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +34,7 @@ class RankProcess(Rank):
 
     process: subprocess.Popen[bytes]
     mark: str
-    """Value of `_START` that only what came of this start has."""
+    """Value of `START` that only what came of this start has."""
 
     def poll(self) -> bool:
         """Whether it runs; notes its end."""
@@ -45,6 +47,7 @@ class Processes:
     """Ranks that are processes of this machine.
 
     It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as tritonserver, is still ended.
+    Where this process is killed, what is left by `stop_timeout_s` is killed by `aligner.launch.orphans`.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
@@ -52,6 +55,15 @@ class Processes:
         self._started = 0
         self._ranks: list[RankProcess] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        # Other launchers may have had this process's number, and other containers do: a kill by mark must not reach theirs.
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-m", "aligner.launch.orphans", self._mark, str(stop_timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._not_ours = set(psutil.Process().children(recursive=True))
 
     def spawn(
@@ -59,14 +71,14 @@ class Processes:
     ) -> RankProcess:
         """Start a rank in a session of its own, its output appended to `log`; it knows this process as its launcher."""
         self._started += 1
-        mark = f"{os.getpid()}-{self._started}"
+        mark = f"{self._mark}-{self._started}"
         with log.open("ab") as output:
             # It does not die of the signal to stop, which it may take when it is ready.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
             try:
                 process = subprocess.Popen(
                     list(command),
-                    env={**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), _START: mark},
+                    env={**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -113,6 +125,8 @@ class Processes:
             self._kill(rest)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
+        self._watcher.kill()
+        self._watcher.communicate()
         for rank in self._ranks:
             remove_triton_files(rank.process.pid)
 
@@ -132,7 +146,7 @@ class Processes:
 def _mark(process: psutil.Process) -> str | None:
     """None for a process that has ended, reaped or not."""
     try:
-        return process.environ().get(_START)
+        return process.environ().get(START)
     except psutil.Error:
         return None
 

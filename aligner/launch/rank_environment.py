@@ -1,12 +1,14 @@
 """What each rank is started with, its command and its environment, and what it takes from that when it starts."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from aligner.errors import AlignerError
 from aligner.launch.processes import end_with_launcher
+from aligner.placement.addresses import WORLD_SECRET
 
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""
@@ -31,6 +33,7 @@ def world_environment(ranks: int, ranks_per_node: int, master: str, master_port:
         "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(master_port),
+        WORLD_SECRET: secrets.token_hex(16),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         # Threads that spin between parallel regions take the cores of the other ranks.

@@ -1,11 +1,14 @@
 """What the supervisor knows of the ranks that it watches, wherever they run."""
 
+import contextlib
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aligner.files import drop_older_half
 from aligner.observability.logs import launcher_line
 from aligner.paths import run_paths
 from aligner.schema import Config
@@ -26,6 +29,13 @@ class Rank:
     """None while it runs; negative: the signal that ended it."""
     ended_at: float | None = field(default=None, kw_only=True)
     """`time.monotonic()` at which its end was noticed."""
+    killed_for: str | None = field(default=None, kw_only=True)
+    """Why the launcher killed it, where that was no part of ending or replacing its group."""
+
+    def shorten_log(self, limit: int) -> None:
+        """Drop the older half of its log where that has more than `limit` bytes."""
+        with contextlib.suppress(OSError):
+            self.log_start = max(0, self.log_start - drop_older_half(self.log, limit))
 
     @property
     def starter_messages(self) -> str:
@@ -57,9 +67,21 @@ class Ranks(ABC):
     def kill(self, ranks: Sequence[Rank]) -> bool:
         """Kill these ranks and all that came of them; returns whether nothing was left to kill, and forgets them then."""
 
+    def kill_for(self, why: str, rank: Rank) -> None:
+        """Kill a rank, if it runs: that is its end as any other, also where the kernel cannot end it now."""
+        if rank.exit_code is None:
+            rank.killed_for = why
+            self.send(signal.SIGKILL, [rank])
+            rank.note_end(-signal.SIGKILL, time.monotonic())
+
     @abstractmethod
     def close(self) -> None:
         """End all of them: SIGTERM to each rank, and what is left by `cluster.stop_timeout_s` is killed."""
+
+
+def max_restarts(config: Config, role: str) -> int:
+    """How often the trainer or a server group may be started again."""
+    return config.run.max_restarts if role == "trainer" else config.server.max_restarts
 
 
 def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
@@ -67,7 +89,7 @@ def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
     log = run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:
-        told = f"{role} is started again ({restarts} of {config.server.max_restarts})"
+        told = f"{role} is started again ({restarts} of {max_restarts(config, role)})"
         with log.open("a") as lines:
             lines.write(launcher_line(config.logging.format, role, rank, told))
     return log

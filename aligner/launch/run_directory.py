@@ -1,6 +1,7 @@
 """A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline and summary."""
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Iterator
 
@@ -8,12 +9,13 @@ from rich.console import Console
 
 from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, is_unused, settled
+from aligner.data.claim import take_run
 from aligner.errors import AlignerError, ConfigError, Stopped
 from aligner.launch.lock import locked
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
-from aligner.paths import RunPaths, run_paths
+from aligner.paths import PRIVATE, RunPaths, run_paths
 from aligner.placement.addresses import create_access_key
 from aligner.schema import Config
 
@@ -26,11 +28,13 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
     after `patience_s` still another launch's. Nothing is left of a run that is refused before its trainer starts.
     """
     paths = run_paths(config)
-    with locked(paths.root, patience_s=patience_s):
+    with locked(paths.root, patience_s=patience_s, mode=PRIVATE):
         check_directory(config)
-        is_new, config = is_unused(paths), settled(config)
+        if not (is_new := is_unused(paths)):  # from here on a trainer of an earlier launch changes nothing that is looked at
+            take_run(config)
+        config = settled(config)
         if not config.run.resumes:
-            _forget_training(paths)
+            _set_training_aside(paths, console)
         stopped = None
         try:
             save_config(config, paths.config)
@@ -52,9 +56,24 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
             raise stopped
 
 
-def _forget_training(paths: RunPaths) -> None:
-    """Remove what a start that did not come to its first checkpoint has left."""
-    for path in paths.of_training:
+def _set_training_aside(paths: RunPaths, console: Console) -> None:
+    """Move what a start that did not come to its first checkpoint has left out of the way; of what is empty nothing stays.
+
+    Raises ConfigError for what cannot be moved.
+    """
+    left = [path for path in paths.of_training if path.exists()]
+    if any(file.is_file() and file.stat().st_size for path in left for file in (path, *path.rglob("*"))):
+        aside = next(place for n in itertools.count(1) if not (place := paths.set_aside / str(n)).exists())
+        try:
+            aside.mkdir(parents=True)
+            for path in left:
+                path.rename(aside / path.name)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={paths.root}: what is there cannot be set aside: {error}; give another run.dir"
+            ) from error
+        print_line(console, f"no complete checkpoint: the run begins anew, and what it had written is set aside as {aside}")
+    for path in left:
         if path.is_dir():
             shutil.rmtree(path)
         else:

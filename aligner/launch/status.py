@@ -146,7 +146,11 @@ def _roles(config: Config, launcher: LauncherState, state: str) -> dict[str, Rol
     def health(name: str, role: RoleState) -> str:
         if state not in _GOES_ON:
             return "gone"
+        if role.silent:  # whatever its Triton says, which may outlive its ranks' life
+            return "not answering"
         if name not in endpoints:
+            if role.restarts and not role.healthy:
+                return "restarting"
             return "healthy" if state == "running" else "starting"
         endpoint = endpoints[name]
         if endpoint.host in ("127.0.0.1", "localhost", "::1") and launcher.host != socket.gethostname():

@@ -2,34 +2,36 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
-from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error, root_failure
+from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.launcher_state import StateRecorder
+from aligner.launch.rank_groups import GRACE_S, ServerGroup, TrainerGroup
 from aligner.launch.ranks import Rank, Ranks
 from aligner.launch.run_directory import run_directory
-from aligner.launch.server_ports import FreePorts, free_ports, is_healthy, pick_endpoints
+from aligner.launch.server_ports import FreePorts, free_ports, pick_endpoints
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
-from aligner.paths import run_paths
+from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.schema import Config
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0  # A trainer rank that is still starting does not hear that it should stop: it is told again
-_GRACE_S = 1.0
-"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
-_HEALTH_POLL_S = 0.5
-_FIRST_BACKOFF_S = 1.0
+_SHORTEN_S = 5.0
+"""How often it is looked whether a log is too long."""
+_FOLLOW_S = 3.0
+"""After a collective's timeout, how long the ranks that lose their peers by it take to end; who goes on was not in it."""
 
 
 @dataclass
@@ -49,10 +51,11 @@ class Supervisor:
     """For another launch to let go of the run's directory."""
     _ranks: Ranks = field(init=False)
     _state: StateRecorder = field(init=False)
-    _groups: "list[ServerGroup]" = field(default_factory=list)
-    _trainers: Sequence[Rank] = ()
+    _servers: list[ServerGroup] = field(default_factory=list)
+    _trainer: TrainerGroup = field(init=False)
     _tell_at: float = 0.0
     """When the trainer is to be told again to stop; 0: it was not told yet."""
+    _shorten_at: float = 0.0
 
     def run(self) -> None:
         """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
@@ -102,24 +105,33 @@ class Supervisor:
         save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
         with closing(RunView(self.config, self.console)) as view:
             for name, endpoint in endpoints.items():
-                self._groups.append(ServerGroup(name, endpoint, self.config, self._ranks, view.note))
-            self._trainers = self._ranks.start("trainer")
-            while not all(_has_done(rank) for rank in self._trainers):
+                self._servers.append(ServerGroup(name, endpoint, self.config, self._ranks, view.note))
+            trainer = self._trainer = TrainerGroup(self.config, self._ranks, view.note, self._forget_critic)
+            while not trainer.has_done:
                 self._tick()
                 self._raise_failures()
                 self._check_stragglers()
-                if all(group.was_healthy for group in self._groups):
+                if all(server.was_healthy for server in self._servers):
                     self._pass_on_stop(view)
                 else:
                     self.interrupts.check_before_training()
-                for group in self._groups:
-                    group.poll()
-                    self._state.update(group.name, healthy=group.is_healthy, restarts=group.restarts)
-                view.waiting_for([group.name for group in self._groups if not group.was_healthy])
+                for server in self._servers:
+                    server.poll()
+                    self._state.update(server.name, server.restarts, healthy=server.is_healthy, silent=server.is_silent)
+                trainer.poll()
+                self._state.update("trainer", trainer.restarts, healthy=not trainer.is_replaced, silent=trainer.is_silent)
+                view.waiting_for([server.name for server in self._servers if not server.was_healthy])
                 view.update()
-        if any(rank.exit_code == RESUMABLE for rank in self._trainers):
+                self._shorten_logs()
+        if any(rank.exit_code == RESUMABLE for rank in trainer.ranks):
             # Without the servers' draining: who is told to stop has little time.
             self.interrupts.stop("told to stop, with all that it trained in a checkpoint")
+
+    def _forget_critic(self) -> None:
+        """Have a critic start anew: it has learned with a trainer that has left no checkpoint."""
+        for server in self._servers:
+            if server.name == "critic":
+                server.begin_anew("has learned with a trainer that begins again")
 
     def _tick(self) -> None:
         self.interrupts.check()
@@ -127,27 +139,36 @@ class Supervisor:
         time.sleep(_POLL_S)
         self._ranks.poll()
 
+    def _shorten_logs(self) -> None:
+        if time.monotonic() < self._shorten_at:
+            return
+        self._shorten_at = time.monotonic() + _SHORTEN_S
+        for rank in [rank for group in (*self._servers, self._trainer) for rank in group.ranks]:
+            rank.shorten_log(self.config.logging.file_mib << 20)
+
     def _raise_failures(self) -> None:
         """Raise AlignerError for a rank that failed for good, Stopped where the trainer was ended from outside."""
         if not self._fatal():
             return
         self._linger()
-        self._stop_if_ended_from_outside(self._trainers)
+        self._stop_if_ended_from_outside(self._trainer.ranks)
         fatal = self._fatal()
         if not fatal:  # what ended first was a consequence of what may be started again
             return
-        ended = [rank for group in self._groups for rank in group.ended]
-        raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal)
+        if missing := self._trainer.missing:
+            self._linger(_FOLLOW_S)
+            fatal, missing = self._fatal(), self._trainer.missing
+        ended = [rank for server in self._servers for rank in server.ended]
+        raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal, missing)
 
-    def _linger(self) -> None:
+    def _linger(self, for_s: float = GRACE_S) -> None:
         """Wait for what comes together with a rank's end: other ends, or a signal to this process, for all of them."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + for_s
         while time.monotonic() < deadline:
             self._tick()
 
     def _fatal(self) -> list[Rank]:
-        lost = [rank for group in self._groups if group.lost for rank in group.ended]
-        return [*lost, *(rank for rank in self._trainers if rank.exit_code is not None and not _has_done(rank))]
+        return [rank for group in (*self._servers, self._trainer) if group.lost for rank in group.ended]
 
     def _stop_if_ended_from_outside(self, ranks: Sequence[Rank]) -> None:
         """Raise Stopped where a SIGTERM that the supervisor did not send ended a rank: a preemption begins so."""
@@ -157,9 +178,9 @@ class Supervisor:
 
     def _check_stragglers(self) -> None:
         """Raise AlignerError where a trainer rank still runs long after the first has ended: they end together."""
-        timeout = self.config.cluster.collective_timeout_s
-        ends = [rank.ended_at for rank in self._trainers if rank.ended_at is not None]
-        running = [rank for rank in self._trainers if rank.exit_code is None]
+        timeout, ranks = self.config.cluster.collective_timeout_s, self._trainer.ranks
+        ends = [rank.ended_at for rank in ranks if rank.ended_at is not None]
+        running = [rank for rank in ranks if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > timeout:
             raise rank_error(f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended", running[0])
 
@@ -171,95 +192,15 @@ class Supervisor:
         if not self._tell_at:
             view.note("told to stop: the run takes a checkpoint after this step, and ends")
         self._tell_at = now + _TELL_AGAIN_S
-        self._ranks.send(STOP_SIGNAL, self._trainers)
+        self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 
     def _drain(self) -> None:
         """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is ended with the run."""
-        servers = [rank for group in self._groups for rank in group.ranks]
+        servers = [rank for server in self._servers for rank in server.ranks]
         self._ranks.send(signal.SIGTERM, servers)
         deadline = time.monotonic() + self.config.server.drain_timeout_s
         while time.monotonic() < deadline and any(rank.exit_code is None for rank in servers):
             self._tick()
-
-
-def _has_done(trainer: Rank) -> bool:
-    """Whether a trainer rank has ended as it should: at the run's end, or when it was told to."""
-    return trainer.exit_code in (FINISHED, RESUMABLE)
-
-
-class ServerGroup:
-    """The ranks of one server. When one of them ends all are replaced: the others have lost their world."""
-
-    def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
-        """Starts the ranks."""
-        self.name, self._endpoint, self._config, self._all, self._tell = name, endpoint, config, ranks, tell
-        self.restarts = 0
-        self.was_healthy = False
-        """Whether it has been healthy since the run began."""
-        self._kill_at = 0.0
-        self._start()
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether it is, or was when it was last asked."""
-        return self._healthy and not self._told
-
-    @property
-    def ended(self) -> list[Rank]:
-        """Ranks that have ended; however politely, a server has no business to while the trainer runs."""
-        return [rank for rank in self.ranks if rank.ended_at is not None and not self._told]
-
-    @property
-    def lost(self) -> bool:
-        """Whether a rank has ended and may not be started again: too often, or at a first start that would fail again."""
-        may_pass = self.was_healthy or any(rank.exit_code == RESUMABLE for rank in self.ended)
-        return bool(self.ended) and not (may_pass and self.restarts < self._config.server.max_restarts)
-
-    def poll(self) -> None:
-        """Do what is due, without waiting. Raises AlignerError when it is not healthy in time."""
-        ended = [rank.ended_at for rank in self.ranks if rank.ended_at is not None]
-        if ended:
-            self._replace(min(ended))
-        elif not self._healthy:
-            self._check_health()
-
-    def _start(self) -> None:
-        self.ranks = self._all.start(self.name, self.restarts)
-        self._healthy = False
-        self._told = False  # that a rank has ended, and that all will be started again
-        self._started = self._next_check = time.monotonic()
-
-    def _check_health(self) -> None:
-        now, timeout = time.monotonic(), self._config.server.start_timeout_s
-        if now < self._next_check:
-            return
-        self._next_check = now + _HEALTH_POLL_S
-        if is_healthy(self._config, self.name, self._endpoint):
-            if self.was_healthy:
-                self._tell(f"{self.name} is healthy again")
-            self._healthy = self.was_healthy = True
-        elif now - self._started > timeout:
-            which = f" after restart {self.restarts}" if self.restarts else ""
-            raise rank_error(f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}", self.ranks[0])
-
-    def _replace(self, ended_at: float) -> None:
-        """End what is left of the ranks, then start them again."""
-        now = time.monotonic()
-        if now < ended_at + _GRACE_S:
-            return
-        if not self._told:
-            cause = describe_end(root_failure(self.ended))
-            self._told, self.restarts = True, self.restarts + 1
-            self._tell(f"{cause}; starting {self.name} again ({self.restarts} of {self._config.server.max_restarts})")
-            self._all.send(signal.SIGTERM, self.ranks)
-            self._kill_at = now + self._config.cluster.stop_timeout_s
-        running = any(rank.exit_code is None for rank in self.ranks)
-        if running and now < self._kill_at:
-            return
-        # What a killed rank leaves behind holds its ports: a new one could not listen there.
-        gone = self._all.kill(self.ranks)
-        if gone and now >= ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
-            self._start()
 
 
 class RunView:
@@ -273,6 +214,8 @@ class RunView:
         self._progress = make_progress(config.run.steps, console)
         self.note = self._progress.note
         """Tells what has happened, on a line that stays."""
+        self._checkpoints = paths.checkpoints
+        self._set_aside = set(self._damaged())
         self._waiting: list[str] | None = None
         self._pending: list[dict[str, Any]] = []
 
@@ -284,6 +227,9 @@ class RunView:
 
     def update(self) -> None:
         """Show what is new."""
+        for file in sorted(set(self._damaged()) - self._set_aside):
+            self._set_aside.add(file)
+            self.note(f"a checkpoint was damaged, and is set aside as {file.parent}: {file.read_text().strip()}")
         for record in self._metrics.new_records():
             self._progress.step(record)
         more = self._samples.new_records()
@@ -292,6 +238,9 @@ class RunView:
             self._progress.samples(self._pending)
             self._pending = []
         self._pending += more
+
+    def _damaged(self) -> Iterable[Path]:
+        return self._checkpoints.glob(f"*.damaged*/{DAMAGE}")
 
     def close(self) -> None:
         """Show what is left, and leave the terminal as it was."""

@@ -6,6 +6,7 @@ when every rank's file is in it.
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -25,15 +26,19 @@ from aligner.data.checkpoint_files import (
     Manifest,
     Piece,
     built_config,
+    damaged_files,
     model_differences,
     portable_source,
     rank_file,
+    read_manifest,
     tensor_key,
 )
+from aligner.data.checksums import DamagedError, FileRecord
+from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.weight_files import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
-from aligner.files import discard_directory, finish_directory, start_directory, unfinished, write_file
+from aligner.files import finish_directory, start_directory, write_file
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer import AdamState
 from aligner.megatron.runner import ModelRunner
@@ -57,8 +62,9 @@ class _Pending:
     """A checkpoint that is being written."""
 
     directory: Path
+    started: Path  # what it is called until it is complete
     manifest: Manifest
-    written: Future[int | str]
+    written: Future[FileRecord | str | None]
     """What `_write_rank_file` returns."""
 
 
@@ -80,7 +86,7 @@ class CheckpointedModel:
         """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
         self.finish_save()
         runner, world = self.runner, self.world
-        _on_first_rank(world, directory, lambda: start_directory(directory))
+        started = directory.with_name(_on_first_rank(world, directory, lambda: start_directory(directory).name))
         adam = _adam(runner)
         adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
         units, index = _assign_writers(runner, adam if adam_steps else None)
@@ -104,10 +110,10 @@ class CheckpointedModel:
             files={},
             index=index,
         )
-        file, tensors = unfinished(directory) / rank_file(world.rank), _snapshot(adam, units, world.rank)
+        file, tensors = started / rank_file(world.rank), _snapshot(adam, units, world.rank)
         # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its file first.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
-        self._pending = _Pending(directory, manifest, executor.submit(_write_rank_file, file, tensors))
+        self._pending = _Pending(directory, started, manifest, executor.submit(_write_rank_file, file, tensors))
         executor.shutdown(wait=False)
 
     def finish_save(self) -> None:
@@ -118,26 +124,34 @@ class CheckpointedModel:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        directory, results = pending.directory, gather_json(pending.written.result())
-        if errors := [result for result in results if isinstance(result, str)]:
-            _on_first_rank(self.world, directory, lambda: discard_directory(directory))
-            raise AlignerError(f"the checkpoint {directory} could not be written: {'; '.join(errors)}")
-        files = {rank_file(rank): size for rank, size in enumerate(results) if size}
+        directory, started, results = pending.directory, pending.started, gather_json(pending.written.result())
+        errors = [result for result in results if isinstance(result, str)]
+        files = {rank_file(rank): FileRecord(*it) for rank, it in enumerate(results) if it and not isinstance(it, str)}
 
         def complete() -> None:
-            write_file(unfinished(directory) / MANIFEST, replace(pending.manifest, files=files).to_json())
-            finish_directory(directory)
+            try:
+                if errors:
+                    raise AlignerError("; ".join(errors))
+                write_file(started / MANIFEST, replace(pending.manifest, files=files).to_json())
+                read_manifest(started)  # every file that the index names is there, at its size
+                finish_directory(started, directory)
+            except AlignerError:
+                shutil.rmtree(started, ignore_errors=True)
+                raise
 
         _on_first_rank(self.world, directory, complete)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, verified: bool = False) -> None:
         """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
 
-        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, of another format, or of another
-        model.
+        `verified` says that its files' checksums have been found to be right.
+        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, damaged, of another format, or of
+        another model.
         """
         self.finish_save()
         runner, reader = self.runner, CheckpointReader(directory)
+        if not verified and (damaged := damaged_files(directory, reader.manifest.files)):
+            raise DamagedError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
         manifest, adam = reader.manifest, _adam(runner)
         problems = gather_json(_problems(runner, manifest, adam))
         if everyone := sorted({problem for found in problems for problem in found}):
@@ -154,25 +168,29 @@ class CheckpointedModel:
         runner.scheduler.step(increment=manifest.schedule_steps)
 
 
-def _on_first_rank(world: World, directory: Path, action: Callable[[], None]) -> None:
-    """Rank 0 acts and the others wait; what it could not do is raised on all of them."""
-    error = None
+def _on_first_rank(world: World, directory: Path, action: Callable[[], str | None]) -> Any:
+    """Rank 0 acts and the others wait; what comes of it, or what it could not do, all of them hear."""
+    result = error = None
     if world.rank == 0:
         try:
-            action()
-        except OSError as problem:
+            with writing():
+                result = action()
+        except (OSError, AlignerError) as problem:
             error = str(problem)
-    if error := broadcast_json(error):
+    result, error = broadcast_json([result, error])
+    if error:
         raise AlignerError(f"the checkpoint {directory} could not be written: {error}")
+    return result
 
 
-def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> int | str:
-    """The file's size, 0 where there is nothing to write, or what went wrong."""
+def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | str | None:
+    """What the file must be, None where there is nothing to write, or what went wrong."""
     entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
     try:
-        return write_safetensors(file, entries, tensors.__getitem__) if entries else 0
-    except OSError as error:
-        return f"{file}: {error.strerror or error}"
+        return write_safetensors(file, entries, tensors.__getitem__) if entries else None
+    except BaseException as error:  # whatever it is: the other ranks wait to hear of it
+        told = error.strerror if isinstance(error, OSError) else None
+        return f"{file}: {told or repr(error)}"
 
 
 def _adam(runner: ModelRunner) -> AdamState:

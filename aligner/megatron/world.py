@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Coordinates, coordinates
+from aligner.resharding.rank_store import world_store
 from aligner.schema import ParallelConfig
 
 
@@ -55,13 +56,14 @@ class World:
 def initialize_alone(seed: int) -> World:
     """The world of this one process, which no launcher has started."""
     if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+        _meet(0, 1, timedelta(minutes=1))
     return initialize(ParallelConfig(), seed, timeout_s=60)
 
 
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+def _meet(rank: int, size: int, timeout: timedelta) -> None:
+    store = world_store(rank, size, timeout)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def join(ranks: int, timeout_s: float) -> torch.device:
@@ -77,7 +79,7 @@ def join(ranks: int, timeout_s: float) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_s))
+        _meet(int(os.environ.get("RANK", "0")), size, timedelta(seconds=timeout_s))
     return device
 
 
@@ -102,7 +104,7 @@ def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
-        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # a timedelta takes fractions
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return World(rank, layout.ranks, layout, coordinates(rank, layout), device, seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from aligner.data.claim import writing
 from aligner.errors import AlignerError
 from aligner.files import append
 from aligner.paths import RunPaths
@@ -42,11 +43,13 @@ class RecordWriter:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
+    @writing()
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
         lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
         append(self._path, "".join(lines))
 
+    @writing()
     def truncate_after(self, step: int) -> None:
         """Drop the records of steps after `step`, and what a killed writer left unfinished: one truncation, to a prefix."""
         if not self._path.exists():
@@ -131,6 +134,7 @@ class MetricsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=kind is not None)
 
+    @writing()
     def write(self, step: int, stats: Mapping[str, float]) -> None:
         """Record one step. Raises AlignerError, before anything is written, for a value that is not finite."""
         record = _finite(step, stats)
@@ -138,6 +142,7 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(step, record)
 
+    @writing()
     def amend(self, step: int, stats: Mapping[str, float]) -> None:
         """Add to the last step, on a line of its own for who follows the file. Raises as `write` does."""
         self._file.write(step, [_finite(step, stats)])
@@ -145,6 +150,7 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(step, whole)
 
+    @writing()
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
         """Drop what was recorded after `step`, in the sinks too; one to be amended they get then, as a whole."""
         self._file.truncate_after(step)
@@ -152,6 +158,7 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.resume(kept)
 
+    @writing()
     def close(self, *, failed: bool = False) -> None:
         """Have the sinks write out what they still hold."""
         for sink in self._sinks:

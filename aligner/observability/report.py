@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from aligner.config.compose import load_config
+from aligner.config.compose import config_text, load_config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
 from aligner.observability.console import WINDOW, window_mean
@@ -16,6 +16,7 @@ from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths
 from aligner.placement.roles import placements
 from aligner.schema import Config
+from aligner.schema.keys import shown
 from aligner.schema.reward_sources import describe_sources, reward_sources
 
 _TEMPLATE = Path(__file__).with_name("report.html")
@@ -76,7 +77,7 @@ def render(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
         config=config,
         reward=describe_sources(reward_sources(config.reward)),
         roles=placements(config),
-        configuration=paths.config.read_text(encoding="utf-8"),
+        configuration=config_text(shown(config)),
         plotly=get_plotlyjs(),
     )
 

@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import unquote, urlsplit
@@ -18,6 +17,7 @@ from aligner.files import write_file
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config
+from aligner.schema.keys import shown
 
 SUPERSEDED = "superseded"
 """Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its steps are recorded anew."""
@@ -197,7 +197,7 @@ class WandbSink:
             entity=settings.entity,
             group=settings.group,
             tags=settings.tags,
-            config=asdict(config),
+            config=shown(config),
             resume="allow" if is_resumed and settings.mode == "online" else None,
             allow_val_change=True,
             reinit="create_new",  # no run of the process's: there may be others
@@ -277,7 +277,7 @@ class MlflowSink:
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
-        parameters = [Param(key, str(value)) for key, value in _flat(asdict(config)) if key not in known]
+        parameters = [Param(key, str(value)) for key, value in _flat(shown(config)) if key not in known]
         for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
 

@@ -6,6 +6,7 @@ clock counts. `clock_offset_us`, what would make it the clock of the trainer's r
 
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -14,13 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aligner.files import append
+from aligner.files import append, newer_half, write_file
 from aligner.observability.logs import at_step
 from aligner.paths import run_paths
 from aligner.schema import Config
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
 """What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
+
+CUT = b'{"cut": true}'
+"""The first line of a file whose older half was dropped."""
 
 _TAIL_BYTES = 1 << 20
 
@@ -34,9 +38,13 @@ class Timeline:
         names: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
+        limit: int = sys.maxsize,
     ) -> None:
-        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file calls some spans."""
-        self._path, self._names, self._clock = path, dict(names or {}), clock
+        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file calls some spans.
+
+        The older half of a file of more than `limit` bytes is dropped.
+        """
+        self._path, self._names, self._clock, self._limit = path, dict(names or {}), clock, limit
         self._step: int | None = None
         self._pending: deque[dict[str, Any]] = deque()
         self._origin, self._origin_us = clock(), round(wall_clock() * 1e6)
@@ -86,6 +94,10 @@ class Timeline:
             lines += json.dumps(self._pending.popleft()) + "\n"
         if lines and self._path is not None:
             append(self._path, lines)
+            with self._path.open("rb") as file:
+                kept = newer_half(file, self._limit)
+            if kept is not None:
+                write_file(self._path, CUT + b"\n" + kept)
 
     def _microseconds(self, seconds: float) -> int:
         """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""
@@ -136,7 +148,7 @@ def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str]
     path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
         names = {**names, "generate": "wait"}
-    return Timeline(path if config.logging.timeline else None, names)
+    return Timeline(path if config.logging.timeline else None, names, limit=config.logging.file_mib << 20)
 
 
 def _cut_unfinished_line(path: Path) -> None:

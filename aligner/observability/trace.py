@@ -13,6 +13,7 @@ from typing import Any
 
 from aligner.errors import AlignerError
 from aligner.files import write_file
+from aligner.observability.timeline import CUT
 from aligner.paths import RunPaths
 
 WAIT = "wait"
@@ -164,7 +165,8 @@ def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - limit))
         block = content.read(limit)
-    whole, cut = block[: block.rfind(b"\n") + 1].splitlines(), size > limit
+    whole = block[: block.rfind(b"\n") + 1].splitlines()
+    cut = size > limit or whole[:1] == [CUT]
     try:
         records = [json.loads(line) for line in (whole[1:] if cut else whole)]
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 import secrets
 import socket
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ import psutil
 
 from aligner.errors import ConfigError
 from aligner.files import create_private_file, write_file
-from aligner.paths import run_paths
+from aligner.paths import PRIVATE, run_paths
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config, PortsConfig, TLSConfig
 
@@ -103,8 +104,11 @@ def port_is_free(interface: str, port: int) -> bool:
     return True
 
 
+WORLD_SECRET = "ALIGNER_WORLD_SECRET"
+"""Environment variable of the ranks that are started together, and find each other by it."""
 KEY_HEADER = "triton-access-token"
-"""HTTP header of the key, the one of PyTriton's clients; over gRPC Triton wants `triton-grpc-protocol-` before it."""
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+"""The key's HTTP header and gRPC metadata, those of PyTriton's clients."""
 
 
 @dataclass(frozen=True)
@@ -121,23 +125,35 @@ class Access:
 
 
 def create_access_key(config: Config) -> None:
-    """Make the run's key, unless it has one or needs none: a file that only its owner may read."""
+    """Make the run's key, unless it has one or needs none: a file that only its owner may read.
+
+    Raises ConfigError where the run has a file that is no key.
+    """
     path = run_paths(config).access_key
-    if config.server.guard == "none" or path.exists():
+    if config.server.guard == "none":
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    create_private_file(path, secrets.token_urlsafe(32) + "\n")  # servers that are started together agree on the first one's
+    if not path.exists():
+        path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
+        create_private_file(path, secrets.token_urlsafe(32) + "\n")  # servers started together agree on the first one's
+    _read_key(path)
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"server.guard=key: cannot read the run's access key {path}: {error.strerror}") from error
+    if not re.fullmatch(r"[!-~]+", key):  # a header's value
+        raise ConfigError(
+            f"server.guard=key: the run's access key {path} is {'not one' if key else 'empty'}; allowed: one line of printable"
+            " ASCII characters without spaces; remove the file, and the next launch makes one"
+        )
+    return key
 
 
 def run_access(config: Config) -> Access:
-    """How the run's own processes reach its servers. Raises ConfigError where the run has no key."""
-    key = None
-    if config.server.guard == "key":
-        path = run_paths(config).access_key
-        try:
-            key = path.read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"server.guard=key: cannot read the run's access key {path}: {error.strerror}") from error
+    """How the run's own processes reach its servers. Raises ConfigError where the run has no key, or a file that is none."""
+    key = _read_key(run_paths(config).access_key) if config.server.guard == "key" else None
     tls = config.server.tls
     if tls.certificate is None:
         return Access(key)

@@ -21,6 +21,7 @@ from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
+from aligner.resharding.rank_store import open_store
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import Read
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
@@ -130,7 +131,7 @@ class RemotePublisher:
         self._settings, self._calls, self._together, self._listener = settings, calls, together, listener
         self._timeout = timedelta(seconds=settings.update_timeout_s)
         self._snapshots = Snapshots(read, plan.source.get(rank, {}), weight_format.dtype, device)
-        store = None if calls is None else TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        store = None if calls is None else open_store(host, self._timeout)
         self._address: tuple[str, int] = host, together(lambda: None if store is None else store.port)
         self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
         self._publisher: Publisher | None = None

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
 from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import AlignerError
@@ -209,15 +210,16 @@ class RolloutPipeline:
         self._held = []
         if not held and not progress.under_way:
             return progress.position
-        directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for place, drawn in enumerate(held):
             tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn).items()}
         left, under_way = to_saved(progress.under_way)
         tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
-        write_file(directory / _TENSORS, to_bytes(tensors))
         batches = [_to_json(drawn) for drawn in held]
-        write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
+        with writing():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_file(directory / _TENSORS, to_bytes(tensors))
+            write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
         return progress.position
 
     def _read(self, directory: Path, step: int) -> None:

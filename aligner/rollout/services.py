@@ -1,9 +1,10 @@
 """The servers as the whole trainer sees them: rank 0 asks, every rank gets the answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
+
+_SIGN_S = 0.25
+"""Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is 1 s."""
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
@@ -69,7 +73,7 @@ class PendingRows:
     def _receive(self, width: int | None) -> Tensor:
         parts: list[Tensor] = []
 
-        def wait() -> list[int] | None:
+        def receive() -> list[int] | None:
             parts.extend(_results(self.futures))
             if not parts:
                 return None
@@ -77,7 +81,7 @@ class PendingRows:
             parts[:] = [torch.cat(whole).contiguous()]
             return list(parts[0].shape)
 
-        shape = together(wait)
+        shape = together(receive)
         rows = parts[0] if parts else torch.empty(shape)
         if is_distributed():
             dist.broadcast(rows, 0)
@@ -190,13 +194,25 @@ class Services:
 
 
 def together(action: Callable[[], Any]) -> Any:
-    """Every rank acts, and gets rank 0's JSON result or error. Collective."""
+    """Every rank acts, and gets rank 0's JSON result or error. Collective.
+
+    Rank 0 may wait for a server that starts, is started again or replays updates, for as long as that may take: it does so in
+    a thread, and tells the others meanwhile that it lives, so that no collective's timeout has to cover a server's.
+    """
+    acting: RemoteFuture[Any] = RemoteFuture(set())
+    if is_distributed() and dist.get_rank() == 0:
+        Thread(target=acting.fulfil, args=(action,), name="together", daemon=True).start()
+        while not wait([acting], _SIGN_S).done:
+            broadcast_json(None)
+    else:
+        acting.fulfil(action)
     result, error = None, None
     try:
-        result = action()
+        result = acting.result()
     except AlignerError as problem:
         error = str(problem)
-    shared = broadcast_json({"error": error, "result": result})
+    while (shared := broadcast_json({"error": error, "result": result})) is None:
+        pass
     if shared["error"] is not None:
         raise AlignerError(shared["error"])
     return shared["result"]

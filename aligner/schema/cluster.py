@@ -95,5 +95,10 @@ class ClusterConfig:
     )
     threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
     stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
-    collective_timeout_s: float = option(600.0, "a collective that takes longer names the missing rank and fails", minimum=1)
+    heartbeat_timeout_s: float = option(
+        300.0, "a trainer rank that shows no life for so long, as one that is stopped, is killed: the run fails", minimum=1
+    )
+    collective_timeout_s: float = option(
+        600.0, "a collective that takes longer fails, and the run with the missing rank's name", minimum=1
+    )
     slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")

@@ -13,6 +13,9 @@ from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
 from aligner.schema.options import CALLABLE, callable_place
 
+MASK = "***"
+"""Stands for a value that is kept secret."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -165,3 +168,12 @@ def _replaced(section: Any, parts: Sequence[str], value: Any) -> Any:
     if isinstance(section, dict):
         return section | {part: _replaced(section.get(part), rest, value)}
     return dataclasses.replace(section, **{part: _replaced(getattr(section, part), rest, value)})
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """The configuration, nested, for whoever may not read the run directory: without the values of environment variables."""
+    values = dataclasses.asdict(config)
+    slurm = values["cluster"]["slurm"]
+    for place in (slurm, *slurm["roles"].values()):
+        place["environment"] = dict.fromkeys(place["environment"], MASK)
+    return values

@@ -43,6 +43,9 @@ class LoggingConfig:
     )
     tensorboard: bool = option(True, "write TensorBoard event files")
     timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
+    file_mib: int = option(
+        64, "of logs/<role>-<rank>.log and of a process's timeline: the older half of one that is longer is dropped", minimum=1
+    )
     samples_every: int = option(
         5, "show and store samples every N steps", minimum=1, read="algorithm.trainer=online|preferences"
     )

@@ -15,6 +15,12 @@ class RunConfig:
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
     steps: int = option(1, "training steps", minimum=1, maximum=10**9)
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
+    max_restarts: int = option(
+        3,
+        "a trainer of which a rank is killed or hangs is started again from the last checkpoint so often, while the servers"
+        " stay; 0: its end is the run's",
+        minimum=0,
+    )
     resume: str = option(
         "false",
         "true: continue from the last checkpoint in an existing run directory; auto: the same where there is one, else begin,"

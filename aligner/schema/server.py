@@ -53,6 +53,12 @@ class ServerConfig:
         " brought back, a restore or a replayed update",
         minimum=1,
     )
+    health_timeout_s: float = option(
+        60.0,
+        "a server that was healthy and gives no answer for so long, or a rank of it that shows no life, is killed and started"
+        " again",
+        minimum=1,
+    )
     drain_timeout_s: float = option(30.0, "a server that is told to stop finishes what it has taken for so long", minimum=0)
     max_restarts: int = option(3, "a server that dies is started again so often; 0: its end is the run's", minimum=0)
     max_batch_size: int = option(256, "largest batch of the batching endpoints", minimum=1)

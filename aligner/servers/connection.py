@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import AlignerError
-from aligner.placement.addresses import KEY_HEADER, Access, Endpoint
+from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
 from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
 _DATATYPES = {np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}
@@ -69,7 +70,7 @@ class Connection:
     def __init__(self, role: str, endpoint: Endpoint, access: Access = Access()) -> None:  # noqa: B008  # frozen
         self.role = role
         self.address = f"{endpoint.host}:{endpoint.grpc}"
-        self._headers = None if access.key is None else {f"triton-grpc-protocol-{KEY_HEADER}": access.key}
+        self._headers = None if access.key is None else {GRPC_KEY_HEADER: access.key}
         self._tls = {
             "ssl": access.authorities is not None,
             "root_certificates": access.authorities,
@@ -81,8 +82,14 @@ class Connection:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float) -> dict[str, NDArray]:
-        """The endpoint's outputs for these inputs. Raises TransportError, or RemoteError with the server's own words."""
+    def infer(
+        self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float, look_s: float | None = None
+    ) -> dict[str, NDArray]:
+        """The endpoint's outputs for these inputs. Raises TransportError, or RemoteError with the server's own words.
+
+        With `look_s` a server that takes longer is asked for its health, which it tells also while it is at work, and is left
+        with a TransportError where it does not within as long again.
+        """
         inputs = []
         for spec in endpoint.inputs:
             if spec.name in arrays:
@@ -90,12 +97,32 @@ class Connection:
                 tensor.set_data_from_numpy(arrays[spec.name])
                 inputs.append(tensor)
         try:
-            response = self._client().infer(endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers)
+            if look_s is None:
+                response = self._client().infer(endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers)
+            else:
+                response = self._watched(endpoint.name, inputs, timeout_s, look_s)
         except InferenceServerException as error:
             raise self._told(endpoint, error, timeout_s) from None
         except ValueError as error:  # gRPC's for a call on a channel that was closed before it
             raise self._hung_up() if self._is_closed else error from None
         return {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
+
+    def _watched(self, name: str, inputs: list[Any], timeout_s: float, look_s: float) -> Any:
+        answered: Future[Any] = Future()
+
+        def answer(result: Any, error: InferenceServerException | None) -> None:
+            answered.set_result(result) if error is None else answered.set_exception(error)
+
+        call = self._client().async_infer(name, inputs, answer, client_timeout=timeout_s, headers=self._headers)
+        while not wait([answered], look_s).done:
+            try:
+                self.control(look_s, "health")
+            except RemoteError as error:
+                call.cancel()
+                raise TransportError(
+                    self.role, self.address, "Silent", f"it does not tell its health: {error.message}"
+                ) from None
+        return answered.result()
 
     def control(self, timeout_s: float, op: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a control operation. Raises as `infer`."""
@@ -145,8 +172,8 @@ class Connection:
             return RefusedError(self.role, self.address, kind, told)
         if "DEADLINE_EXCEEDED" in status:
             return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
-        if "is restricted" in message:
-            return self.error("AccessError", "it wants the run's key, and got none or another one")
+        if "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
+            return self.error("AccessError", message)  # no other request would fare better: it is not about this one
         for words, kind in _LOST.items():
             if words in message:
                 return TransportError(self.role, self.address, kind, message)

@@ -28,15 +28,15 @@ class CriticClient(RemoteClient):
     """
 
     def __init__(
-        self, endpoint: Endpoint, access: Access, timeout_s: float, run: str, journal: UpdateJournal, max_batch_size: int = 256
+        self, endpoint: Endpoint, access: Access, timeout_s: float, run: RunId, journal: UpdateJournal, max_batch_size: int
     ) -> None:
-        """`run` is the run's name; `timeout_s` is a request's deadline, retries and the critic's restart included.
+        """`run` is the trainer that speaks; `timeout_s` is a request's deadline, retries and the critic's restart included.
 
         Each step of bringing the critic back, a restore or a replayed update, has a deadline of its own.
         """
         super().__init__("critic", [endpoint], access, timeout_s, max_batch_size)
         self._journal = journal
-        self._recovery = CriticRecovery(RunId(run, journal.attempt), journal, timeout_s)
+        self._recovery = CriticRecovery(run, journal, timeout_s)
         self._updates = 0  # asked for
         self._before_update: list[Future[Any]] = []  # what was asked for since the last update
         self._last_update: Future[Any] | None = None

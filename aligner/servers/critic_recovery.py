@@ -149,7 +149,7 @@ class CriticRecovery:
             known = {name: state[name] for name in ("instance", "sequence_number")}
             restored = connection.control(self._timeout_s, "restore", step=base.step, run_id=str(self._run), **known)
         except RemoteError as error:
-            if error.kind not in ("AlignerError", "SequenceError"):
+            if error.kind not in ("AlignerError", "DamagedError", "SequenceError"):
                 raise
             return error.message
         got = restored["sequence_number"] + 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
+from aligner.data.claim import write_as, writing
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.paths import run_paths
@@ -134,8 +135,7 @@ class CriticRank:
 
         Raises SequenceError unless `sequence_number` is the last update, and for another trainer than the run's newest.
         """
-        if run_id is not None:
-            self._ledger.check_run(RunId.parse(run_id))
+        self._write_for(run_id)
         if sequence_number is not None:
             self._ledger.check_follows(sequence_number)
         self.finish_checkpoint()
@@ -153,7 +153,8 @@ class CriticRank:
             self._finished, ledger = saving
             # After the weights: a checkpoint with a ledger is complete.
             if not dist.is_initialized() or dist.get_rank() == 0:
-                ledger.save(self._directory(self._finished) / _LEDGER)
+                with writing():
+                    ledger.save(self._directory(self._finished) / _LEDGER)
         return {"finished": self._finished, **self.version()}
 
     def checkpoint(self, step: int | None, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
@@ -176,6 +177,7 @@ class CriticRank:
         """
         if sequence_number not in (None, self._ledger.last):
             raise InstanceError(f"restore: the last update is {self._ledger.last}, no longer {sequence_number}")
+        self._write_for(run_id)
         self.finish_checkpoint()
         directory = self._directory(step)
         if not directory.is_dir():
@@ -183,12 +185,18 @@ class CriticRank:
         ledger = UpdateLedger.load(directory / _LEDGER)
         if run_id is not None:
             run = RunId.parse(run_id)
-            self._ledger.check_run(run)
             ledger.check_run(run)
             ledger.run = run
         self._model.load(directory)
         self._ledger = ledger
         return {"step": step, **self.version()}
+
+    def _write_for(self, run_id: str | None) -> None:
+        """Write for this trainer while the run is its own. Raises SequenceError unless it is the newest that was heard."""
+        if run_id is not None:
+            self._ledger.check_run(RunId.parse(run_id))
+            if run_paths(self._config).claim.exists():  # none but a trainer of ours takes a run
+                write_as(self._config, {"attempt": RunId.parse(run_id).attempt})
 
     def _directory(self, step: int) -> Path:
         return run_paths(self._config).checkpoint(step, "critic")

@@ -1,19 +1,23 @@
 """The critic's numbered updates, each applied exactly once: the trainer's journal of them, and the critic's own ledger."""
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
+from aligner.data.checksums import DamagedError, read_sealed, read_sealed_record, sealed, sealed_record
+from aligner.data.claim import writing
 from aligner.errors import AlignerError
 from aligner.files import write_file
 
 _ATTEMPT_DIGITS = 9
-_PREFIX, _SUFFIX = "update_", ".safetensors"
+_UPDATE = re.compile(r"update_([0-9]+)\.record")
 
 
 class SequenceError(AlignerError):
@@ -22,7 +26,7 @@ class SequenceError(AlignerError):
 
 @dataclass(frozen=True)
 class RunId:
-    """A run, and how many trainers have worked on it before the one that speaks."""
+    """A run, and how often it was taken (`aligner.data.claim`) before the trainer that speaks did."""
 
     name: str
     attempt: int = 0
@@ -60,41 +64,34 @@ class UpdateJournal:
         directory.mkdir(parents=True, exist_ok=True)
         for file in directory.glob("*.tmp"):
             file.unlink()
-        self.attempt = self._next_attempt()
-        """How many trainers have worked on this run directory before this one."""
 
+    @writing()
     def append(self, number: int, arrays: Mapping[str, NDArray]) -> None:
         """Write update `number`; it is on disk when this returns."""
-        write_file(self._file(number), save(dict(arrays)))
+        write_file(self._file(number), sealed_record(save(dict(arrays))))
 
     def read(self, number: int) -> dict[str, NDArray]:
         """What `append` wrote. Raises AlignerError where it is missing or damaged."""
         try:
-            return load_file(self._file(number))
-        except (OSError, SafetensorError) as error:
+            return load(read_sealed_record(self._file(number)))
+        except (OSError, SafetensorError, DamagedError) as error:
             raise AlignerError(f"cannot read the critic's update {number} from {self._file(number)}: {error}") from error
 
     def covers(self, first: int, last: int) -> bool:
         """Whether every update from `first` to `last` is there."""
         return all(self._file(number).exists() for number in range(first, last + 1))
 
+    @writing()
     def keep(self, first: int, last: int) -> None:
         """Remove every update outside `first` to `last`."""
-        for file in self._directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-            if not first <= int(file.name[len(_PREFIX) : -len(_SUFFIX)]) <= last:
-                file.unlink()
+        for file in self._directory.iterdir():
+            number = _UPDATE.fullmatch(file.name)
+            if number is not None and not first <= int(number[1]) <= last:
+                with suppress(OSError):  # what cannot be removed now is the next time; whatever is asked for is written anew
+                    file.unlink()
 
     def _file(self, number: int) -> Path:
-        return self._directory / f"{_PREFIX}{number:08d}{_SUFFIX}"
-
-    def _next_attempt(self) -> int:
-        file = self._directory / "attempt"
-        try:
-            attempt = int(file.read_text()) + 1 if file.exists() else 0
-        except ValueError as error:
-            raise AlignerError(f"{file}: got {file.read_text()[:80]!r}, must be the number of the last attempt") from error
-        write_file(file, f"{attempt}\n")
-        return attempt
+        return self._directory / f"update_{number:08d}.record"
 
 
 @dataclass
@@ -134,13 +131,13 @@ class UpdateLedger:
     def save(self, path: Path) -> None:
         """Write as JSON, atomically; which trainer it was is no part of the critic's state."""
         state = {**asdict(self), "run": None if self.run is None else self.run.name}
-        write_file(path, json.dumps(state) + "\n")
+        write_file(path, sealed(json.dumps(state) + "\n"))
 
     @staticmethod
     def load(path: Path) -> "UpdateLedger":
         """Read what `save` wrote. Raises AlignerError when there is nothing to read."""
         try:
-            state = json.loads(path.read_text())
-            return UpdateLedger(None if state["run"] is None else RunId(state["run"]), state["last"], state["result"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise AlignerError(f"cannot read the critic's update ledger {path}: {error}") from error
+            state = read_sealed(path)
+        except DamagedError as error:
+            raise AlignerError(f"cannot read the critic's update ledger: {error}") from error
+        return UpdateLedger(None if state["run"] is None else RunId(state["run"]), state["last"], state["result"])

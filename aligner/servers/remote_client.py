@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _PARALLEL_REQUESTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SHUTDOWN_S = 10.0
+_SILENT_PART = 0.1
+"""Of a request's deadline: so soon another replica is asked in place of one that shows no life."""
 
 
 class RemoteFuture(Future[T]):
@@ -116,7 +118,9 @@ class RemoteClient:
         return future
 
     def _infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        return self._retried(lambda connection, left: connection.infer(endpoint, arrays, left))
+        # Half of that for the answer, half for a word of its health.
+        look_s = self._timeout_s * _SILENT_PART / 2 if len(self._replicas) > 1 else None
+        return self._retried(lambda connection, left: connection.infer(endpoint, arrays, left, look_s))
 
     def _retried(self, attempt: Callable[[Connection, float], T]) -> T:
         """`attempt`'s result, given a connection and the seconds left; repeated after a TransportError."""
@@ -149,8 +153,8 @@ class RemoteClient:
             self._busy[chosen] += 1
         try:
             yield chosen
-        except TransportError:
-            self._failed_at[chosen] = time.monotonic()
+        except TransportError as error:
+            self._failed_at[chosen] = time.monotonic() + (self._timeout_s * _SILENT_PART if error.kind == "Silent" else 0)
             raise
         finally:
             with self._lock:

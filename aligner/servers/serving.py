@@ -30,6 +30,8 @@ from aligner.servers.wire_protocol import CONTROL, PROTOCOL_VERSION, EndpointSpe
 
 _log = logging.getLogger(__name__)
 
+_SPARE_BYTES, _BYTES_A_TOKEN = 2**20, 128
+"""A request that is served has no more: four numbers a token, each a text of at most 24 characters over HTTP."""
 _LOGGED = 500  # characters of what a request says that are logged
 _SPANS = {
     "infer": "values",
@@ -123,7 +125,7 @@ def _host(config: Config, role: str) -> TritonHost:
         endpoint = load_endpoints(paths.endpoints)[role]
         ports = PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
     log.parent.mkdir(parents=True, exist_ok=True)
-    guard = Guard(run_access(config).key, server.tls)
+    guard = Guard(run_access(config).key, server.tls, _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
     address = interface_address(server.interface)
     return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log)
 

@@ -1,13 +1,16 @@
 """PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
 
+import atexit
 import contextlib
+import json
 import logging
 import os
-import secrets
 import signal
 import socket
+import subprocess
+import sys
 import sysconfig
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,60 +21,36 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.addresses import KEY_HEADER, Endpoint, http_address
+from aligner.placement.addresses import Endpoint, http_address
 from aligner.schema import PortsConfig, TLSConfig
+from aligner.servers.gateway_settings import READY, GatewaySettings, triton_addresses, triton_sockets
+from aligner.servers.private_child import private_children
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
-from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files, triton_environments
+from aligner.triton_cleanup import (
+    claim_directories,
+    claim_triton_files,
+    close_triton_memory,
+    remove_triton_files,
+    triton_environments,
+)
 
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
-_REQUESTS = ("inference", "metadata", "model-config", "statistics")
-# Loading a model runs code that its sender chose; shared memory, traces and logs name files of this machine.
-_MANAGEMENT = ("model-repository", "shared-memory", "trace", "logging")
 _END_TIMEOUT_S = 10.0
 _LOOK_S = 0.5
+_POLL_S = 0.05
 _EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What Triton asks of those who speak to it. Health is open: it tells nothing, and launchers poll it.
-
-    Triton manages models over the same ports, so that whoever may do that owns this process: without the run's key they
-    are closed with one that no other process knows.
-    """
+    """What is asked of who sends requests, and how much of one is taken."""
 
     key: str | None = field(default=None, repr=False)
     """The run's key; None serves anyone."""
     tls: TLSConfig = field(default_factory=TLSConfig)
-    own_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-
-    @property
-    def management_key(self) -> str:
-        """What Triton's HTTP asks for where models are managed, as PyTriton does from this process."""
-        return self.own_key if self.key is None or self.tls.certificate is not None else self.key
-
-    def triton_settings(self) -> dict[str, Any]:
-        """Fields of PyTriton's TritonConfig."""
-        everything = (*_REQUESTS, *_MANAGEMENT)
-        closed = _MANAGEMENT if self.key is None else everything
-        tls = self.tls
-        settings: dict[str, Any] = {
-            "http_restricted_api": _restricted(everything if tls.certificate else closed, self.management_key),
-            "grpc_restricted_protocol": _restricted(closed, self.key or self.own_key),
-        }
-        if tls.certificate is not None:
-            settings["grpc_use_ssl_mutual" if tls.mutual else "grpc_use_ssl"] = True
-            settings["grpc_server_cert"] = Path(tls.certificate).resolve()
-            settings["grpc_server_key"] = Path(tls.key or "").resolve()
-            if tls.mutual:
-                settings["grpc_root_cert"] = Path(tls.authorities or "").resolve()
-        return settings
-
-
-def _restricted(apis: tuple[str, ...], key: str) -> str:
-    return f"{','.join(apis)}:{KEY_HEADER}={key}"
+    max_request_bytes: int = 2**26
 
 
 class TritonHost:
@@ -103,45 +82,82 @@ class TritonHost:
         self._max_batch_size = max_batch_size
         self._concurrent = concurrent
         self._triton: Any = None
+        self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
-        from pytriton.model_config import ModelConfig
-        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
         from pytriton.utils.workspace import Workspace
 
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         _prepare_environment()
-        claim_triton_files()
+        sockets = claim_triton_files()
         workspace = Workspace()
         claim_directories([workspace.path])
-        here = self.endpoint
-        self._triton = Triton(
+        gateway = self._gateway = self._start_gateway(sockets)
+        self._triton = self._bound_triton(workspace, sockets, endpoints)
+        before = triton_environments()
+        try:
+            with private_children():  # requests and answers are in Triton's shared memory
+                self._triton._run_server()
+            with _interrupted_when_triton_ends():
+                self._load_models(triton_sockets(sockets)["grpc"])
+            close_triton_memory()  # where the kernel has no filters
+            _await_gateway(gateway)
+        except (Exception, _TritonEnded) as error:
+            where = self._log or "the lines above"
+            raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
+        finally:
+            claim_directories([workspace.path, *_model_folders(), *(triton_environments() - before)])
+        self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
+
+    def _start_gateway(self, sockets: Path) -> "subprocess.Popen[str]":
+        """Beside Triton's start, which takes longer."""
+        guard, here = self._guard, self.endpoint
+        settings = GatewaySettings(
+            address=here.host,
+            http_address=self._http_address,
+            http=here.http,
+            grpc=here.grpc,
+            metrics=here.metrics,
+            sockets=str(sockets),
+            max_request_bytes=guard.max_request_bytes,
+            key=guard.key,
+            certificate=guard.tls.certificate,
+            certificate_key=guard.tls.key,
+            authorities=guard.tls.authorities if guard.tls.mutual else None,
+        )
+        command = [sys.executable, "-m", "aligner.servers.gateway"]
+        gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert gateway.stdin is not None
+        gateway.stdin.write(settings.to_json())
+        gateway.stdin.flush()
+        return gateway
+
+    def _bound_triton(self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, Serve]) -> Any:
+        from pytriton.model_config import ModelConfig
+        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
+
+        triton = Triton(
             config=TritonConfig(
-                http_address=self._http_address,
-                http_port=here.http,
-                grpc_address=here.host,
-                grpc_port=here.grpc,
-                metrics_address=here.host,
-                metrics_port=here.metrics,
+                **triton_addresses(directory),
                 allow_gpu_metrics=False,
                 # PyTriton reads Triton's output byte by byte: a few refused requests would fill the pipe and stall Triton.
                 log_file=self._log,
                 exit_timeout_secs=_EXIT_TIMEOUT_S,
-                # A client may ping every few seconds while its request runs; by default Triton hangs up on it.
-                grpc_http2_max_ping_strikes=0,
-                **self._guard.triton_settings(),
+                # Triton would keep the memory of several requests.
+                grpc_infer_allocation_pool_size=0,
             ),
             workspace=workspace,
-            security_config=TritonSecurityConfig(access_token=self._guard.management_key, restricted_endpoints=[]),
+            security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
+        atexit.unregister(triton.stop)  # which asks Triton over a network
         # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
         # no public option for it.
-        self._triton._triton_server_config["strict-model-config"] = True
+        triton._triton_server_config["strict-model-config"] = True
         for spec, serve in endpoints.items():
-            self._triton.bind(
+            triton.bind(
                 model_name=spec.name,
                 # PyTriton tells a model's instances apart by their functions.
                 infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
@@ -151,17 +167,25 @@ class TritonHost:
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),
             )
-        before = triton_environments()
-        try:
-            self._triton._run_server()  # run() does this and connects; a Triton that ends in between is known only here
-            with _interrupted_when_triton_ends():
-                self._triton.connect()
-        except (Exception, _TritonEnded) as error:  # often that of the HTTP client which lost Triton
-            where = self._log or "the lines above"
-            raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
-        finally:
-            claim_directories([workspace.path, *_model_folders(), *(triton_environments() - before)])
-        self._processes = _triton_processes()
+        return triton
+
+    def _load_models(self, socket: str) -> None:
+        """As Triton.connect() does, which knows no Unix sockets."""
+        from tritonclient.grpc import InferenceServerClient
+        from tritonclient.utils import InferenceServerException
+
+        triton = self._triton
+        triton._triton_server.unregister_on_exit(triton._on_tritonserver_exit)  # `check` finds out
+        with InferenceServerClient(f"unix:{socket}") as client:
+            while True:
+                with contextlib.suppress(InferenceServerException):
+                    if client.is_server_live(client_timeout=_LOOK_S):
+                        break
+                time.sleep(_POLL_S)
+            for model in triton._model_manager.models:
+                files = model.get_proxy_model_files()
+                client.load_model(model.model_name, config=json.dumps(model.get_model_config()), files=files)
+                model.setup()
 
     def check(self) -> None:
         """Raise AlignerError when Triton has ended, or one of its helpers.
@@ -175,17 +199,26 @@ class TritonHost:
 
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind."""
-        if self._triton is None:
-            return
         processes = _triton_processes()
         if processes:
-            # It asks Triton to end, and would then spend seconds on threads and helpers that end with this process anyway.
-            threading.Thread(target=self._triton.stop, daemon=True).start()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes[0].terminate()
             psutil.wait_procs(processes[:1], timeout=_END_TIMEOUT_S)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        remove_triton_files(os.getpid())
+        if self._gateway is not None:
+            self._gateway.kill()
+            self._gateway.communicate()
+        if self._triton is not None:
+            remove_triton_files(os.getpid())
+
+
+def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
+    """Return once it listens. Raises AlignerError where it has ended instead."""
+    assert gateway.stdout is not None
+    if gateway.stdout.readline().strip() != READY:
+        raise AlignerError(f"its gateway ended with exit code {gateway.wait()}")
 
 
 class _TritonEnded(BaseException):

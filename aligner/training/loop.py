@@ -1,7 +1,8 @@
 """The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
 
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
@@ -14,7 +15,7 @@ from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.schema import Config, RunConfig
+from aligner.schema import Config
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 
 
@@ -60,14 +61,20 @@ class Recorder:
 
 
 class StopCondition:
-    """After which step a run ends: its last, or the one that it is at when it is told to stop. One rank's view; all agree."""
+    """After which step a run ends: its last, or the one that it is at when it is told to stop. One rank's view; all agree.
 
-    def __init__(self, run: RunConfig, world: World) -> None:
+    In the same breath they agree on whether the time for a checkpoint has come.
+    """
+
+    def __init__(self, config: Config, world: World, clock: Callable[[], float] = time.monotonic) -> None:
         """Takes over the signal to stop in this process; only the main thread may."""
-        self.last = min(run.steps, run.stop_after or run.steps)
+        self.last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self.is_early = False
         """Whether the run was told to stop, and has ended before its last step."""
-        self._world = world
+        self.is_save_due = False
+        """Whether on some rank `checkpoint.every_minutes` were over, when the ranks were last asked."""
+        self._world, self._clock = world, clock
+        self._save_every_s, self._saved_at = 60 * config.checkpoint.every_minutes, clock()
         self._told = False
         signal.signal(STOP_SIGNAL, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
@@ -77,13 +84,18 @@ class StopCondition:
 
     def is_early_after(self, done: int) -> bool:
         """Whether the run was told to stop, with so many steps done and others to come. Collective."""
-        told = bool(self._world.max_(torch.tensor(int(self._told), device=self._world.device)))
-        self.is_early = told and done < self.last
+        overdue = 0 < self._save_every_s <= self._clock() - self._saved_at
+        told, due = self._world.max_(torch.tensor([int(self._told), int(overdue)], device=self._world.device)).tolist()
+        self.is_early, self.is_save_due = bool(told) and done < self.last, bool(due)
         return self.is_early
 
     def is_after(self, done: int) -> bool:
         """Whether the run ends after the step `done`: with that many done, none follows. Collective."""
         return self.is_early_after(done) or done == self.last
+
+    def count_anew(self) -> None:
+        """A checkpoint is taken: the time to the next one begins."""
+        self._saved_at = self._clock()
 
 
 @dataclass(kw_only=True)
@@ -117,11 +129,14 @@ class TrainingLoop:
             self.publish(done, timer, last=ends)
             saves = self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, done))
             if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
+                # What is measured hangs on steps alone: a checkpoint for the time that has passed has no part in it.
                 result.metrics.update(self._evaluate(done, timer, saves=saves))
             self._record(done, result, timer.take())
             self._finish_save(timer)  # one that was begun a step ago
             if saves:
                 self._begin_save(done, result.metrics, timer)
+            elif self.checkpoints is not None and self.stop.is_save_due:
+                self._begin_save(done, None, timer)
             if ends:
                 break
         self._finish_save(timer)
@@ -210,13 +225,15 @@ class TrainingLoop:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
         self.recorder.metrics.write(step, result.metrics | times | throughput)
 
-    def _begin_save(self, step: int, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
+    def _begin_save(self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer) -> None:
+        """`metrics` are the step's; None: it is saved for the time that has passed, and not compared with others."""
         assert self.checkpoints is not None
-        metric = self.checkpoints.metric(metrics)
+        self.stop.count_anew()
+        metric = None if metrics is None else self.checkpoints.metric(metrics)
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
         owes = self.stop.is_early and self.is_evaluated(step, saves=True)
-        self._saving = replace(state, owes_evaluation=owes), metric
+        self._saving = replace(state, owes_evaluation=owes, by_time=metrics is None), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from aligner.data.claim import writing
 from aligner.data.streams import ExampleStream
 from aligner.data.types import Rows
 from aligner.files import write_file
@@ -38,7 +39,7 @@ class OfflineTrainer(TrainingLoop):
         first = 0
         if saved:
             first, self._position = saved[-1].step, saved[-1].position
-            self.task.model.load(run_paths(self.config).checkpoint(first, self.task.part))
+            self.task.model.load(run_paths(self.config).checkpoint(first, self.task.part), verified=True)
         if self.recorder is not None:
             _log.info("%s", self._announcement(first))
         return first
@@ -91,5 +92,6 @@ class OfflineTrainer(TrainingLoop):
         if self.recorder is not None:
             directory = run_paths(self.config).checkpoint(state.step, self.task.part)
             for name, content in self._companions.items():
-                write_file(directory / name, json.dumps(content, indent=1) + "\n")
+                with writing():
+                    write_file(directory / name, json.dumps(content, indent=1) + "\n")
         return state

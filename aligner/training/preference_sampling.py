@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aligner.algorithms.score_shaping import ScoreShaping
 from aligner.algorithms.selections import best_and_worst
+from aligner.data.claim import writing
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
@@ -55,6 +56,7 @@ class PairWriter:
     paths: RunPaths
     tokenizer: Tokenizer
 
+    @writing()
     def resume(self, step: int) -> None:
         """Forget what came after a step."""
         for path in (self.paths.preferences, self.paths.responses):
@@ -73,6 +75,7 @@ class PairWriter:
         RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
         RecordWriter(_unfinished(self.paths.responses)).write(step, responses)
 
+    @writing()
     def finish(self) -> None:
         """Give the files their names. Raises AlignerError where there is not one pair."""
         if not _unfinished(self.paths.preferences).stat().st_size:

@@ -1,19 +1,27 @@
 """A run's checkpoints: which are complete, which is the last, which are no longer kept."""
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import aligner
-from aligner.data.checkpoint_files import FORMAT, MANIFEST, read_manifest_file
+from aligner.data.checkpoint_files import FORMAT, MANIFEST, damaged_files, read_manifest, read_manifest_file
+from aligner.data.checksums import DamagedError, FileRecord, file_record, sealed
+from aligner.data.claim import writing
+from aligner.data.collectives import broadcast_json, gather_json
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.paths import complete_steps, run_paths
+from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
+from aligner.rollout.services import together
 from aligner.schema import Config
+from aligner.schema.keys import shown
 
+_log = logging.getLogger(__name__)
 _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
@@ -39,6 +47,8 @@ class TrainingState:
     """Prompts or examples taken from the data so far."""
     owes_evaluation: bool = False
     """Whether the evaluation of this step was left to the run that resumes."""
+    by_time: bool = False
+    """Whether it was saved for the time that had passed alone."""
 
 
 class RunCheckpoints:
@@ -47,14 +57,36 @@ class RunCheckpoints:
     def __init__(self, config: Config) -> None:
         self._config, self._settings = config, config.checkpoint
         self._directory = run_paths(config).checkpoints
+        self._undeletable: set[str] = set()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, in order."""
         return complete_steps(self._directory)
 
     def newest(self) -> list[TrainingState]:
-        """States of the last `checkpoint.keep` complete checkpoints, in order. Raises AlignerError for another format's."""
-        return [TrainingState(**self._read(step)["state"]) for step in self.steps()[-self._settings.keep :]]
+        """States of the last `checkpoint.keep` checkpoints that stay, in order. Raises AlignerError for other formats."""
+        return [TrainingState(**self._read(step)["state"]) for step in sorted(self._kept())[-self._settings.keep :]]
+
+    def set_damaged_aside(self, rank: int) -> None:
+        """Have the newest checkpoint be one that is whole: rank 0 gives the damaged ones after it other names. Collective.
+
+        Raises AlignerError, with nothing changed, where none is whole, or one is of another format.
+        """
+        damaged: dict[int, str] = {}
+        steps, is_whole = broadcast_json(self.steps()), False
+        for step in reversed(steps):
+            # Of those before the newest whole one the manifest alone is read: the critic's ranks check what they restore.
+            if problems := self._problems(step, manifest_only=is_whole):
+                damaged[step] = "; ".join(problems)
+            else:
+                is_whole = True
+        if steps and not is_whole:
+            told = "\n".join(f"  step_{step}: {problem}" for step, problem in damaged.items())
+            raise AlignerError(
+                f"{self._directory}: every checkpoint is damaged; bring one back from a copy, or begin anew in another"
+                f" run.dir:\n{told}"
+            )
+        together(lambda: self._rename(damaged if rank == 0 else {}))
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
         """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set, or not measured."""
@@ -71,7 +103,7 @@ class RunCheckpoints:
             raise AlignerError(f"checkpoint.best_metric={name}: no such metric; this step's: {', '.join(sorted(stats))}")
 
     def commit(self, state: TrainingState, metric: float | None = None) -> None:
-        """Declare a checkpoint, whose parts are complete, complete."""
+        """Declare a checkpoint, whose parts are complete, complete. Raises AlignerError where one is not."""
         directory = self._directory / f"step_{state.step}"
         content = {
             "format": FORMAT,
@@ -79,10 +111,12 @@ class RunCheckpoints:
             "state": asdict(state),
             "metric": None if metric is None else {"name": self._settings.best_metric, "value": metric},
             "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,
-            "config": asdict(self._config),
+            "files": _stored_files(directory),
+            "config": shown(self._config),
         }
         self._write(state.step, content)
 
+    @writing()
     def settle(self, step: int, metric: float | None) -> None:
         """Note what a checkpoint's evaluation, which was owed, has found."""
         content = self._read(step)
@@ -92,11 +126,25 @@ class RunCheckpoints:
         self._write(step, content)
 
     def prune(self) -> None:
-        """Delete the checkpoints that are no longer kept."""
-        for step in sorted(set(self.steps()) - self._kept()):
+        """Delete the checkpoints that are no longer kept, and what is left of ones that could not be deleted before."""
+        kept = self._kept()
+        for directory in sorted(self._directory.iterdir()):
+            step = checkpoint_step(directory)
+            if step is not None and step < max(kept) and step not in kept:
+                self._delete(directory)
+
+    @writing()
+    def _delete(self, directory: Path) -> None:
+        try:
             # Without its manifest it no longer counts, also when the deletion is cut short.
-            (self._directory / f"step_{step}" / MANIFEST).unlink()
-            shutil.rmtree(self._directory / f"step_{step}")
+            (directory / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            if directory.exists():
+                shutil.rmtree(directory)  # to learn what keeps the rest of it
+        except OSError as error:
+            if directory.name not in self._undeletable:
+                _log.warning("%s, no longer kept, cannot be deleted: %s; tried again after each checkpoint", directory, error)
+            self._undeletable.add(directory.name)
 
     def best(self) -> int | None:
         """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of equals.
@@ -113,11 +161,50 @@ class RunCheckpoints:
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def _kept(self) -> set[int]:
-        best = self.best()
-        return {*self.steps()[-self._settings.keep :], *(() if best is None else (best,))}
+        steps, best = self.steps(), self.best()
+        # When the clock strikes is no reason to delete what was asked for: beside that the newest alone stays.
+        asked_for = {step for step in steps if self._settings.every and not self._read(step)["state"].get("by_time")}
+        wanted = sorted(steps, key=lambda step: (step in asked_for, step))[-self._settings.keep :]
+        return {*wanted, *steps[-1:], *(() if best is None else (best,))}
 
+    def _problems(self, step: int, *, manifest_only: bool) -> list[str]:
+        """What is damaged in a checkpoint, by file. Collective."""
+        files: dict[str, FileRecord] = {}
+        problem = None
+        try:
+            files = self._read(step)["files"]
+        except DamagedError as error:
+            problem = str(error)
+        if found := sorted({each for each in gather_json(problem) if each is not None}):
+            return found
+        return [] if manifest_only else damaged_files(self._directory / f"step_{step}", files)
+
+    def _rename(self, damaged: Mapping[int, str]) -> None:
+        """Set checkpoints aside, with what is wrong with them."""
+        for step, problem in damaged.items():
+            directory = self._directory / f"step_{step}"
+            names = (directory.with_name(f"step_{step}.damaged{more}") for more in ("", *(f".{n}" for n in range(2, 100))))
+            try:
+                with writing():
+                    aside = directory.rename(next(name for name in names if not name.exists()))
+                    write_file(aside / DAMAGE, f"{problem}\n")
+            except OSError as error:
+                raise AlignerError(f"{directory}: damaged ({problem}), and cannot be set aside: {error}") from error
+            _log.warning("DAMAGED: checkpoint step_%d is not used, and set aside as %s: %s", step, aside, problem)
+
+    @writing()
     def _write(self, step: int, content: Mapping[str, Any]) -> None:
-        write_file(self._directory / f"step_{step}" / MANIFEST, json.dumps(content, indent=1) + "\n")
+        write_file(self._directory / f"step_{step}" / MANIFEST, sealed(json.dumps(content, indent=1) + "\n"))
 
     def _read(self, step: int) -> dict[str, Any]:
         return read_manifest_file(self._directory / f"step_{step}" / MANIFEST)
+
+
+def _stored_files(directory: Path) -> dict[str, FileRecord]:
+    """What every file of a checkpoint's parts must be. Raises AlignerError for one that a part names and does not have."""
+    files = {}
+    for part in (directory / name for name in _PARTS):
+        known = read_manifest(part).files if (part / MANIFEST).is_file() else {}
+        for file in sorted(part.glob("[!.]*")):
+            files[f"{part.name}/{file.name}"] = known.get(file.name) or file_record(file)
+    return files

@@ -4,6 +4,7 @@ from typing import Any
 
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
+from aligner.data.claim import take_run, write_as
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
@@ -23,11 +24,11 @@ from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import RemoteSampler, Sampler
-from aligner.rollout.services import Services
+from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import policy_updates
 from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import UpdateJournal
+from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RewardClient
 from aligner.training.engine_setup import build_engine_ends, build_options
@@ -56,7 +57,11 @@ def train(config: Config) -> bool:
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
-    services = connect(config, world)
+    claim = together(lambda: take_run(config) if world.rank == 0 else None)
+    write_as(config, claim)
+    if config.run.resumes:
+        RunCheckpoints(config).set_damaged_aside(world.rank)
+    services = connect(config, world, claim["attempt"])
     try:
         trainer = build_trainer(config, world, tokenizer, data, services)
         with recording(None if trainer.recorder is None else trainer.recorder.metrics, config.logging):
@@ -129,7 +134,7 @@ def _loop_parts(config: Config, world: World, tokenizer: Tokenizer, timeline: Ti
     paths, recorder = run_paths(config), None
     if world.rank == 0:
         recorder = Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
-    checkpoints, stop = RunCheckpoints(config), StopCondition(config.run, world)
+    checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)
     return {"config": config, "checkpoints": checkpoints, "recorder": recorder, "timeline": timeline, "stop": stop}
 
 
@@ -184,18 +189,16 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
     return SupervisedFineTuning(policy, shape.pad_token_id)
 
 
-def connect(config: Config, world: World) -> Services:
-    """Clients of the run's servers, on rank 0 alone."""
+def connect(config: Config, world: World, attempt: int) -> Services:
+    """Clients of the run's servers, on rank 0 alone, for the trainer that has taken the run after so many others."""
     if world.rank != 0 or not config.algorithm.generates:
         return Services(None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
     endpoints = load_endpoints(paths.endpoints)
     critic = reward = generator = None
     if config.algorithm.has_critic:
-        journal = UpdateJournal(paths.journal)
-        critic = CriticClient(
-            endpoints["critic"], access, server.request_timeout_s, str(config.run.name), journal, server.max_batch_size
-        )
+        run, journal = RunId(str(config.run.name), attempt), UpdateJournal(paths.journal)
+        critic = CriticClient(endpoints["critic"], access, server.request_timeout_s, run, journal, server.max_batch_size)
     if not config.critic_scores:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
     if has_generator(config):

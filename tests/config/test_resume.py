@@ -101,7 +101,7 @@ def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None
             "checkpoint.every=5",
             "logging.timeline=false",
         ),
-        *("server.request_timeout_s=10", "reward.ports.http=29990", "reward.replicas=2", "cluster.threads_per_rank=1"),
+        *("server.request_timeout_s=900", "reward.ports.http=29990", "reward.replicas=2", "cluster.threads_per_rank=1"),
         *("evaluation.every=5", "evaluation.prompts=[abc]"),
     )
     check_run(compose_config([*given, *changes, "run.resume=true"]))

@@ -90,6 +90,17 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "cluster.collective_timeout_s=900: a replica's other ranks wait so long for its engine to start",
         "engine.tensorrt_llm.timeout_s=900 s; give more than that",
     ),
+    (
+        "server.start_timeout_s=240",
+        "server.request_timeout_s=300: a request waits for its server to be started again",
+        "server.health_timeout_s=60 s, cluster.stop_timeout_s=10 s, server.start_timeout_s=240 s; give more than 310",
+        "server.max_restarts=0",
+    ),
+    (
+        "critic.parallel.data=2 cluster.collective_timeout_s=100",
+        "cluster.collective_timeout_s=100: the critic's other ranks wait so long for its rank 0",
+        "server.start_timeout_s=180 s to start; give that or more",
+    ),
     ("critic.ports.http=29991 reward.ports.http=29991", "reward.ports.http=29991: critic.ports.http has the same port"),
     ("critic.ports.http={port}", "critic.ports.http={port}: the port is in use", "0 for a free one"),
     ("server.interface=eth99", "server.interface=eth99", "lo (127.0.0.1)"),
@@ -126,6 +137,12 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
     # What a Slurm job could not be.
     ("cluster=slurm cluster.slurm.time=5", "cluster.slurm.time=5: the job is told to stop", "smaller grace_s"),
+    (
+        "cluster=slurm checkpoint.every_minutes=0",
+        "cluster.slurm.requeue=true: none of run.steps=",
+        "checkpoint.every=0, checkpoint.every_minutes=0",
+        "give checkpoint.every_minutes=MINUTES",
+    ),
     ("cluster.kind=slurm", "server.interface=127.0.0.1: servers are asked at their nodes' own addresses", "give 0.0.0.0"),
     (
         "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",

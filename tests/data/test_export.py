@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from aligner.data.checksums import file_record
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.model_directory import check_model_directory, prepare_model
 from aligner.data.weight_files import TensorEntry, write_safetensors
@@ -98,7 +99,7 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         (lambda path: (path / "checkpoints").mkdir(), "the run has no complete checkpoint yet"),
         (lambda path: (path / "policy").mkdir(), "an incomplete checkpoint: manifest.json is missing"),
         (lambda path: (path / "rank_0.safetensors").touch(), "no complete checkpoint here: manifest.json is missing"),
-        (lambda path: (path / "manifest.json").write_text("{"), "not valid JSON"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: damaged: its content"),
         (lambda path: (path / "config.json").write_text("[]"), "a config.json is an object of entries, got list"),
         (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "its config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_text("{}"), "architecture <none> is not supported"),
@@ -129,8 +130,7 @@ def test_files_are_read_by_safetensors_itself_whatever_their_types(tmp_path):
         "cut": torch.randn(6, 4).T,
     }
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()]
-    size = write_safetensors(tmp_path / "ours", entries, written.__getitem__)
-    assert (tmp_path / "ours").stat().st_size == size
+    assert write_safetensors(tmp_path / "ours", entries, written.__getitem__) == file_record(tmp_path / "ours")
     read = load_file(tmp_path / "ours")
     assert read.keys() == written.keys()
     assert all(read[name].dtype == tensor.dtype and torch.equal(read[name], tensor) for name, tensor in written.items())

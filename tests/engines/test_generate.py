@@ -25,7 +25,8 @@ from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
-from aligner.schema import EngineConfig
+from aligner.schema import Config, EngineConfig, RunConfig
+from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from tests.megatron import checkpoint_jobs, families
 
 PROMPTS = [{"prompt": "hello", "answer": 42}, {"prompt": "a b"}, {"prompt": "2+2=", "answer": "4", "tags": ["sum"]}]
@@ -118,7 +119,7 @@ def test_a_runs_last_checkpoint_says_what_its_export_says(pool, model, prompts, 
     settings = {"parallel": {"tensor": 2}, "lora": lora, "optimizer": {"learning_rate": 0.02}}
     step = run / "checkpoints" / "step_7"
     pool.run(checkpoint_jobs.save, 2, str(model(family)), settings, str(step / "policy"), 3)
-    (step / "manifest.json").write_text("{}")
+    RunCheckpoints(Config(run=RunConfig(dir=str(run)))).commit(TrainingState(7, 0.0, 0, 0))
     export(find_source(run), tmp_path / "export")
     outputs = []
     for number, source in enumerate((run, step, step / "policy")):

@@ -41,6 +41,14 @@ def serve(role: str, run: Path) -> None:
     HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 
 
+def live(role: str, run: Path) -> None:
+    """Touch the rank's file, as real ranks do."""
+    from aligner.config.compose import load_config
+    from aligner.launch.heartbeats import show_life
+
+    show_life(load_config(run / "config.yaml"), role)
+
+
 def serve_from_helper(role: str, config: Path) -> None:
     """A helper in a session of its own, deaf to SIGTERM, holds the port."""
     environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_PID}
@@ -118,6 +126,20 @@ def main(role: str, config: Path, behavior: str) -> None:
             serve(role, run)
         case "drain_with_helper":
             drain_with_helper(role, run)
+        case "live":
+            live(role, run)
+            if role.partition(".")[0] in ("critic", "reward") and RANK == 0:
+                serve_from_helper(role, config)
+            wait_for(run / "done")
+        case "late":
+            if RANK == 0:
+                print("RuntimeError: Timed out waiting 1000ms for recv operation to complete", flush=True)
+                sys.exit(1)
+            if RANK in (1, 3):
+                print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
+                time.sleep(RANK / 2)
+                sys.exit(1)
+            wait()
         case "serve_from_helper":
             print(f"master port {os.environ['MASTER_PORT']}", flush=True)
             if RANK == 0:
@@ -159,6 +181,14 @@ def main(role: str, config: Path, behavior: str) -> None:
             wait_for(run / "died")
             print("aligner: error: step 3: the reward is nan", flush=True)
             sys.exit(1)
+        case "flood":
+            if RANK == 0:
+                for number in range(20_000):
+                    print(f"{number}: {'x' * 100}", flush=True)
+                while os.fstat(1).st_size > 1 << 20:
+                    time.sleep(0.05)
+                print("aligner: error: step 3: the reward is nan", flush=True)
+                sys.exit(1)
         case "rank_1_hangs":
             if RANK == 1:
                 wait()
@@ -192,6 +222,18 @@ def main(role: str, config: Path, behavior: str) -> None:
                 print("x" * 5000, flush=True)  # more than the log's last page may still take
             finally:
                 os._exit(1)
+        case "killed_after_checkpoint" | "killed_at_first":
+            if RANK == 0 and not (run / "died").exists():
+                wait_for(run / "both_run")
+                (run / "died").touch()
+                if behavior == "killed_after_checkpoint":
+                    (run / "checkpoints" / "step_2").mkdir(parents=True)
+                    (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if RANK == 1 and not (run / "died").exists():
+                (run / "both_run").touch()
+                wait()  # for its peer, in a collective
+            train(run, steps=7, pause_s=0.02 if behavior == "killed_after_checkpoint" else 0.5)
         case "killed":
             print("about to be killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -37,14 +37,6 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30) 
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
         time.sleep(0.05)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "run"
-    yield directory
-    for process in processes_of(directory):
-        process.kill()
 
 
 def given(run: Path, *overrides: str) -> list[str]:
@@ -300,3 +292,15 @@ def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run
     assert (code, error) == (75, "")
     assert "trainer rank 0 was ended by SIGTERM, which came from outside\n" in out
     assert "stopped; the run goes on with run.resume=auto" in out
+
+
+@pytest.mark.slow
+def test_a_log_stays_bounded_while_its_rank_writes_and_has_the_ranks_last_words(run: Path) -> None:
+    log = run / "logs" / "trainer-0.log"
+    launcher = start(run, {"trainer": "flood"}, "logging.file_mib=1")
+    code, _, error = finish(launcher, run)
+    assert code == 1 and "trainer rank 0 ended with exit code 1" in error
+    assert "step 3: the reward is nan" in error and "  | 19999: xxx" in error
+    lines = log.read_text().splitlines()
+    assert log.stat().st_size <= 1 << 20 and len(lines) > 4000
+    assert [int(line.partition(":")[0]) for line in lines[:-1]] == list(range(20_001 - len(lines), 20_000))

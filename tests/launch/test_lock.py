@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aligner.launch.lock import LockedError, locked, refuse_locked
-from tests.launch.test_launch import finish, processes_of, run, start, wait_for  # noqa: F401 - run is a fixture
+from tests.launch.test_launch import finish, processes_of, start, wait_for
 
 HOLD = """import sys, time; from pathlib import Path; from aligner.launch.lock import locked
 with locked(Path(sys.argv[1])):
@@ -95,7 +95,7 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
 
 
 @pytest.mark.slow
-def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:  # noqa: F811
+def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:
     first = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
     for overrides in ((), ("run.resume=true",), ("run.resume=auto",)):

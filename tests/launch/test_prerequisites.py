@@ -124,9 +124,10 @@ def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -
 
 
 def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
-    code, _, error = finish(start(place, trainer="killed"), place)
+    code, _, error = finish(start(place, trainer="raise"), place)
     assert code == 1
-    assert error.startswith("experiment pairs, which comes first: trainer rank 0 was ended by SIGKILL; the end of its log:\n")
+    told = "experiment pairs, which comes first: trainer rank 0 ended with exit code 1; the end of its log:"
+    assert error.startswith(f"{told}\n")
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
     assert not (place / "run").exists()
     assert not (entry(place) / "result").exists()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,14 +21,6 @@ from aligner.launch.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launch.stand_ins import stand_in
 from tests.launch.test_launch import finish, given, processes_of, start, wait_for
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "run"
-    yield directory
-    for process in processes_of(directory):
-        process.kill()
 
 
 def resumed(run: Path, *overrides: str) -> str:
@@ -100,7 +91,7 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     ],
 )
 def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:
-    code, _, error = finish(start(run, {"trainer": behavior}, "actor.parallel.pipeline=2"), run)
+    code, _, error = finish(start(run, {"trainer": behavior}, "actor.parallel.pipeline=2", "run.max_restarts=0"), run)
     assert code == 1
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
@@ -108,7 +99,7 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, beha
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
     rank = int(error.startswith("trainer rank 1"))
     told = reason.format(rank=rank, other=1 - rank)
-    assert status.note == f"trainer {told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2')}"
+    assert status.note == f"trainer {told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
 
 
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:

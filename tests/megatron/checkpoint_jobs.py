@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
+from aligner.data import claim
 from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
+from aligner.data.checksums import FileRecord
 from aligner.data.model_directory import read_shape
 from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
 from aligner.megatron.optimizer import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
-from aligner.schema import ActorConfig, CriticConfig, LoraConfig, ParallelConfig
+from aligner.schema import ActorConfig, Config, CriticConfig, LoraConfig, ParallelConfig, RunConfig
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 
 Settings = dict[str, Any]
@@ -130,16 +132,23 @@ def refusal(directory: str, settings: Settings, checkpoint: str) -> str:
     return "no error"
 
 
-def failing_save(directory: str, settings: Settings, checkpoint: str, failing_rank: int) -> str:
-    """The error of a save in which one rank's disk is full."""
+def failing_save(directory: str, settings: Settings, checkpoint: str, failing_rank: int, failure: str) -> str:
+    """The error of a save in which one rank's disk is full, or its memory, or it writes nothing, or too little."""
     policy, write = actor(directory, settings), checkpoints.write_safetensors
 
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+    def fail(file: Path, *_: object) -> FileRecord | None:
+        if failure == "full":
+            raise OSError(28, "No space left on device")
+        if failure == "memory":
+            raise MemoryError
+        if failure == "nothing":
+            return None
+        file.write_bytes(bytes(8))
+        return FileRecord(9, "")
 
     try:
         if policy.world.rank == failing_rank:
-            checkpoints.write_safetensors = full
+            checkpoints.write_safetensors = fail
         policy.begin_save(Path(checkpoint))
         policy.finish_save()
     except Exception as error:
@@ -148,3 +157,23 @@ def failing_save(directory: str, settings: Settings, checkpoint: str, failing_ra
         checkpoints.write_safetensors = write
         worlds.shutdown()
     return "no error"
+
+
+def save_of_a_lost_run(directory: str, settings: Settings, run: str) -> list[str]:
+    """The errors of a checkpoint that is finished, and of one that is begun, when another has taken the run."""
+    policy, config, errors = actor(directory, settings), Config(run=RunConfig(dir=run)), []
+    try:
+        if policy.world.rank == 0:
+            claim.write_as(config, claim.take_run(config))
+        policy.begin_save(Path(run) / "first")
+        if policy.world.rank == 0:
+            claim.take_run(config)
+        for save in (policy.finish_save, lambda: policy.begin_save(Path(run) / "second")):
+            try:
+                save()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        return errors
+    finally:
+        claim._own = None
+        worlds.shutdown()

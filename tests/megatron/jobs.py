@@ -305,3 +305,14 @@ def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) 
 def threads() -> int:
     """How many threads this worker has."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def group_timeout_s(timeout_s: float) -> float:
+    """How long ranks of megatron-core's groups wait for each other."""
+    from megatron.core import parallel_state
+
+    worlds.initialize(ParallelConfig(tensor=2), seed=1, timeout_s=timeout_s)
+    backend = parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
+    waits: float = backend.options._timeout.total_seconds()
+    worlds.shutdown()
+    return waits

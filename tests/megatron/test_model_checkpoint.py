@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aligner.data.checkpoint_files import CheckpointReader
+from aligner.data.checksums import read_sealed, sealed
 from aligner.schema import ParallelConfig
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families
@@ -105,9 +106,9 @@ def test_every_element_is_written_once_and_the_ranks_share_the_work(pool, model,
             assert covered[0][0] == 0 and covered[-1][1] == entry.shape[entry.pieces[0].axis], name
             assert all(before[1] == after[0] for before, after in itertools.pairwise(covered)), name
     elements = sum(math.prod(entry.shape) for entry in manifest.index.values())
-    payload = sum(manifest.files.values())
+    payload = sum(record.size for record in manifest.files.values())
     assert 3 * 4 * elements < payload < 1.05 * 3 * 4 * elements
-    assert max(manifest.files.values()) < 1.1 * payload / 4
+    assert max(record.size for record in manifest.files.values()) < 1.1 * payload / 4
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +126,13 @@ def truncate(directory):
 
 def edit(directory, **entries):
     file = directory / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    file.write_text(sealed(json.dumps(read_sealed(file) | entries)))
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0x10
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,24 @@ def edit(directory, **entries):
         ("llama2", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing, which is written last"),
         ("llama2", lambda path: (path / "rank_1.safetensors").unlink(), "incomplete: rank_1.safetensors is missing"),
         ("llama2", truncate, "the checkpoint is incomplete: rank_1.safetensors has "),
-        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 3"),
+        (
+            "llama2",
+            lambda path: flip(path / "rank_1.safetensors", -1),
+            "is damaged: rank_1.safetensors is damaged: ",
+        ),
+        (
+            "llama2",
+            lambda path: flip(path / "rank_0.safetensors", 30),
+            "is damaged: rank_0.safetensors is damaged: ",
+        ),
+        ("llama2", lambda path: flip(path / "manifest.json", -50), "manifest.json: damaged: its content is not what"),
+        ("llama2", lambda path: edit(path, files={}), "rank_0.safetensors, which holds tensors, is not among its files"),
+        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 4"),
+        (
+            "llama2",
+            lambda path: (path / "manifest.json").write_text('{\n "format": 3,\n "aligner": "0.9"\n}'),
+            "a checkpoint of format 3; this release of aligner reads format 4",
+        ),
         ("llama2", lambda path: edit(path, extra=1), "not a model's checkpoint; missing or unknown entries: extra"),
         ("llama2", lambda path: edit(path, head="scalar"), "of another model: its head is scalar, the model's vocabulary"),
         ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),
@@ -146,7 +170,7 @@ def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(pool, m
     shutil.copytree(complete, tmp_path / "policy")
     harm(tmp_path / "policy")
     message = pool.run(jobs.refusal, 1, model(family), at(), str(tmp_path / "policy"))[0]
-    assert message.startswith("AlignerError: ")
+    assert message.startswith(("AlignerError: ", "DamagedError: "))
     assert told in message
     assert str(tmp_path / "policy") in message
 
@@ -168,8 +192,24 @@ def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp
         assert "its adapters are None, the model's {'rank': 4, 'alpha': 6.0," in message
 
 
-def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(pool, model, tmp_path):
-    for message in pool.run(jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1):
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ("full", "rank_1.safetensors: No space left on device"),
+        ("memory", "rank_1.safetensors: MemoryError()"),
+        ("nothing", "rank_1.safetensors, which holds tensors, is not among its files"),
+        ("short", "rank_1.safetensors has 8 bytes of 9"),
+    ],
+)
+def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(pool, model, tmp_path, failure, told):
+    for message in pool.run(jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1, failure):
         assert "could not be written" in message
-        assert "rank_1.safetensors: No space left on device" in message
+        assert told in message
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trainer_that_has_lost_its_run_gives_no_checkpoint_its_name_and_begins_none(pool, model, tmp_path):
+    for errors in pool.run(jobs.save_of_a_lost_run, 2, model("llama2"), DP2, str(tmp_path)):
+        assert len(errors) == 2 and all("attempt 1, process " in error for error in errors), errors
+    (left,) = (path.name for path in tmp_path.iterdir() if path.name != "claim")
+    assert left.startswith("first.") and left.endswith(".tmp")

@@ -18,3 +18,7 @@ def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, 
     before = pool.run(jobs.threads, 2)
     pool.run(families.family_steps, 2, str(directory), layout, **settings)
     assert pool.run(jobs.threads, 2) == before
+
+
+def test_groups_wait_as_long_as_is_configured_to_the_second(pool):
+    assert pool.run(jobs.group_timeout_s, 2, 119.0) == [119.0, 119.0]

@@ -189,6 +189,26 @@ def test_of_a_long_timeline_the_newest_part_is_read_from_one_moment_on(tmp_path:
     assert {span.role for span in newest} == {"trainer", "critic"}
 
 
+def test_a_timeline_that_is_too_long_keeps_its_newer_half_and_is_read_from_one_moment_on(tmp_path: Path) -> None:
+    """Also where the one process's timeline is short, and goes back further."""
+    whole = RunPaths(tmp_path / "whole")
+    for paths, limit in ((whole, sys.maxsize), (RunPaths(tmp_path / "cut"), 4000)):
+        clock = Clock()
+        for done in (0, 90):
+            trainer = Timeline(paths.timeline / "trainer-0.jsonl", clock=clock, wall_clock=clock.wall, limit=limit)
+            critic = timeline(paths.timeline / "critic-0.jsonl", clock)
+            trainer.begin_run(done)
+            for step in range(done + 1, done + 101):
+                trainer.begin_step(step)
+                spend(trainer, clock, "train", 2)
+                spend(critic, clock, "values", 1)
+                file = paths.timeline / "trainer-0.jsonl"
+                assert file.stat().st_size <= limit
+    spans, kept = read_spans(whole), read_spans(paths)
+    assert kept == spans[-len(kept) :] and 40 < len(kept) < 140
+    assert {span.role for span in kept} == {"trainer", "critic"} and kept[0].role == "trainer"
+
+
 def test_a_file_that_is_no_timeline_is_named(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.timeline.mkdir()

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from aligner.errors import AlignerError
+from aligner.megatron.world import join
 from aligner.models.weight_slices import Slice, TensorSpec
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher, PublishStats
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.verify import verify
 from aligner.schema import EngineParallelConfig, ParallelConfig
+from tests import other_user
 from tests.resharding.layouts import cut, tiny_shape, whole_weights
 from tests.resharding.sink import Sink
 
@@ -290,3 +297,63 @@ def arrive_alone(timeout_s: float) -> str:
         except AlignerError as error:
             return str(error)
     return ""
+
+
+def _listening() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections("tcp")
+    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
+
+
+def _leave_the_pool_for(port: int) -> None:
+    """No world yet: the next is to meet at this port."""
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def where_a_world_listens(port: int) -> list[tuple[str, int]]:
+    """Addresses and ports on which this rank listens for a world that it has joined as a role's rank does."""
+    _leave_the_pool_for(port)
+    before = _listening()
+    join(int(os.environ["WORLD_SIZE"]), 20)
+    dist.all_reduce(torch.ones(1))
+    return sorted(_listening() - before)
+
+
+def who_reaches_a_world(port: int, addresses: list[str]) -> dict[str, list[str]]:
+    """At which of the machine's addresses a user can connect to the store of a world that goes on working."""
+    _leave_the_pool_for(port)
+    join(2, 20)
+    reached: dict[str, list[str]] = {"another user": [], "this user": []}
+    for address in addresses if dist.get_rank() == 0 else []:
+        if other_user.connects(address, port):
+            reached["another user"].append(address)
+        with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+            reached["this user"].append(address)
+    group = dist.new_group(backend="gloo")  # groups are made over the store that is shut
+    dist.all_reduce(torch.ones(1), group=group)
+    return reached
+
+
+def join_with_a_stranger(port: int) -> str:
+    """What a rank hears of a world whose store someone has connected to before all ranks were there."""
+    _leave_the_pool_for(port)
+    try:
+        if os.environ["RANK"] == "1":
+            with _connected(port):
+                join(2, 3)
+        else:
+            join(2, 3)
+    except (AlignerError, dist.DistError) as error:
+        return str(error)
+    return "joined"
+
+
+def _connected(port: int) -> socket.socket:
+    """A connection, once there is something to connect to."""
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port))
+        time.sleep(0.05)
+    raise AssertionError("nothing listens")

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.data import claim
 from aligner.errors import AlignerError
 from aligner.placement.addresses import KEY_HEADER
+from aligner.schema import Config, RunConfig
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import CriticState, UpdateJournal
+from aligner.servers.critic_server import CriticRank
+from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, array_text, text_array
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
@@ -43,7 +46,8 @@ def client(critic, run_directory):
 
 
 def critic_client(role, directory):
-    return CriticClient(role.endpoint, role.access, 20, "run-a", UpdateJournal(directory / "journal"), max_batch_size=16)
+    run = RunId("run-a", claim.take_run(Config(run=RunConfig(dir=str(directory))))["attempt"])
+    return CriticClient(role.endpoint, role.access, 20, run, UpdateJournal(directory / "journal"), 16)
 
 
 def send(client, endpoint, arrays, timeout_s=20):
@@ -332,3 +336,19 @@ def test_a_silent_and_an_absent_server_are_named(critic):
     with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: NotReady: not ready within 0.3 s"):
         absent.wait_ready(0.3)
     absent.close()
+
+
+def test_a_critic_finishes_no_checkpoint_of_a_trainer_that_has_lost_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "_own", None)
+    config = Config(run=RunConfig(dir=str(tmp_path)))
+    rank, checkpoints = CriticRank(config, TinyValueModel()), tmp_path / "checkpoints"
+    run = [f"run@{claim.take_run(config)['attempt']}"]
+    rank.checkpoint(step=1, run_id=run[0])
+    rank.begin_checkpoint(step=2, run_id=run[0])
+    run.append(f"run@{claim.take_run(config)['attempt']}")
+    with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"):
+        rank.finish_checkpoint()
+    rank._saving = (2, rank._ledger)  # as it is where the new trainer finds the critic that the old one has left
+    rank.restore(step=1, run_id=run[1])
+    rank.checkpoint(step=3, run_id=run[1])
+    assert [(checkpoints / f"step_{step}" / "critic" / "updates.json").exists() for step in (1, 2, 3)] == [True] * 3

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
+from aligner.servers.critic_updates import RunId, SequenceError, UpdateJournal, UpdateLedger
 
 
 def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
@@ -43,7 +44,23 @@ def test_a_saved_ledger_reads_back_and_a_damaged_one_is_refused(tmp_path):
     ledger.save(path)
     assert UpdateLedger.load(path) == UpdateLedger(RunId("run", 0), 7, {"loss": 0.1})
     assert [file.name for file in tmp_path.iterdir()] == ["ledger.json"]
-    for damage in ("", "{", '{"no_such_field": 1}', "[]"):
+    stored = path.read_text()
+    for damage in ("", "{", '{"no_such_field": 1}', "[]", stored.replace("7", "6"), stored.replace("0.1", "0.3")):
         path.write_text(damage)
         with pytest.raises(AlignerError, match=r"cannot read.*ledger\.json"):
             UpdateLedger.load(path)
+
+
+def test_a_flipped_bit_of_the_journal_is_refused_by_name(tmp_path):
+    journal = UpdateJournal(tmp_path)
+    journal.append(3, {"returns": np.array([0.5, 1.0], dtype=np.float32)})
+    assert journal.read(3)["returns"].tolist() == [0.5, 1.0]
+    file = tmp_path / "update_00000003.record"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+        with pytest.raises(AlignerError, match=r"cannot read the critic's update 3 from .*update_00000003"):
+            journal.read(3)
+    (tmp_path / "update_00000003_copy.record").touch()
+    UpdateJournal(tmp_path).keep(4, 9)
+    assert [kept.name for kept in tmp_path.iterdir()] == ["update_00000003_copy.record"]

@@ -2,29 +2,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import queue
 import shutil
+import socket
 import ssl
 import subprocess
+import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import ConfigError
-from aligner.placement.addresses import KEY_HEADER, Access, create_access_key, http_address, interface_address, run_access
-from aligner.schema import Config, TLSConfig
+from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER, Access, create_access_key, interface_address, run_access
+from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.triton_host import Guard
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
+from tests import other_user
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole
 
 
 def http(role, path, key=None, data=None):
-    """(status, body) of a request to Triton's HTTP."""
+    """(status, body) of a request over HTTP."""
     headers = {} if key is None else {KEY_HEADER: key}
     request = urllib.request.Request(f"http://127.0.0.1:{role.endpoint.http}{path}", data=data, headers=headers)
     try:
@@ -34,28 +43,53 @@ def http(role, path, key=None, data=None):
         return error.code, error.read().decode()
 
 
-APIS = [
+def infer_body(*inputs):
+    return json.dumps(
+        {"inputs": [dict(zip(("name", "shape", "datatype", "data"), fields, strict=True)) for fields in inputs]}
+    ).encode()
+
+
+GUARDED = [
     ("/v2", None),
     ("/v2/models/critic_infer", None),
     ("/v2/models/critic_infer/config", None),
+    ("/v2/models/critic_infer/versions/1/config", None),
     ("/v2/models/critic_infer/stats", None),
-    ("/v2/models/critic_infer/infer", b'{"inputs": []}'),
-    ("/v2/models/control/infer", b'{"inputs": [{"name": "request", "shape": [1], "datatype": "BYTES", "data": ["{}"]}]}'),
+    (
+        "/v2/models/critic_infer/infer",
+        infer_body(("tokens", [1, 2], "INT64", [12, 13]), ("sequence_lengths", [1, 1], "INT64", [2])),
+    ),
+    ("/v2/models/control/generate", json.dumps({"request": '{"op": "health"}'}).encode()),
+]
+CLOSED = [
     ("/v2/repository/index", b""),
     ("/v2/repository/models/critic_infer/unload", b"{}"),
+    ("/v2/models/../repository/index", b""),
+    ("/v2/models/%2e%2e/repository/index", b""),
+    ("/v2/models/critic_infer/ready?a=b", None),
     ("/v2/systemsharedmemory/status", None),
+    ("/v2/models/critic_infer/trace/setting", None),
     ("/v2/trace/setting", None),
     ("/v2/logging", None),
+    ("/", None),
 ]
 
 
-@pytest.mark.parametrize("key", [None, "", "wrong"])
-def test_over_http_only_health_is_open_to_those_without_the_key(critic, key):
-    for path, data in APIS:
+@pytest.mark.parametrize("key", [None, "", "wrong", "\u00e4"])
+def test_over_http_health_alone_is_open_to_those_without_the_key(critic, key):
+    for path, data in GUARDED:
         status, body = http(critic, path, key, data)
-        assert status in (400, 403) and "restricted" in body, (path, status, body)
+        assert status == 401 and "it wants the run's key" in body, (path, status, body)
     assert [http(critic, path)[0] for path in ("/v2/health/ready", "/v2/health/live", "/v2/models/control/ready")] == [200] * 3
-    assert http(critic, "/v2/models/critic_infer/config", critic.access.key)[0] == 200
+
+
+def test_over_http_the_key_opens_the_endpoints_and_nothing_opens_management(critic):
+    for path, data in GUARDED:
+        assert http(critic, path, critic.access.key, data)[0] == 200, path
+    for path, data in CLOSED:
+        for key in (None, critic.access.key):
+            status, body = http(critic, path, key, data)
+            assert status == 403 and "closed to everyone" in body, (path, status, body)
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong"])
@@ -67,10 +101,86 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
         with pytest.raises(RemoteError, match="AccessError"):
             stranger.infer(CONTROL, {"request": text_array('{"op": "shutdown"}')}, 20)
         stranger.check_ready(20)
+    headers = {} if key is None else {GRPC_KEY_HEADER: key}
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{critic.endpoint.grpc}") as client:
-        for ask in (client.get_server_metadata, client.get_model_repository_index, client.get_log_settings):
-            with pytest.raises(InferenceServerException, match="restricted"):
-                ask()
+        answers: queue.Queue = queue.Queue()
+        client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
+        shutdown = tritonclient.grpc.InferInput("request", [1], "BYTES")
+        shutdown.set_data_from_numpy(text_array('{"op": "shutdown"}'))
+        with contextlib.suppress(InferenceServerException):  # it may have heard of the refusal already
+            client.async_stream_infer("control", [shutdown])
+        result, error = answers.get(timeout=20)
+        assert result is None and "it wants the run's key" in str(error)
+        client.stop_stream()
+        with pytest.raises(InferenceServerException, match="it wants the run's key"):
+            client.get_server_metadata(headers=headers)
+
+
+def test_over_grpc_management_is_closed_to_holders_of_the_key_too(critic):
+    headers = {GRPC_KEY_HEADER: critic.access.key}
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{critic.endpoint.grpc}") as client:
+        assert client.get_model_config("critic_infer", headers=headers).config.name == "critic_infer"
+        for ask in (
+            client.get_model_repository_index,
+            client.get_log_settings,
+            client.get_trace_settings,
+            client.get_system_shared_memory_status,
+            lambda headers: client.load_model("critic_infer", headers=headers),
+            lambda headers: client.unload_model("critic_infer", headers=headers),
+        ):
+            with pytest.raises(InferenceServerException, match="closed to everyone"):
+                ask(headers=headers)
+
+
+def memory_mib(role):
+    """Of rank 0 and all that it has started, shared memory included."""
+    first = psutil.Process(role.ranks[0].pid)
+    processes = [first, *first.children(recursive=True)]
+    own = sum(process.memory_info().rss - process.memory_info().shared for process in processes)
+    shared = sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").glob(f"pytrtion{first.pid}-*"))
+    return (own + shared) / 2**20
+
+
+@pytest.mark.slow
+def test_floods_of_those_without_the_key_take_no_memory(critic):
+    before, most, refusals = memory_mib(critic), 0.0, []
+    piece = b"[" + b"0," * 2**19
+
+    def flood_http():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", critic.endpoint.http), 20) as connection:
+            head = "POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 419430400\r\n\r\n"
+            connection.sendall(head.encode())
+            for _ in range(400):
+                connection.sendall(piece)
+
+    def flood_grpc():
+        message = b"\0" * 2**27
+        with grpc.insecure_channel(f"127.0.0.1:{critic.endpoint.grpc}", [("grpc.max_send_message_length", -1)]) as channel:
+            for _ in range(3):
+                try:
+                    channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message, timeout=20)
+                except grpc.RpcError as error:
+                    refusals.append(error.details())
+
+    floods = [threading.Thread(target=flood) for flood in (flood_http, flood_grpc) * 4]
+    for flood in floods:
+        flood.start()
+    while any(flood.is_alive() for flood in floods):
+        most = max(most, memory_mib(critic) - before)
+        time.sleep(0.1)
+    assert refusals == ["it wants the run's key, and got none or another one"] * 12
+    print(f"{most:.1f} MiB more at most, {memory_mib(critic) - before:.1f} after")
+    assert most < 100 and memory_mib(critic) - before < 100
+    with contextlib.closing(Connection("critic", critic.endpoint, critic.access)) as owner:
+        assert owner.infer(CRITIC_INFER, good(CRITIC_INFER), 20)["values"].shape == (3, 8)
+
+
+def test_a_request_of_more_bytes_than_any_that_is_served_is_refused_before_it_is_taken(critic):
+    line = f"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\n{KEY_HEADER}: {critic.access.key}\r\n"
+    for header, value, code in (("Content-Length", str(2**40), 413), ("Transfer-Encoding", "chunked", 411)):
+        with socket.create_connection(("127.0.0.1", critic.endpoint.http), 20) as connection:
+            connection.sendall(f"{line}{header}: {value}\r\n\r\n".encode())
+            assert connection.recv(4096).startswith(f"HTTP/1.1 {code} ".encode())
 
 
 def test_the_key_is_in_no_log_and_no_error(critic, reward):
@@ -149,13 +259,13 @@ def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaint
 @pytest.mark.slow
 def test_with_tls_http_serves_this_machine_with_health_alone_even_to_holders_of_the_runs_key(secure):
     assert http(secure, "/v2/health/ready") == (200, "")
-    for path, data in APIS:
+    for path, data in (*GUARDED, *CLOSED):
         status, body = http(secure, path.replace("critic_infer", "reward_model"), secure.access.key, data)
-        assert status in (400, 403) and "restricted" in body, (path, status, body)
-    triton = [process for process in secure.seen if process.name() == "tritonserver"]
+        assert status == 403 and "closed to everyone" in body, (path, status, body)
     listening = {
         connection.laddr
-        for process in triton
+        for process in secure.seen
+        if process.is_running()
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -164,23 +274,21 @@ def test_with_tls_http_serves_this_machine_with_health_alone_even_to_holders_of_
         urllib.request.urlopen(f"http://127.0.0.1:{secure.endpoint.grpc}/v2/health/ready", timeout=5).close()
 
 
-def test_what_is_closed_and_to_whom():
-    def closed(guard):
-        settings = guard.triton_settings()
-        found = {}
-        for name in ("http_restricted_api", "grpc_restricted_protocol"):
-            apis, key = settings[name].split(f":{KEY_HEADER}=")
-            found[name[:4]] = ("inference" in apis, "model-repository" in apis, "health" in apis, key)
-        return found
-
-    tls = TLSConfig("server.pem", "server.key")
-    own = {"own_key": "own"}
-    everything, management = (True, True, False), (False, True, False)
-    assert closed(Guard("key", **own)) == {"http": (*everything, "key"), "grpc": (*everything, "key")}
-    assert closed(Guard(None, **own)) == {"http": (*management, "own"), "grpc": (*management, "own")}
-    assert closed(Guard("key", tls, **own)) == {"http": (*everything, "own"), "grpc": (*everything, "key")}
-    assert closed(Guard(None, tls, **own)) == {"http": (*everything, "own"), "grpc": (*management, "own")}
-    assert http_address("10.0.0.1", tls) == "127.0.0.1" and http_address("10.0.0.1", TLSConfig()) == "10.0.0.1"
+@pytest.mark.slow
+@other_user.needs_root
+@pytest.mark.parametrize("name", ["critic", "open"])
+def test_another_user_gets_nothing_out_of_what_processes_show_and_does_not_reach_triton(servers, name):
+    role = servers[name]
+    role.note_processes()
+    pids = [str(process.pid) for process in role.seen if process.is_running()]
+    ports = [str(role.endpoint.http), str(role.endpoint.grpc)]
+    command = [sys.executable, "-m", "tests.servers.stranger", *ports, "guarded" if name == "critic" else "open", *pids]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["uid"] == other_user.UID and len(seen["values"]) > 20
+    assert role.access.key not in seen["values"]
+    assert len(seen["sockets"]) == 3 and seen["answered"] == []
 
 
 def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):

@@ -21,7 +21,7 @@ from aligner.placement.addresses import KEY_HEADER
 from aligner.schema import PortsConfig
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import UpdateJournal
+from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
@@ -106,7 +106,9 @@ def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_lon
 def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
     """A trainer that fails must say why before its other ranks' patience ends, whatever it has asked for."""
     role = roles["terminated"]
-    client = CriticClient(role.endpoint, role.access, 60, "run-a", UpdateJournal(tmp_path / "journal"), max_batch_size=16)
+    client = CriticClient(
+        role.endpoint, role.access, 60, RunId("run-a"), UpdateJournal(tmp_path / "journal"), max_batch_size=16
+    )
     client.start()
     tokens, lengths = torch.zeros(16, 8, dtype=torch.int64), torch.full((16,), 8)
     answers = [client.values(tokens, lengths)]  # eight rows a rank, a quarter of a second each
@@ -237,8 +239,8 @@ from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import CONTROL
 host = TritonHost("127.0.0.1", PortsConfig(), 16)
 host.start({CONTROL: lambda request: request})
-(claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}")
-directories = claim.read_text().splitlines()
+(claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}-*")
+directories = (claim / "directories").read_text().splitlines()
 assert all(Path(directory).is_dir() for directory in directories)
 host.stop()
 print(*directories, flush=True)

@@ -166,23 +166,33 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
     assert status.note == f"stopped by SIGTERM; start it again with: sbatch {job.paths.job_script}"
 
 
-def test_a_killed_critic_is_started_again_and_a_killed_trainer_ends_the_job_with_its_error(
+def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_often_ends_the_job_with_its_error(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2", "run.max_restarts=1")
     job.wait_for_step(1)
-    (critic,) = [number for name, number in slurm.steps(job.number).items() if name.startswith("critic")]
-    slurm.command("scancel", "--signal=KILL", critic)
-    deadline = time.monotonic() + _TIMEOUT_S
-    while "critic is healthy again" not in job.log:
-        assert time.monotonic() < deadline, job.log
-        time.sleep(0.2)
+
+    def kill(role: str) -> None:
+        *_, step = [number for name, number in slurm.steps(job.number).items() if name.startswith(role)]
+        slurm.command("scancel", "--signal=KILL", step)
+
+    def wait_for(words: str) -> None:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while words not in job.log:
+            assert time.monotonic() < deadline, job.log
+            time.sleep(0.2)
+
+    kill("critic")
+    wait_for("critic is healthy again")
     assert "critic rank 0 was ended by SIGKILL; starting critic again (1 of 3)" in job.log
-    job.wait_for_step(len(read_metrics(job.paths.metrics)) + 2)
-    (trainer,) = [number for name, number in slurm.steps(job.number).items() if name.startswith("trainer")]
-    slurm.command("scancel", "--signal=KILL", trainer)
+    job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
+    kill("trainer")
+    wait_for("starting trainer again (1 of 1)")
+    job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
+    assert job.log.count("starting critic again") == 1
+    kill("trainer")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
-    assert re.search(r"aligner: error: trainer rank [01] was ended by SIGKILL", job.log)
+    assert re.search(r"aligner: error: trainer rank [01] was ended by SIGKILL after 1 restart", job.log)
     assert re.search(r"log: .*/trainer-[01]\.log", job.log)
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from aligner.data.model_directory import check_model_directory
 from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
+from aligner.paths import complete_steps
 from benchmarks.faults import GROUPS, random_faults, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
@@ -141,13 +142,20 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_as_if_it_had_not(
+def test_a_run_that_was_killed_goes_on_from_what_the_clock_saved_as_if_it_had_not(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    directory, given = tmp_path / "run", ("run.resume=auto", "run.stop_after=6", *ADAPTIVE)
+    directory, given = (
+        tmp_path / "run",
+        ("run.resume=auto", "run.stop_after=6", "checkpoint.every_minutes=1e-6", *ADAPTIVE),
+    )
     with Launch(directory, *given) as launch:
-        launch.wait_for_step(2)
+        launch.wait_for_step(3)
+    saved, before = complete_steps(launch.paths.checkpoints), launch.paths.metrics.read_text()
+    assert saved[-1] >= 1  # that of a step is complete once the next one's metrics are written
     again = run_to_end(directory, *given)
+    assert again.metrics[0] == json.loads(before.splitlines()[0]), "the first step was not done again"
+    assert not again.paths.set_aside.exists()
     assert repeatable(again.metrics) == repeatable(undisturbed.metrics[:6])
     assert checkpoint_differences(undisturbed.paths, again.paths, 6) == []
     samples = [sample for sample in read_records(undisturbed.paths.samples) if sample["step"] <= 6]

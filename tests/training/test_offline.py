@@ -200,6 +200,22 @@ def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_i
     assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
 
 
+def test_checkpoints_by_the_clock_change_nothing_that_is_measured_and_are_resumed_from(
+    pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    paths, often = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, every_minutes=1e-9, keep=9, best_metric="eval/loss")
+    pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), checkpoint=often)
+    kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=often))
+    assert [(state.step, state.by_time) for state in kept.newest()] == [(1, True), (2, False), (3, True), (4, False)]
+    manifests = [json.loads((paths.checkpoints / f"step_{n}/manifest.json").read_text()) for n in range(1, 5)]
+    assert [manifest["metric"] is None for manifest in manifests] == [True, False, True, False]
+    assert repeatable(read_metrics(paths.metrics)) == repeatable(read_metrics(undisturbed["dpo"].metrics))
+    (paths.checkpoints / "step_4").rename(tmp_path / "step_4")
+    pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), run={"resume": "true"})
+    assert repeatable(read_metrics(paths.metrics)) == repeatable(read_metrics(undisturbed["dpo"].metrics))
+    assert checkpoint_differences(undisturbed["dpo"], paths, 4) == []
+
+
 def test_what_is_told_to_stop_before_its_first_step_does_none(pool: WorkerPool, llama: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "sft")
     assert pool.run(offline_jobs.train, 1, str(llama), "sft", str(paths.root), told_after=0) == [True]

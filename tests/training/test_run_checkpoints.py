@@ -2,22 +2,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from aligner.data import claim
+from aligner.data.checkpoint_files import Entry, Manifest, Piece
+from aligner.data.checksums import sealed
+from aligner.data.weight_files import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
+from aligner.paths import RunPaths
 from aligner.schema import CheckpointConfig, Config, RunConfig
+from aligner.servers.critic_updates import RunId, UpdateLedger
+from aligner.training.preference_sampling import PairWriter
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from tests.small_disk import small_disk
 
 
 def checkpoints(directory, **settings):
     return RunCheckpoints(Config(run=RunConfig(dir=str(directory)), checkpoint=CheckpointConfig(**settings)))
 
 
-def commit(kept, step, metric=None):
+def commit(kept, step, metric=None, **state):
     (kept._directory / f"step_{step}" / "policy").mkdir(parents=True)
-    kept.commit(TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step), metric)
+    kept.commit(TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step, **state), metric)
+    newest = kept.newest()  # the journal begins after the first of them
     kept.prune()
+    assert kept.newest() == newest
 
 
 def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
@@ -38,6 +50,20 @@ def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
     assert kept.steps() == [3, 5]
     commit(kept, 6, 0.6)
     assert kept.steps() == [6]
+
+
+def test_what_the_clock_saves_pushes_out_nothing_that_was_asked_for(tmp_path):
+    kept = checkpoints(tmp_path, every=4, keep=2)
+    found = []
+    for step in range(1, 14):
+        commit(kept, step, by_time=step % 4 > 0)
+        found.append(kept.steps())
+    assert found[:5] == [[1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    assert found[5:] == [[4, 6], [4, 7], [4, 8], [4, 8, 9], [4, 8, 10], [4, 8, 11], [8, 12], [8, 12, 13]]
+    kept = checkpoints(tmp_path / "by_time", keep=2)
+    for step in range(1, 6):
+        commit(kept, step, by_time=step < 5)
+    assert kept.steps() == [4, 5]
 
 
 def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tmp_path):
@@ -81,5 +107,136 @@ def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_
     assert manifest["holds"].keys() == {"policy", "rng", "data"}  # no critic where none was saved
     assert manifest["config"] == dataclasses.asdict(kept._config)
     file.write_text(json.dumps(manifest | {"format": 0}))
-    with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 3"):
+    with pytest.raises(AlignerError, match=r"manifest\.json: damaged: its content is not what its checksum was made of"):
         kept.newest()
+    for text in (sealed(json.dumps(manifest | {"format": 0})), '{\n "format": 0,\n "aligner": "0.1"\n}'):
+        file.write_text(text)
+        with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 4"):
+            kept.set_damaged_aside(0)
+
+
+def commit_whole(kept, step):
+    """A checkpoint with every kind of file."""
+    directory = kept._directory / f"step_{step}"
+    for part in ("policy", "critic"):
+        (directory / part).mkdir(parents=True)
+        entry = TensorEntry("weight", torch.float32, (4,))
+        record = write_safetensors(directory / part / "rank_0.safetensors", [entry], lambda name: torch.ones(4))
+        index = {"weight": Entry((4,), False, (Piece(0, None, 0, 0),))}
+        files = {"rank_0.safetensors": record}
+        manifest = Manifest("1", {}, "scalar", "", {}, {}, {}, None, 1, 1, 1, files=files, index=index)
+        (directory / part / "manifest.json").write_text(manifest.to_json())
+    UpdateLedger(RunId("run"), 7, {"loss": 0.1}).save(directory / "critic" / "updates.json")
+    (directory / "rollouts").mkdir()
+    (directory / "rollouts" / "rollouts.json").write_text('{"batches": []}')
+    (directory / "rollouts" / "rollouts.safetensors").write_bytes(bytes(64))
+    kept.commit(TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step))
+    return directory
+
+
+def flip(place):
+    def harm(file):
+        content = bytearray(file.read_bytes())
+        content[place] ^= 2
+        file.write_bytes(content)
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("manifest.json", flip(3)),
+        ("manifest.json", flip(-30)),
+        ("manifest.json", lambda file: file.write_bytes(b"")),
+        ("policy/manifest.json", flip(-30)),
+        ("policy/rank_0.safetensors", flip(3)),
+        ("policy/rank_0.safetensors", flip(40)),
+        ("policy/rank_0.safetensors", flip(-1)),
+        ("policy/rank_0.safetensors", lambda file: file.unlink()),
+        ("critic/manifest.json", flip(-30)),
+        ("critic/rank_0.safetensors", flip(-9)),
+        ("critic/rank_0.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1])),
+        ("critic/updates.json", flip(-12)),
+        ("rollouts/rollouts.json", flip(4)),
+        ("rollouts/rollouts.safetensors", flip(40)),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(tmp_path, caplog, file, harm):
+    kept = checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        commit_whole(kept, step)
+    kept.set_damaged_aside(0)
+    assert kept.steps() == [2, 4, 6] and not caplog.messages
+    (kept._directory / "step_6.damaged").mkdir()
+    harm(kept._directory / "step_6" / file)
+    harm(kept._directory / "step_4" / file)
+    kept.set_damaged_aside(0)
+    assert [state.step for state in kept.newest()] == [2]
+    for name in ("step_6.damaged.2", "step_4.damaged"):
+        assert file in (kept._directory / name / "damage.txt").read_text()
+    assert len(caplog.messages) == 2 and all(told.startswith("DAMAGED: ") and file in told for told in caplog.messages)
+    with pytest.raises(AlignerError, match=rf"every checkpoint is damaged(.|\n)*step_2: .*{file}"):
+        harm(kept._directory / "step_2" / file)
+        kept.set_damaged_aside(0)
+    assert kept.steps() == [2]
+
+
+def test_before_a_whole_one_those_whose_manifests_are_damaged_do_not_count_either(tmp_path):
+    kept = checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        commit_whole(kept, step)
+    flip(-30)(kept._directory / "step_4" / "manifest.json")
+    kept.set_damaged_aside(0)
+    assert [state.step for state in kept.newest()] == [2, 6]
+
+
+def test_a_checkpoint_without_a_file_that_its_part_names_is_not_committed(tmp_path):
+    kept = checkpoints(tmp_path)
+    directory = commit_whole(kept, 4)
+    (directory / "manifest.json").unlink()
+    (directory / "critic" / "rank_0.safetensors").unlink()
+    with pytest.raises(AlignerError, match=r"step_4/critic: the checkpoint is incomplete: rank_0\.safetensors is missing"):
+        kept.commit(TrainingState(4, 0.05, 4, 32))
+    assert kept.steps() == []
+
+
+def test_what_cannot_be_deleted_is_told_once_and_swept_when_it_can(tmp_path, caplog):
+    kept = checkpoints(tmp_path, keep=1)
+    commit(kept, 1)
+    (kept._directory / "step_1_backup").mkdir()
+    (kept._directory / "step_1_backup" / "manifest.json").write_text("{}")
+    (kept._directory / "step_x").mkdir()
+    with small_disk(kept._directory / "step_1" / "busy", "64k"):
+        commit(kept, 2)
+        commit(kept, 3)
+        assert kept.steps() == [3]
+        assert [path.name for path in (kept._directory / "step_1").iterdir()] == ["busy"]  # all else of it is gone
+    assert len(caplog.messages) == 1 and "step_1, no longer kept, cannot be deleted: " in caplog.messages[0]
+    (kept._directory / "step_5").mkdir()  # is being written
+    commit(kept, 4)
+    assert sorted(path.name for path in kept._directory.iterdir()) == ["step_1_backup", "step_4", "step_5", "step_x"]
+
+
+def test_a_trainer_that_has_lost_its_run_changes_no_checkpoint_and_no_pairs(tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "_own", None)
+    kept = checkpoints(tmp_path, keep=1)
+    for step in (2, 4):
+        commit_whole(kept, step)
+    flip(-30)(kept._directory / "step_4" / "manifest.json")
+    (kept._directory / "step_6" / "policy").mkdir(parents=True)
+    for name in ("preferences", "responses"):
+        (tmp_path / f"{name}.jsonl.unfinished").write_text('{"step": 1}\n')
+    pairs = PairWriter(RunPaths(tmp_path), None)
+    claim.write_as(kept._config, claim.take_run(kept._config))
+    claim.take_run(kept._config)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    changes = [
+        *(lambda: kept.set_damaged_aside(0), lambda: kept.commit(TrainingState(6, 0.05, 6, 48))),
+        *(lambda: kept.settle(2, None), lambda: kept._delete(kept._directory / "step_2")),
+        *(pairs.finish, lambda: pairs.resume(0), lambda: pairs.write(2, [], SimpleNamespace(samples=[], prompts=[]), [])),
+    ]
+    for change in changes:
+        with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"):
+            change()
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before

@@ -34,6 +34,8 @@ def text_limit(config: Config) -> int:
 def place(config: Config) -> Values:
     """This machine's CPU, a directory beside the run's own, services as this machine has them, and patience."""
     run, cluster, server, engine = config.run, config.cluster, config.server, config.engine
+    health_s, start_s = (max(seconds, _PATIENCE_S) for seconds in (server.health_timeout_s, server.start_timeout_s))
+    stop_s = max(cluster.stop_timeout_s, 30.0)
     values: Values = {
         "run.name": f"{run.name}-dry-run",
         "run.dir": f"{run.dir}-dry-run",
@@ -44,12 +46,14 @@ def place(config: Config) -> Values:
         "cluster.kind": "local",
         "cluster.device_memory_gib": None,
         "cluster.threads_per_rank": 1,
-        "cluster.collective_timeout_s": max(cluster.collective_timeout_s, _PATIENCE_S),
-        "cluster.stop_timeout_s": max(cluster.stop_timeout_s, 30.0),
-        "server.start_timeout_s": max(server.start_timeout_s, _PATIENCE_S),  # prepare's as well
+        "cluster.collective_timeout_s": max(cluster.collective_timeout_s, start_s),
+        "cluster.heartbeat_timeout_s": max(cluster.heartbeat_timeout_s, _PATIENCE_S),
+        "cluster.stop_timeout_s": stop_s,
+        "server.start_timeout_s": start_s,  # prepare's as well
         "server.interface": "127.0.0.1",
         "server.tls": TLSConfig(),
-        "server.request_timeout_s": max(server.request_timeout_s, _PATIENCE_S),
+        "server.health_timeout_s": health_s,
+        "server.request_timeout_s": max(server.request_timeout_s, health_s + stop_s + start_s + 1),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
         "server.max_request_tokens": max(server.max_request_tokens, ServerConfig.max_request_tokens),

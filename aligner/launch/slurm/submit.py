@@ -18,7 +18,7 @@ from aligner.files import write_file
 from aligner.launch.lock import locked, refuse_locked
 from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
-from aligner.paths import RunPaths, cache_directory, run_paths
+from aligner.paths import PRIVATE, RunPaths, cache_directory, run_paths
 from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
@@ -54,7 +54,7 @@ def submit(plan: RunPlan) -> None:
         file = Path(place) / "job.sh"
         file.write_text(script)
         _sbatch("--test-only", str(file))
-    with locked(paths.root):
+    with locked(paths.root, mode=PRIVATE):
         # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have been queued in other ways.
         if (queued := job_of(paths.job_script)) is not None:
             how = f"wait for its end, or `scancel {queued}` first"

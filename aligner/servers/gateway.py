@@ -1,0 +1,194 @@
+"""The gateway: the one way to a Triton server, which itself listens on sockets in a directory of its owner's alone.
+
+Triton takes all of a request before it looks at a key, of any size, and has its management on the same ports. So the gateway
+stands before it, over HTTP and gRPC: it lets through what clients need, and the rest for nobody; it has the run's key checked
+before any of a request's body is taken, and bounds that.
+
+`python -m aligner.servers.gateway` reads its settings as a line of JSON from its input, says `ready`, and ends with its input.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, web
+from yarl import URL
+
+from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
+from aligner.servers.gateway_settings import READY, GatewaySettings, triton_sockets
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_OPEN = frozenset({"ServerLive", "ServerReady", "ModelReady"})
+"""Health, which tells nothing: launchers poll it."""
+_GUARDED = frozenset({"ModelInfer", "ModelStreamInfer", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics"})
+_MODEL = r"/v2/models/\w+(/versions/[0-9]+)?"
+_OPEN_PATHS = re.compile(rf"/v2/health/(live|ready)|{_MODEL}/ready")
+_GUARDED_PATHS = re.compile(rf"/v2/?|{_MODEL}(/(config|stats|infer|generate|generate_stream))?")
+_OF_A_CONNECTION = frozenset({"connection", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade", KEY_HEADER})
+"""Headers that are not handed on."""
+_CONNECTIONS = 64
+"""To Triton, which says a line of each."""
+_NO_KEY = "it wants the run's key, and got none or another one"
+_CLOSED = "this is closed to everyone"
+
+
+def _is_key(shown: str | bytes | None, key: str | None) -> bool:
+    if key is None:
+        return True
+    given = shown.encode(errors="replace") if isinstance(shown, str) else shown or b""
+    return hmac.compare_digest(given, key.encode())
+
+
+class GrpcGateway(grpc.GenericRpcHandler):
+    """Hands calls on to Triton as they are. A call's handler starts before its message is taken."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: str | None) -> None:
+        self._channel, self._key = channel, key
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """See grpc.GenericRpcHandler."""
+        method = str(handler_call_details.method)
+        name = method.removeprefix(_SERVICE)
+        shown = dict(handler_call_details.invocation_metadata or ()).get(GRPC_KEY_HEADER)
+        if name not in _OPEN | _GUARDED:
+            return grpc.stream_stream_rpc_method_handler(_refusal(grpc.StatusCode.PERMISSION_DENIED, _CLOSED))
+        if name in _GUARDED and not _is_key(shown, self._key):
+            return grpc.stream_stream_rpc_method_handler(_refusal(grpc.StatusCode.UNAUTHENTICATED, _NO_KEY))
+        return grpc.stream_stream_rpc_method_handler(self._forwarded(method))
+
+    def _forwarded(self, method: str) -> Callable[..., AsyncIterator[bytes]]:
+        call_triton = self._channel.stream_stream(method)
+
+        async def forward(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            call = call_triton(requests)
+            try:
+                async for answer in call:
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "")
+            finally:
+                call.cancel()
+
+        return forward
+
+
+def _refusal(code: grpc.StatusCode, words: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.abort(code, words)
+
+    return refuse
+
+
+class HttpGateway:
+    """Hands requests on to Triton, and its answers back, piece by piece."""
+
+    def __init__(self, settings: GatewaySettings, triton: ClientSession) -> None:
+        self._settings, self._triton = settings, triton
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """What a client gets for a request."""
+        settings, path = self._settings, request.raw_path
+        if _OPEN_PATHS.fullmatch(path):
+            return await self._forward(request)
+        if settings.certificate is not None or not _GUARDED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
+            return _error(403, _CLOSED)
+        if not _is_key(request.headers.get(KEY_HEADER), settings.key):
+            return _error(401, _NO_KEY)
+        if request.body_exists and request.content_length is None:
+            return _error(411, "a request tells its length: Content-Length is missing")
+        if (request.content_length or 0) > settings.max_request_bytes:
+            return _error(413, f"a request has at most {settings.max_request_bytes} bytes, got {request.content_length}")
+        return await self._forward(request)
+
+    async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Triton's metrics, for anyone."""
+        if (request.method, request.raw_path) != ("GET", "/metrics"):
+            return _error(404, "there is GET /metrics alone")
+        return await self._forward(request, "metrics")
+
+    async def _forward(self, request: web.BaseRequest, to: str = "triton") -> web.StreamResponse:
+        body = request.content if request.method == "POST" and request.content_length else None
+        url = URL(f"http://{to}{request.raw_path}", encoded=True)
+        try:
+            asked = self._triton.request(request.method, url, data=body, headers=_kept(request.headers), allow_redirects=False)
+            async with asked as told:
+                answer = web.StreamResponse(status=told.status, headers=_kept(told.headers))
+                await answer.prepare(request)
+                async for piece in told.content.iter_any():
+                    await answer.write(piece)
+                await answer.write_eof()
+                return answer
+        except (ClientError, OSError) as error:
+            return _error(503, f"Triton does not answer: {error}")
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _OF_A_CONNECTION}
+
+
+def _error(status: int, words: str) -> web.Response:
+    return web.json_response({"error": words}, status=status)
+
+
+async def _listen_http(handler: Any, address: str, port: int, closing: contextlib.AsyncExitStack) -> None:
+    runner = web.ServerRunner(web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True))
+    await runner.setup()
+    closing.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, address, port).start()
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    triton = triton_sockets(Path(settings.sockets))
+    endless: list[tuple[str, int]] = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    async with contextlib.AsyncExitStack() as closing:
+
+        async def session(socket: str) -> HttpGateway:
+            connector = UnixConnector(path=socket, limit=_CONNECTIONS)
+            client = ClientSession(connector=connector, auto_decompress=False, timeout=ClientTimeout(total=None))
+            return HttpGateway(settings, await closing.enter_async_context(client))
+
+        channel = await closing.enter_async_context(grpc.aio.insecure_channel(f"unix:{triton['grpc']}", endless))
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", settings.max_request_bytes),
+                ("grpc.so_reuseport", 0),
+                # A client may ping every few seconds while its request runs; by default it would be hung up on.
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 0),
+            ]
+        )
+        server.add_generic_rpc_handlers((GrpcGateway(channel, settings.key),))
+        where = f"{settings.address}:{settings.grpc}"
+        if settings.certificate is None:
+            server.add_insecure_port(where)
+        else:
+            server.add_secure_port(where, _credentials(settings))
+        await server.start()
+        closing.push_async_callback(server.stop, 0)
+        await _listen_http((await session(triton["http"])).handle, settings.http_address, settings.http, closing)
+        await _listen_http((await session(triton["metrics"])).metrics, settings.address, settings.metrics, closing)
+        print(READY, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials:
+    def content(file: str | None) -> bytes | None:
+        return None if file is None else Path(file).read_bytes()
+
+    own = [(content(settings.certificate_key), content(settings.certificate))]
+    authorities = content(settings.authorities)
+    return grpc.ssl_server_credentials(own, authorities, require_client_auth=authorities is not None)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(GatewaySettings(**json.loads(sys.stdin.readline()))))
+    os._exit(0)

@@ -1,0 +1,46 @@
+"""A process that takes a run, writes into it, stops itself there or in the middle of writing, and would write on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import numpy as np
+
+from aligner.data.claim import take_run, write_as, writing
+from aligner.errors import AlignerError
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.paths import run_paths
+from aligner.schema import Config, RunConfig
+from aligner.servers.critic_updates import UpdateJournal
+
+
+def main(directory: str, where: str) -> None:
+    config = Config(run=RunConfig(dir=directory))
+    write_as(config, take_run(config))
+    paths = run_paths(config)
+    metrics, samples, journal = MetricsWriter(paths), RecordWriter(paths.samples), UpdateJournal(paths.journal)
+    metrics.write(1, {"a": 1.0})
+    samples.write(1, [{"prompt": "a"}])
+    journal.append(0, {"a": np.zeros(1)})
+    if where == "writing":
+        with writing():
+            os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for write in (
+        lambda: metrics.write(2, {"a": 2.0}),
+        lambda: metrics.amend(1, {"b": 2.0}),
+        lambda: metrics.truncate_after(0),
+        lambda: samples.write(2, [{"prompt": "b"}]),
+        lambda: samples.truncate_after(0),
+        lambda: journal.append(1, {"a": np.ones(1)}),
+        lambda: journal.keep(5, 6),
+    ):
+        try:
+            write()
+        except AlignerError as error:
+            print(error, flush=True)
+
+
+main(*sys.argv[1:])

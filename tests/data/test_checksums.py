@@ -1,0 +1,56 @@
+"""A byte that is not as it was written: whichever it is, the reader refuses the file by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from aligner.data.checksums import DamagedError, damage, file_record, read_sealed, read_sealed_record, sealed, sealed_record
+
+CONTENT = {"name": "größer", "numbers": [1, 2.5, None], "nested": {"checksum": "of something else"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        (sealed(json.dumps(CONTENT, indent=1, ensure_ascii=False) + "\n").encode(), read_sealed),
+        (sealed_record(bytes(range(64))), read_sealed_record),
+    ],
+    ids=["json", "record"],
+)
+def test_a_flipped_lost_or_added_byte_is_found_anywhere(tmp_path, content, read):
+    file = tmp_path / "stored"
+    file.write_bytes(content)
+    assert read(file) in (CONTENT, bytes(range(64)))
+    damaged = [
+        content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :] for place in range(len(content))
+    ]
+    for wrong in (*damaged, content[:-1], content + b" ", content[1:], b""):
+        file.write_bytes(wrong)
+        with pytest.raises(DamagedError, match=r"stored: (damaged|cannot be read)"):
+            read(file)
+
+
+def test_a_sealed_object_is_still_json_to_anyone(tmp_path):
+    content = json.loads(sealed(json.dumps(CONTENT)))
+    assert {key: content[key] for key in CONTENT} == CONTENT and next(iter(content)) == "checksum"
+    with pytest.raises(DamagedError, match="none: cannot be read"):
+        read_sealed(tmp_path / "none")
+
+
+def test_what_is_wrong_with_files_is_told_by_name(tmp_path):
+    names = ("whole", "flipped", "short", "missing")
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode() * 300_000)  # more than is read at a time
+    records = {name: file_record(tmp_path / name) for name in names}
+    assert records["whole"].size == 1_500_000 and damage(tmp_path, records) == []
+    content = bytearray((tmp_path / "flipped").read_bytes())
+    content[1_500_000] ^= 0x40
+    (tmp_path / "flipped").write_bytes(content)
+    (tmp_path / "short").write_bytes(b"sho")
+    (tmp_path / "missing").unlink()
+    found = damage(tmp_path, records)
+    assert found[0].startswith("flipped is damaged: 2100000 bytes of 2100000, checksum ")
+    assert found[1].startswith("short is damaged: 3 bytes of 1500000, checksum ")
+    assert found[2:] == ["missing cannot be read: No such file or directory"]

@@ -1,0 +1,105 @@
+"""Of the processes that took a run the last one writes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aligner.data import claim
+from aligner.errors import AlignerError, ConfigError
+from aligner.paths import RunPaths
+from aligner.schema import ClusterConfig, Config, RunConfig
+
+
+def configured(directory: Path) -> Config:
+    return Config(run=RunConfig(dir=str(directory)), cluster=ClusterConfig(stop_timeout_s=0.3))
+
+
+@contextlib.contextmanager
+def stopped_writer(directory: Path, where: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that took the run and is stopped, in the middle of `writing` or between."""
+    command = [sys.executable, "-m", "tests.data.claimed_writer", str(directory), where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            while psutil.Process(writer.pid).status() != psutil.STATUS_STOPPED:
+                assert writer.poll() is None
+                time.sleep(0.02)
+            yield writer
+        finally:
+            writer.kill()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_who_was_stopped_while_another_took_the_run_writes_nothing_more(tmp_path: Path) -> None:
+    with stopped_writer(tmp_path, "between") as old:
+        assert claim.take_run(configured(tmp_path))["attempt"] == 1
+        written = contents(tmp_path)
+        old.send_signal(signal.SIGCONT)
+        told = old.communicate(timeout=20)[0].splitlines()
+    why = r"claim: attempt 1, process \d+ on .*, has taken the run since: what works for attempt 0 writes nothing more"
+    assert len(told) == 7 and all(re.search(why, line) for line in told), told
+    assert contents(tmp_path) == written
+
+
+def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writing_until_it_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_TELL_AFTER_S", 0.1)
+    config = configured(tmp_path)
+    with stopped_writer(tmp_path, "writing") as old:
+        busy = rf"run\.dir={tmp_path}: attempt 0, process {old.pid} on .*, is in the middle of writing"
+        with pytest.raises(ConfigError, match=rf"{busy}, for 1 s now, as one that is stopped may be; end it"):
+            claim.take_run(config)
+        assert re.search(rf"{busy}; waiting 0\.6 s for it at most", caplog.messages[0]) and len(caplog.messages) == 1
+        threading.Timer(0.3, old.kill).start()
+        assert claim.take_run(config)["attempt"] == 1
+
+
+def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_own", None)
+    config = configured(tmp_path)
+    with claim.writing():  # no run's
+        pass
+    first = claim.take_run(config)
+    claim.write_as(config, first)
+    with claim.writing(), claim.writing():
+        pass
+    second = claim.take_run(config)
+    assert second["attempt"] == 1 and {**second, "attempt": 0} == first
+    for own, is_refused in ((first, True), ({"attempt": 0}, True), ({"attempt": 1}, False), (second, False)):
+        claim.write_as(config, own)
+        refused = pytest.raises(AlignerError, match="writes nothing more") if is_refused else contextlib.nullcontext()
+        with refused, claim.writing():
+            pass
+    begun = time.perf_counter()
+    for _ in range(200):
+        with claim.writing():
+            pass
+    assert time.perf_counter() - begun < 0.2  # 1 ms each: nothing beside a step
+
+
+def test_every_flipped_bit_of_a_claim_is_refused_by_name(tmp_path: Path) -> None:
+    config, file = configured(tmp_path), RunPaths(tmp_path).claim
+    claim.take_run(config)
+    content = file.read_bytes()
+    for place in range(0, len(content), 7):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(AlignerError, match=r"claim: (damaged|cannot be read).*once nothing works on that, remove it"):
+            claim.take_run(config)
+    file.write_bytes(content)
+    assert claim.take_run(config)["attempt"] == 1 and len(file.read_bytes()) == len(content)

@@ -1,0 +1,32 @@
+"""What the worker ranks run for the tests of the servers as the trainer sees them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from aligner.errors import AlignerError
+from aligner.rollout.services import together
+
+
+def wait_together(seconds: float, timeout_s: float, error: str | None = None) -> Any:
+    """What the ranks get of a rank 0 that waits longer for a server than they wait for each other."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
+
+    def wait() -> str | None:
+        if dist.get_rank() == 0:
+            time.sleep(seconds)
+            if error is not None:
+                raise AlignerError(error)
+        return f"rank {dist.get_rank()}"
+
+    try:
+        return together(wait)
+    except AlignerError as problem:
+        return f"refused: {problem}"
+    finally:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)

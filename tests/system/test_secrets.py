@@ -1,0 +1,44 @@
+"""What a configuration keeps secret is in the run directory's `config.yaml` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aligner.config.compose import compose_config, load_config, save_config
+from aligner.observability.metrics import MetricsWriter
+from aligner.observability.report import write_report
+from aligner.observability.sinks import open_sinks
+from aligner.paths import run_paths
+from aligner.training.run_checkpoints import RunCheckpoints
+from tests.training.test_run_checkpoints import commit
+
+SECRET = "not-for-others"
+
+
+@pytest.mark.slow
+def test_values_of_environment_variables_reach_no_tracker_report_or_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    root = tmp_path / "run"
+    root.mkdir()
+    config = compose_config(
+        [
+            *("experiment=tiny_ppo", f"run.dir={root}", "cluster=slurm", f"+cluster.slurm.environment.TOKEN={SECRET}"),
+            f"+cluster.slurm.roles.critic.environment={{TOKEN: {SECRET}}}",
+            *(f"logging.{tracker}.enabled=true" for tracker in ("wandb", "mlflow")),
+        ]
+    )
+    paths = run_paths(config)
+    save_config(config, paths.config)
+    commit(RunCheckpoints(config), 1)
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        writer.write(1, {"reward/mean": 0.5})
+    write_report(root)
+    with_it = [path for path in root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert with_it == [paths.config]
+    assert load_config(paths.config).cluster.slurm.environment == {"TOKEN": SECRET}, "a job that resumes has it"
+    with_name = [path for path in root.rglob("*") if path.is_file() and b"TOKEN" in path.read_bytes()]
+    assert len(with_name) >= 5, with_name  # what there is is told: configuration, manifest, report and both trackers

@@ -1,0 +1,84 @@
+"""A trainer that is stopped, and goes on when another has taken the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aligner.config.compose import load_config, save_config
+from aligner.observability.metrics import read_metrics
+from aligner.paths import RunPaths, complete_steps
+from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable, run_to_end
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+STEPS = 40
+
+
+@contextlib.contextmanager
+def trainer(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
+    """A trainer rank without a launcher, which nothing ends."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "aligner", "train", "--config", str(paths.config)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+
+
+def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None:
+    """In the middle of one nobody else could take the run."""
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
+        with paths.claim.open("r+b") as claim, contextlib.suppress(BlockingIOError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_trainer_that_goes_on_when_another_has_taken_the_run_leaves_no_trace_in_it(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(f'{{"prompt": "{left}+1=", "response": "{left + 1}"}}\n' for left in range(8)))
+    overrides = (
+        *("algorithm=sft", f"data.path={data}", "data.max_prompt_tokens=4", "data.max_response_tokens=3", "data.batch_size=4"),
+        *(f"run.steps={STEPS}", "run.name=run", "checkpoint.every=2", "checkpoint.keep=3", "logging.tensorboard=false"),
+    )
+    (tmp_path / "undisturbed").mkdir()
+    expected = run_to_end(tmp_path / "undisturbed" / "run", *overrides)
+    paths = run_to_end(tmp_path / "run", *overrides, "run.stop_after=2").paths
+    config = load_config(paths.config)
+    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, stop_after=None, resume="true"))
+    save_config(resumed, paths.config)
+    with trainer(paths) as old:
+        wait_for(lambda: len(read_metrics(paths.metrics)) >= 5, old)
+        stop_between_writes(old, paths)
+        reached = len(read_metrics(paths.metrics))
+        assert reached < STEPS - 10
+        with trainer(paths) as new:
+            wait_for(lambda: min(complete_steps(paths.checkpoints)) > reached, new)  # the old one's are gone
+            old.send_signal(signal.SIGCONT)
+            told = old.communicate(timeout=60)[1]
+            assert new.communicate(timeout=60) and new.returncode == 0
+    assert old.returncode == 1
+    assert "has taken the run since: what works for attempt 1 writes nothing more" in told and "Traceback" not in told
+    assert repeatable(read_metrics(paths.metrics)) == repeatable(expected.metrics)
+    assert complete_steps(paths.checkpoints) == [STEPS - 4, STEPS - 2, STEPS]
+    assert checkpoint_differences(expected.paths, paths, STEPS, "policy") == []
+    assert not [path for path in paths.root.rglob("*") if path.name.endswith(".tmp")]
