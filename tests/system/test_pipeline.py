@@ -1,4 +1,4 @@
-"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run when roles are killed."""
+"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run whose roles fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import BESIDE, CHECKPOINT_EVERY, GROUPS, random_faults, run_disturbed
-from benchmarks.runs import Finished, checkpoint_differences, repeatable, run_to_end
+from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -41,5 +41,22 @@ def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undistur
     assert run.code == 0, run.report()
     assert [fault for fault, _ in disturbed.done] == faults, run.report()
     assert disturbed.in_time, run.report()
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
+    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+
+
+def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as_if_nothing_had_happened(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    with Launch(tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10") as launch:
+        launch.wait_for_step(1)
+        launch.rank("reward", 0).suspend()
+        launch.wait_for_step(3)
+        launch.rank("critic", 0).suspend()
+        run = launch.finish(200)
+    assert run.code == 0, run.report()
+    for group in ("reward", "critic"):
+        silent = f"{group} rank 0 showed no life for 10 s (server.health_timeout_s) and was killed"
+        assert f"{silent}; starting {group} again (1 of 3)" in run.out, run.out
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
