@@ -32,6 +32,8 @@ class RunPaths:
         """Addresses of the run's servers."""
         self.access_key = root / "access_key"
         """The key that the run's servers ask for."""
+        self.tls = root / "tls"
+        """The certificate that the run's servers show, where the run has made it, and its key: `aligner.placement.tls`."""
         self.claim = root / "claim"
         """Who has taken the run last, and how many before; it stays where training begins again: `aligner.data.claim`."""
         self.journal = root / "journal"

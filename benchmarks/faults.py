@@ -9,8 +9,13 @@ each role. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, o
 
 - kill, stop: a rank, or the gateway or Triton of a server
 - pause: the same, for some seconds, as a delay or a partition would look
+- write: from now on a rank of the trainer or the critic cannot write more than 64 KiB of a file, which fails its next
+  checkpoint; a run that ends by that error is launched again
 - launcher: it is killed, and the run launched again with `run.resume=auto`
 - flip: the run is told to stop, one bit of its newest checkpoint or its journal is flipped, and the run is launched again
+
+`--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that was stopped, in the
+beginning, the middle and the end of each, and has it go on: a line for each file and place.
 
 A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
 bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
@@ -21,8 +26,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,6 +45,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from aligner.exit_codes import RESUMABLE
 from aligner.paths import RunPaths, complete_steps
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
@@ -60,9 +69,13 @@ PATIENCE = (
 )
 _HELPERS = ("", "gateway", "tritonserver")
 _PAUSES_S = (1.0, 6.0)
+_LONGEST_FILE = 2**16
+"""That a rank can still write: its log, no checkpoint."""
+_WRITE_ERROR = os.strerror(errno.EFBIG)
 _TIMEOUT_S = 300
 _ORPHANS_S = 15.0
 """For what a killed launcher has left to end."""
+_COLUMNS = ("seed", "faults", "restarts", "exit", "s added", "outcome")
 _LEFT = ("dev/shm/pytrtion*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
 
 
@@ -71,7 +84,7 @@ class Fault:
     """Something that happens to a rank of the trainer or of a server group, to a helper of it, or to the launcher."""
 
     action: str
-    """kill, stop, pause, or flip."""
+    """kill, stop, pause, write, or flip."""
     group: str
     """`launcher` for the launcher itself."""
     rank: int
@@ -103,13 +116,16 @@ def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
     """Two faults of any kind."""
     draw, faults = random.Random(seed), []
     for step in sorted(draw.sample(range(1, steps - 2), 2)):
-        action = draw.choice(("kill", "stop", "pause", "kill", "stop", "pause", "launcher", "flip"))
+        action = draw.choice(("kill", "stop", "pause", "kill", "stop", "pause", "write", "launcher", "flip"))
         group = draw.choice(("trainer", "critic", "reward", "reward.1", "generator"))
         rank, helper = draw.randrange(RANKS.get(group, 1)), "" if group == "trainer" else draw.choice(_HELPERS)
         if action == "launcher":
             action, group, rank, helper = "kill", "launcher", 0, ""
         elif action == "flip":
             group, rank, helper = "launcher", 0, ""
+        elif action == "write":
+            group, helper = draw.choice(("trainer", "critic")), ""
+            rank = draw.randrange(RANKS[group])
         if helper:
             rank = 0
         faults.append(Fault(action, group, rank, step, draw.uniform(0, step_s), helper, draw.random()))
@@ -145,8 +161,10 @@ def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> 
         ends: Fault | None = None
         with Launch(directory, *overrides) as launch:
             while waiting and ends is None:
+                launch.wait_for_step_or_end(max(waiting[0].step, least))
+                if launch.has_ended:
+                    break
                 fault = waiting.popleft()
-                launch.wait_for_step_or_end(max(fault.step, least))
                 time.sleep(fault.delay_s)
                 with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
                     _inject(launch, fault)
@@ -154,6 +172,9 @@ def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> 
                     ends = fault if fault.group == "launcher" else None
             run = launch.finish(_TIMEOUT_S, _ORPHANS_S)
         restarts += run.out.count("; starting ")
+        wrote = next((fault for fault, _ in reversed(done) if fault.action == "write"), None)
+        if ends is None and run.code == 1 and _WRITE_ERROR in run.error and "Traceback" not in run.error:
+            ends = wrote
         if ends is None or run.code == 0:
             return Disturbed(run, restarts, tuple(done), tuple(flipped), faults)
         if ends.action == "flip":
@@ -175,6 +196,9 @@ def _inject(launch: Launch, fault: Fault) -> None:
     if fault.action == "kill":
         process.kill()
         return
+    if fault.action == "write":
+        process.rlimit(psutil.RLIMIT_FSIZE, (_LONGEST_FILE, psutil.RLIM_INFINITY))
+        return
     process.suspend()
     if fault.action == "pause":
         shortest, longest = _PAUSES_S
@@ -184,14 +208,24 @@ def _inject(launch: Launch, fault: Fault) -> None:
 
 def _flip(paths: RunPaths, draw: float) -> str:
     """Flip a bit of the newest checkpoint or the journal; the file's name."""
-    newest = paths.checkpoints / f"step_{complete_steps(paths.checkpoints)[-1]}"
-    files = sorted(file for file in (*newest.rglob("*"), *paths.journal.glob("*")) if file.is_file() and file.stat().st_size)
+    files = _saved_files(paths)
     place = draw * len(files)
     file = files[int(place)]
-    content = bytearray(file.read_bytes())
-    content[int(place % 1 * len(content))] ^= 1 << int(draw * 1e6) % 8
-    file.write_bytes(content)
+    _flip_bit(file, place % 1, int(draw * 1e6) % 8)
     return file.name
+
+
+def _saved_files(paths: RunPaths) -> list[Path]:
+    """What is not empty of the newest checkpoint and the journal."""
+    newest = paths.checkpoints / f"step_{complete_steps(paths.checkpoints)[-1]}"
+    return sorted(file for file in (*newest.rglob("*"), *paths.journal.glob("*")) if file.is_file() and file.stat().st_size)
+
+
+def _flip_bit(file: Path, place: float, bit: int) -> None:
+    """Flip one at a place from 0 to 1 of the file."""
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    file.write_bytes(content)
 
 
 def left_behind() -> set[str]:
@@ -204,10 +238,52 @@ def training_s(run: Finished) -> float:
     return sum(step["time/step"] for step in run.metrics)
 
 
+def outcome(run: Finished, expected: Finished, steps: int, flipped: Sequence[str], left: Sequence[str]) -> str:
+    """identical, refused or FAILED."""
+    if left:
+        return "FAILED"
+    if run.code == 0 and repeatable(run.metrics) == repeatable(expected.metrics):
+        return "FAILED" if checkpoint_differences(expected.paths, run.paths, steps) else "identical"
+    told = run.code == 1 and "Traceback" not in run.error and any(name in run.error for name in flipped)
+    return "refused" if told else "FAILED"
+
+
+def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequence[str], show: Any) -> bool:
+    """Whether no run has failed that went on with a flipped bit."""
+    with Launch(directory / "stopped", *given) as launch:
+        launch.wait_for_step(steps // 2)
+        launch.interrupt(signal.SIGUSR1)
+        stopped = launch.finish(_TIMEOUT_S)
+    assert stopped.code == RESUMABLE, stopped.report()
+    well = True
+    for file in _saved_files(stopped.paths):
+        name = file.relative_to(stopped.paths.root)
+        for place in (0.0, 0.5, 1 - 1e-9):
+            copy, before = directory / f"{name.name}_{place:.1f}", left_behind()
+            shutil.copytree(stopped.paths.root, copy)
+            _flip_bit(copy / name, place, 2)
+            with Launch(copy, *given, "run.resume=auto") as launch:
+                run = launch.finish(_TIMEOUT_S)
+            left = sorted(left_behind() - before)
+            figures = {
+                "file": str(name),
+                "place": place,
+                "exit_code": run.code,
+                "left": left,
+                "outcome": outcome(run, expected, steps, [name.name], left),
+            }
+            if figures["outcome"] == "FAILED":
+                print(run.report(), file=sys.stderr)
+                well = False
+            show(figures)
+            shutil.rmtree(copy)
+    return well
+
+
 def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
     """Whether no run has failed; `show` is given each seed's figures."""
     common = (f"run.stop_after={steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false", "run.name=run")
-    groups = GROUPS["all"] if campaign == "mixed" else GROUPS[role]
+    groups = GROUPS["all"] if campaign in ("mixed", "flips") else GROUPS[role]
     beside = BESIDE if {"trainer", "generator"} & {*groups} else ()
     ranks = RANKS if beside else {"critic": RANKS["critic"]}
     layout = (
@@ -218,6 +294,8 @@ def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path,
     )
     directory.mkdir(exist_ok=True)
     expected = run_to_end(directory / "undisturbed", *common, *layout)
+    if campaign == "flips":
+        return measure_flips(expected, steps, directory, (*common, *layout), show)
     step_s = expected.metrics[-1]["time/step"]
     well = True
     for seed in seeds:
@@ -228,9 +306,6 @@ def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path,
         before, started = left_behind(), time.monotonic()
         disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout)
         run = disturbed.run
-        same = run.code == 0 and repeatable(run.metrics) == repeatable(expected.metrics)
-        same = same and not checkpoint_differences(expected.paths, run.paths, steps)
-        told = run.code == 1 and "Traceback" not in run.error and any(name in run.error for name in disturbed.flipped)
         left = sorted(left_behind() - before)
         figures = {
             "seed": seed,
@@ -242,17 +317,19 @@ def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path,
             "seconds": time.monotonic() - started,
             "seconds_added": training_s(run) - training_s(expected),
             "left": left,
-            "outcome": "FAILED" if left or not (same or told) else "identical" if same else "refused",
+            "outcome": outcome(run, expected, steps, disturbed.flipped, left),
         }
         if figures["outcome"] == "FAILED":
             print(run.report(), file=sys.stderr)
-        well &= figures["outcome"] != "FAILED" and (disturbed.in_time or told)
+        well &= figures["outcome"] != "FAILED" and (disturbed.in_time or figures["outcome"] == "refused")
         show(figures)
     return well
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
-    """A seed's figures as a table shows them."""
+    """A run's figures as a table shows them."""
+    if "file" in figures:
+        return [figures["file"], f"{figures['place']:.1f}", str(figures["exit_code"]), figures["outcome"]]
     restarts = f"{figures['restarts']}{'' if figures['in_time'] else ', too late'}"
     return [
         *(str(figures["seed"]), "\n".join(figures["faults"]), restarts, str(figures["exit_code"])),
@@ -262,7 +339,7 @@ def table_row(figures: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--campaign", choices=("kill", "stop", "mixed"), default="kill", help="what happens")
+    parser.add_argument("--campaign", choices=("kill", "stop", "mixed", "flips"), default="kill", help="what happens")
     parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all")
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -270,8 +347,9 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
+    columns = ("file", "place", "exit", "outcome") if args.campaign == "flips" else _COLUMNS
     table = Table(title=f"{args.campaign} {args.role}, compared with the undisturbed run", title_justify="left")
-    for column in ("seed", "faults", "restarts", "exit", "s added", "outcome"):
+    for column in columns:
         table.add_column(column, no_wrap=column == "faults")
 
     def show(figures: dict[str, Any]) -> None:

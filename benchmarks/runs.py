@@ -89,6 +89,11 @@ class Launch:
         raise psutil.NoSuchProcess(-1, f"{group} rank {rank}")
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the launcher has."""
+        return self._launcher.poll() is not None
+
+    @property
     def steps(self) -> int:
         """Steps in `metrics.jsonl`."""
         return len(read_metrics(self.paths.metrics))
@@ -109,7 +114,7 @@ class Launch:
 
     def wait_for_step_or_end(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`, or the launcher has ended."""
-        self._wait(lambda: self.steps >= step or self._launcher.poll() is not None, f"step {step}", timeout_s)
+        self._wait(lambda: self.steps >= step or self.has_ended, f"step {step}", timeout_s)
 
     def interrupt(self, number: int) -> None:
         """Signal the launcher alone."""
@@ -134,7 +139,7 @@ class Launch:
     def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self._launcher.poll() is not None and not condition():
+            if self.has_ended and not condition():
                 raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
             time.sleep(0.05)

@@ -26,6 +26,8 @@ import psutil
 
 from benchmarks.runs import Launch
 
+_PROCESSES = ("gateway", "tritonserver", "role=critic", "role=reward", "train", "launch")
+"""By a part of their command lines, those whose memory is told apart."""
 _RECORD = ("metrics.jsonl", "samples.jsonl", "tensorboard")
 
 
@@ -35,7 +37,10 @@ def observed(launch: Launch) -> dict[str, float]:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             memory = process.memory_info()
-            figures["memory_mib"] += (memory.rss - memory.shared) / 2**20
+            own = (memory.rss - memory.shared) / 2**20
+            name = next((name for name in _PROCESSES if any(name in part for part in process.cmdline())), "others")
+            figures["memory_mib"] += own
+            figures[f"memory_mib/{name}"] = figures.get(f"memory_mib/{name}", 0.0) + own
             figures["files"] += process.num_fds()
             segments = Path("/dev/shm").glob(f"pytrtion{process.pid}-*")
             figures["shared_mib"] += sum(file.stat().st_blocks * 512 for file in segments) / 2**20
@@ -54,7 +59,7 @@ def growth(lines: list[dict[str, float]], name: str) -> float:
     steps = [line["step"] for line in later]
     if len({*steps}) < 2:
         return 0.0
-    return 1000 * statistics.linear_regression(steps, [line[name] for line in later]).slope
+    return 1000 * statistics.linear_regression(steps, [line.get(name, 0.0) for line in later]).slope
 
 
 def soak(directory: Path, steps: int, seconds: float, every_s: float, show: Callable[[dict[str, Any]], None]) -> bool:
@@ -75,7 +80,8 @@ def soak(directory: Path, steps: int, seconds: float, every_s: float, show: Call
             show(line)
         launch.interrupt(signal.SIGUSR1)
         run = launch.finish(300)
-    grown = {name: max(growth(life, name) for life in lives) for name in ("memory_mib", "files", "shared_mib", "disk_mib")}
+    names = [name for name in lives[1][-1] if name not in ("step", "record_mib")]
+    grown = {name: max(growth(life, name) for life in lives) for name in names}
     show({"steps": len(run.metrics), "exit_code": run.code, "killed_at": killed_at, "grown_per_1000_steps": grown})
     size = statistics.median(line["memory_mib"] for line in lives[1])
     return run.code in (0, 75) and grown["memory_mib"] < size / 100 and max(grown["files"], grown["shared_mib"]) < 1

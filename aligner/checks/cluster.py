@@ -35,11 +35,6 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             f"server.interface={config.server.interface}: servers are asked at their nodes' own addresses, and must listen"
             " there; give 0.0.0.0, as cluster=slurm does"
         )
-    if config.server.tls.certificate is not None:
-        yield (
-            "server.tls.certificate: with TLS a server's health is asked for on its own machine alone, which the job's"
-            " supervisor is not on; leave it out with cluster.kind=slurm"
-        )
     images = {"cluster.slurm.image": slurm.image}
     images |= {f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image for role in vars(slurm.roles)}
     for key, image in images.items():

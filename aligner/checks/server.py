@@ -2,14 +2,15 @@
 
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.addresses import client_address, explicit_ports, listening_addresses, port_is_free
+from aligner.placement.addresses import client_address, explicit_ports, interface_address, port_is_free
 from aligner.placement.roles import has_generator, server_ranks
+from aligner.placement.tls import AUTO, TLSFiles, tls_files
 from aligner.schema import Config, TLSConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.server import LAST_PORT
@@ -93,8 +94,8 @@ def _port_problems(config: Config) -> Iterator[str]:
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
     try:
-        addresses = listening_addresses(config) if is_here else {}
-        for address in addresses.values():
+        address = interface_address(interface) if is_here else ""
+        if is_here:
             port_is_free(address, 0)
     except ConfigError as error:
         yield str(error)
@@ -108,25 +109,44 @@ def _port_problems(config: Config) -> Iterator[str]:
             yield f"{key}={port}: a port is at most {LAST_PORT}"
         elif port in taken:
             yield f"{key}={port}: {taken[port]} has the same port"
-        elif is_here and not port_is_free(address := addresses[key.split(" ")[0].rpartition(".")[2]], port):
+        elif is_here and not port_is_free(address, port):
             yield f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
         taken.setdefault(port, key)
 
 
 def tls_problems(config: Config) -> Iterator[str]:
     """One line for each thing that would keep the run's own clients from its servers."""
-    tls = config.server.tls
-    missing = list(_missing(tls))
+    if config.server.tls.certificate == AUTO:
+        yield from _unread(config.server.tls)
+        return
+    missing = list(_missing(config.server.tls))
     yield from missing
-    if missing or tls.certificate is None or tls.key is None or tls.authorities is None:
+    files = tls_files(config)
+    if missing or files is None:
         return
     try:
-        address = client_address(config)
+        address = client_address(config) if config.cluster.kind == "local" else None
     except ConfigError:
         return  # told with the ports
-    problem = _handshake_problem(Path(tls.certificate), Path(tls.key), Path(tls.authorities), address, tls.mutual)
+    problem = _handshake_problem(files, address)
     if problem is not None:
         yield problem
+
+
+def check_certificate(config: Config, hosts: Iterable[str]) -> None:
+    """Raise ConfigError where the run's own clients would not accept the servers' certificate on one of these hosts."""
+    files = tls_files(config)
+    if files is None:
+        return
+    for host in sorted({*hosts}):
+        if (problem := _handshake_problem(files, host)) is not None:
+            raise ConfigError(problem)
+
+
+def _unread(tls: TLSConfig) -> Iterator[str]:
+    for name in ("key", "authorities"):
+        if (file := getattr(tls, name)) is not None:
+            yield f"server.tls.{name}={file}: with server.tls.certificate={AUTO} the run makes its own; leave it out"
 
 
 def _missing(tls: TLSConfig) -> Iterator[str]:
@@ -143,8 +163,9 @@ def _missing(tls: TLSConfig) -> Iterator[str]:
             yield f"server.tls.{name}={file}: no such file"
 
 
-def _handshake_problem(certificate: Path, key: Path, authorities: Path, address: str, mutual: bool) -> str | None:
-    """What a client that connects to `address` would object to, or the server where the TLS is mutual."""
+def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
+    """What a client that connects to `address`, or to any, would object to, or the server where the TLS is mutual."""
+    certificate, key, authorities = files.certificate, files.key, files.authorities
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         try:
@@ -158,19 +179,20 @@ def _handshake_problem(certificate: Path, key: Path, authorities: Path, address:
             context.load_verify_locations(authorities)
         except OSError as error:
             return f"server.tls.authorities={authorities}: no PEM file with certificates: {error}"
-    server.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE
+    server.verify_mode = ssl.CERT_REQUIRED if files.mutual else ssl.CERT_NONE
+    client.check_hostname = address is not None
     try:
         _shake_hands(server, client, address)
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason or error
         return (
-            f"server.tls.certificate={certificate}: connecting to {address} with server.tls.authorities={authorities}"
-            f" would fail: {reason}"
+            f"server.tls.certificate={certificate}: connecting to {address or 'a node'} with"
+            f" server.tls.authorities={authorities} would fail: {reason}"
         )
     return None
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str) -> None:
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str | None) -> None:
     """A handshake in memory. Raises SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import random
 import socket
-import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -15,11 +14,11 @@ from aligner.placement.addresses import (
     client_address,
     explicit_ports,
     group_ports,
-    http_address,
-    listening_addresses,
+    interface_address,
     port_is_free,
 )
 from aligner.placement.roles import server_ranks
+from aligner.placement.tls import tls_files
 from aligner.schema import Config
 
 PORTS = range(20000, 32000)
@@ -65,7 +64,7 @@ class FreePorts(contextlib.ExitStack):
 
 def free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:
     """Ports that are free where the servers listen and, for process groups, on loopback; none that is configured."""
-    addresses = {*listening_addresses(config).values(), LOOPBACK}
+    addresses = {interface_address(config.server.interface), LOOPBACK}
     return FreePorts(addresses, set(candidates).difference(explicit_ports(config).values()))
 
 
@@ -82,21 +81,20 @@ def pick_endpoints(config: Config, hosts: Mapping[str, str], ports: Iterator[int
     }
 
 
-def health_address(config: Config, endpoint: Endpoint) -> str:
-    """Host and port of a server's HTTP, which alone answers without a key or a certificate whether it is healthy."""
-    return f"{http_address(endpoint.host, config.server.tls)}:{endpoint.http}"
-
-
 def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float = 0.3) -> bool:
     """Whether the Triton server there, and the model that the group serves, answer that they are ready."""
     role = group.partition(".")[0]
-    # No proxy: a server of this run is never behind one.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for path in ("health/ready", f"models/{SERVED_MODELS[role]}/ready"):
-        try:
-            with opener.open(f"http://{health_address(config, endpoint)}/v2/{path}", timeout=timeout_s) as answer:
+    tls = tls_files(config)
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # a server is never behind a proxy
+    try:
+        if tls is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=tls.client_context()))
+        opener = urllib.request.build_opener(*handlers)
+        for path in ("health/ready", f"models/{SERVED_MODELS[role]}/ready"):
+            url = f"{'http' if tls is None else 'https'}://{endpoint.host}:{endpoint.http}/v2/{path}"
+            with opener.open(url, timeout=timeout_s) as answer:
                 if answer.status != 200:
                     return False
-        except (urllib.error.URLError, http.client.HTTPException, OSError):
-            return False
+    except (http.client.HTTPException, OSError):
+        return False
     return True

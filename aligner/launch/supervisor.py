@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from aligner.checks.server import check_certificate
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
 from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
@@ -24,6 +25,7 @@ from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
 from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
+from aligner.placement.tls import renew_certificate
 from aligner.schema import Config
 
 _POLL_S = 0.1
@@ -69,6 +71,8 @@ class Supervisor:
             free_ports(self.config) as ports,
             closing(self.make_ranks(self.config, ports)) as self._ranks,
         ):
+            renew_certificate(self.config, self.hosts.values())
+            check_certificate(self.config, self.hosts.values())
             try:
                 self._prepare()
                 self._train(pick_endpoints(self.config, self.hosts, ports))

@@ -14,7 +14,8 @@ from aligner.errors import ConfigError
 from aligner.files import create_private_file, write_file
 from aligner.paths import PRIVATE, run_paths
 from aligner.placement.roles import server_ranks
-from aligner.schema import Config, PortsConfig, TLSConfig
+from aligner.placement.tls import tls_files
+from aligner.schema import Config, PortsConfig
 
 PORTS_PER_SERVER = 3
 LOOPBACK = "127.0.0.1"
@@ -48,17 +49,6 @@ def client_address(config: Config) -> str:
     """Where this machine's clients reach the servers: over loopback when they listen everywhere."""
     address = interface_address(config.server.interface)
     return LOOPBACK if address == _ANY else address
-
-
-def http_address(address: str, tls: TLSConfig) -> str:
-    """Where a server on `address` has HTTP: Triton has no TLS for it, so that with TLS it serves this machine alone."""
-    return address if tls.certificate is None else LOOPBACK
-
-
-def listening_addresses(config: Config) -> dict[str, str]:
-    """The address that each of a server's ports is on, by the port's name."""
-    address = interface_address(config.server.interface)
-    return {"http": http_address(address, config.server.tls), "grpc": address, "metrics": address}
 
 
 def group_ports(config: Config) -> dict[str, PortsConfig]:
@@ -154,11 +144,10 @@ def _read_key(path: Path) -> str:
 def run_access(config: Config) -> Access:
     """How the run's own processes reach its servers. Raises ConfigError where the run has no key, or a file that is none."""
     key = _read_key(run_paths(config).access_key) if config.server.guard == "key" else None
-    tls = config.server.tls
-    if tls.certificate is None:
+    tls = tls_files(config)
+    if tls is None:
         return Access(key)
-    shown = (Path(tls.certificate), Path(tls.key or "")) if tls.mutual else (None, None)
-    return Access(key, Path(tls.authorities or ""), *shown)
+    return Access(key, tls.authorities, *((tls.certificate, tls.key) if tls.mutual else (None, None)))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ class PortsConfig:
 
 @dataclass
 class TLSConfig:
-    """TLS of the endpoints' gRPC; HTTP, which has none in Triton, then serves this machine alone."""
+    """TLS of the endpoints, HTTP and gRPC."""
 
-    certificate: str | None = option(None, "PEM file with the servers' certificate; no TLS when null")
+    certificate: str | None = option(
+        None, "PEM file with the servers' certificate; auto: the run makes one for its servers' hosts; no TLS when null"
+    )
     key: str | None = option(None, "PEM file with its private key")
     authorities: str | None = option(None, "PEM file with the authorities that certificates are checked against")
     mutual: bool = option(False, "servers ask clients for a certificate too; the run's own show the servers'")

@@ -10,9 +10,9 @@ before any of a request's body is taken, and bounds that.
 import asyncio
 import contextlib
 import hmac
-import json
 import os
 import re
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
@@ -23,6 +23,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, we
 from yarl import URL
 
 from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
+from aligner.placement.tls import TLSFiles
 from aligner.servers.gateway_settings import READY, GatewaySettings, triton_sockets
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -98,7 +99,7 @@ class HttpGateway:
         settings, path = self._settings, request.raw_path
         if _OPEN_PATHS.fullmatch(path):
             return await self._forward(request)
-        if settings.certificate is not None or not _GUARDED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
+        if not _GUARDED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
             return _error(403, _CLOSED)
         if not _is_key(request.headers.get(KEY_HEADER), settings.key):
             return _error(401, _NO_KEY)
@@ -138,15 +139,17 @@ def _error(status: int, words: str) -> web.Response:
     return web.json_response({"error": words}, status=status)
 
 
-async def _listen_http(handler: Any, address: str, port: int, closing: contextlib.AsyncExitStack) -> None:
+async def _listen_http(
+    handler: Any, address: str, port: int, closing: contextlib.AsyncExitStack, tls: ssl.SSLContext | None = None
+) -> None:
     runner = web.ServerRunner(web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True))
     await runner.setup()
     closing.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, address, port).start()
+    await web.TCPSite(runner, address, port, ssl_context=tls).start()
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    triton = triton_sockets(Path(settings.sockets))
+    triton, tls = triton_sockets(Path(settings.sockets)), settings.tls
     endless: list[tuple[str, int]] = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     async with contextlib.AsyncExitStack() as closing:
 
@@ -168,27 +171,24 @@ async def _serve(settings: GatewaySettings) -> None:
         )
         server.add_generic_rpc_handlers((GrpcGateway(channel, settings.key),))
         where = f"{settings.address}:{settings.grpc}"
-        if settings.certificate is None:
+        if tls is None:
             server.add_insecure_port(where)
         else:
-            server.add_secure_port(where, _credentials(settings))
+            server.add_secure_port(where, _credentials(tls))
         await server.start()
         closing.push_async_callback(server.stop, 0)
-        await _listen_http((await session(triton["http"])).handle, settings.http_address, settings.http, closing)
+        http = await session(triton["http"])
+        await _listen_http(http.handle, settings.address, settings.http, closing, tls and tls.server_context())
         await _listen_http((await session(triton["metrics"])).metrics, settings.address, settings.metrics, closing)
         print(READY, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
-def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials:
-    def content(file: str | None) -> bytes | None:
-        return None if file is None else Path(file).read_bytes()
-
-    own = [(content(settings.certificate_key), content(settings.certificate))]
-    authorities = content(settings.authorities)
-    return grpc.ssl_server_credentials(own, authorities, require_client_auth=authorities is not None)
+def _credentials(tls: TLSFiles) -> grpc.ServerCredentials:
+    authorities = tls.authorities.read_bytes() if tls.mutual else None
+    return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, tls.mutual)
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(GatewaySettings(**json.loads(sys.stdin.readline()))))
+    asyncio.run(_serve(GatewaySettings.from_json(sys.stdin.readline())))
     os._exit(0)

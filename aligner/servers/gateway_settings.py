@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from aligner.placement.tls import TLSFiles
+
 READY = "ready"
 """What the gateway says once it listens."""
 
@@ -14,7 +16,6 @@ class GatewaySettings:
     """Where the gateway listens, what it asks for, and where Triton is."""
 
     address: str
-    http_address: str
     http: int
     grpc: int
     metrics: int
@@ -23,15 +24,21 @@ class GatewaySettings:
     max_request_bytes: int
     key: str | None
     """The run's key; None lets anyone in."""
-    certificate: str | None = None
-    """PEM file: gRPC is behind TLS, and HTTP, which is not, tells of health alone."""
-    certificate_key: str | None = None
-    authorities: str | None = None
-    """PEM file: clients must show a certificate of these."""
+    tls: TLSFiles | None = None
+    """gRPC and HTTP are behind TLS."""
 
     def to_json(self) -> str:
         """As a line of the gateway's input."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(asdict(self), default=str) + "\n"
+
+    @staticmethod
+    def from_json(line: str) -> "GatewaySettings":
+        """What `to_json` gave."""
+        fields = json.loads(line)
+        if (tls := fields.pop("tls")) is not None:
+            mutual = tls.pop("mutual")
+            tls = TLSFiles(**{name: Path(file) for name, file in tls.items()}, mutual=mutual)
+        return GatewaySettings(**fields, tls=tls)
 
 
 def triton_addresses(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
 from aligner.placement.addresses import create_access_key, group_ports, interface_address, load_endpoints, run_access
+from aligner.placement.tls import create_certificate, tls_files
 from aligner.schema import Config, PortsConfig
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler
@@ -118,14 +119,15 @@ def serve_role(
 
 
 def _host(config: Config, role: str) -> TritonHost:
-    create_access_key(config)  # there is one already where a launcher started this server
+    create_access_key(config)  # there are both already where a launcher started this server
+    create_certificate(config)
     server, paths = config.server, run_paths(config)
     ports, log = group_ports(config)[role], paths.triton_log(role)
     if paths.endpoints.exists():  # those that the launcher promised the run's clients
         endpoint = load_endpoints(paths.endpoints)[role]
         ports = PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
     log.parent.mkdir(parents=True, exist_ok=True)
-    guard = Guard(run_access(config).key, server.tls, _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
+    guard = Guard(run_access(config).key, tls_files(config), _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
     address = interface_address(server.interface)
     return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log)
 

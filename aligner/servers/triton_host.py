@@ -21,8 +21,9 @@ import psutil
 from numpy.typing import NDArray
 
 from aligner.errors import AlignerError, TransientError
-from aligner.placement.addresses import Endpoint, http_address
-from aligner.schema import PortsConfig, TLSConfig
+from aligner.placement.addresses import Endpoint
+from aligner.placement.tls import TLSFiles
+from aligner.schema import PortsConfig
 from aligner.servers.gateway_settings import READY, GatewaySettings, triton_addresses, triton_sockets
 from aligner.servers.private_child import private_children
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
@@ -49,7 +50,7 @@ class Guard:
 
     key: str | None = field(default=None, repr=False)
     """The run's key; None serves anyone."""
-    tls: TLSConfig = field(default_factory=TLSConfig)
+    tls: TLSFiles | None = None
     max_request_bytes: int = 2**26
 
 
@@ -72,10 +73,9 @@ class TritonHost:
     ) -> None:
         """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
         self._guard, self._log = guard, log
-        self._http_address = http_address(address, guard.tls)
         self.endpoint = Endpoint(
             address,
-            http=_claimed(self._http_address, "http", ports.http),
+            http=_claimed(address, "http", ports.http),
             grpc=_claimed(address, "grpc", ports.grpc),
             metrics=_claimed(address, "metrics", ports.metrics),
         )
@@ -117,16 +117,13 @@ class TritonHost:
         guard, here = self._guard, self.endpoint
         settings = GatewaySettings(
             address=here.host,
-            http_address=self._http_address,
             http=here.http,
             grpc=here.grpc,
             metrics=here.metrics,
             sockets=str(sockets),
             max_request_bytes=guard.max_request_bytes,
             key=guard.key,
-            certificate=guard.tls.certificate,
-            certificate_key=guard.tls.key,
-            authorities=guard.tls.authorities if guard.tls.mutual else None,
+            tls=guard.tls,
         )
         command = [sys.executable, "-m", "aligner.servers.gateway"]
         gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

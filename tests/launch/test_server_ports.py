@@ -7,7 +7,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launch.server_ports import free_ports, health_address, is_healthy, local_hosts, pick_endpoints
+from aligner.launch.server_ports import free_ports, is_healthy, local_hosts, pick_endpoints
 from aligner.placement.addresses import Endpoint, replicas
 from aligner.schema import Config
 
@@ -69,8 +69,3 @@ def test_every_replica_has_ports_of_its_own() -> None:
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
     assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
     assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12
-
-
-def test_under_tls_health_is_asked_for_over_loopback() -> None:
-    config = compose_config(["experiment=tiny_ppo", "server.interface=192.0.2.1", "server.tls.certificate=server.pem"])
-    assert health_address(config, Endpoint("192.0.2.1", 8000, 8001, 8002)) == "127.0.0.1:8000"

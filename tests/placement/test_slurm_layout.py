@@ -159,7 +159,6 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
             [*REPLICAS_OF_4, "engine.placement=server", "engine.sleep=false", f"{NODES}.generator.nodes=8"],
             "the generator has 1 ranks on each of 8 nodes (cluster.slurm.roles.generator.nodes)",
         ),
-        (["server.tls.certificate=a.pem"], "server.tls.certificate: with TLS a server's health"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], problem: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import string
 import sys
@@ -80,8 +81,7 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     config.server.concurrent_requests = int(os.environ.get("CONCURRENT_REQUESTS", "2"))
     config.server.drain_timeout_s = 5
     if "TLS" in os.environ:
-        folder = os.environ["TLS"]
-        config.server.tls = TLSConfig(f"{folder}/server.pem", f"{folder}/server.key", f"{folder}/authority.pem", mutual=True)
+        config.server.tls = TLSConfig(*json.loads(os.environ["TLS"]), mutual=True)
     config.cluster.collective_timeout_s = float(os.environ.get("COLLECTIVE_TIMEOUT_S", "90"))
     config.critic.ports = config.reward.ports = PortsConfig(*map(int, ports))
     configure_logs(config.logging.format, role)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import psutil
 
 from aligner.placement.addresses import Access, Endpoint
 from aligner.triton_cleanup import remove_triton_files
+from tests.certificates import Certificates
 from tests.worker_pool import free_port
 
 
@@ -22,12 +25,23 @@ class RunningRole:
     """A role's ranks. `stop` ends them by process id and returns rank 0's exit code."""
 
     def __init__(
-        self, role: str, directory: Path, ranks: int = 1, endpoint: Endpoint | None = None, **environment: str
+        self,
+        role: str,
+        directory: Path,
+        ranks: int = 1,
+        endpoint: Endpoint | None = None,
+        tls: Certificates | None = None,
+        **environment: str,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.endpoint = endpoint or Endpoint("127.0.0.1", free_port(), free_port(), free_port())
         self.log = directory / f"{role}-{free_port()}.log"
         self.seen: set[psutil.Process] = set()
+        self.tls, self.http = None, f"http://127.0.0.1:{self.endpoint.http}"
+        if tls is not None:
+            environment["TLS"] = json.dumps([str(tls.certificate), str(tls.key), str(tls.authorities)])
+            self.tls, self.http = ssl.create_default_context(cafile=tls.authorities), f"https://127.0.0.1:{self.endpoint.http}"
+            self.tls.load_cert_chain(tls.certificate, tls.key)
         world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         ports = [str(port) for port in (self.endpoint.http, self.endpoint.grpc, self.endpoint.metrics)]
         command = [sys.executable, "-m", "tests.servers.role_main", role, str(directory), *ports]
@@ -55,7 +69,7 @@ class RunningRole:
 
     def _ready(self, path: str) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.endpoint.http}/v2/{path}", timeout=2) as response:
+            with urllib.request.urlopen(f"{self.http}/v2/{path}", timeout=2, context=self.tls) as response:
                 return response.status == 200
         except OSError:
             return False

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import queue
-import shutil
 import socket
 import ssl
 import subprocess
@@ -28,6 +27,7 @@ from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.triton_host import Guard
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
 from tests import other_user
+from tests.certificates import make_certificates
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole
 
@@ -35,9 +35,9 @@ from tests.servers.roles import RunningRole
 def http(role, path, key=None, data=None):
     """(status, body) of a request over HTTP."""
     headers = {} if key is None else {KEY_HEADER: key}
-    request = urllib.request.Request(f"http://127.0.0.1:{role.endpoint.http}{path}", data=data, headers=headers)
+    request = urllib.request.Request(f"{role.http}{path}", data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=20, context=role.tls) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -198,30 +198,16 @@ def test_metrics_tell_how_much_waits(critic):
         assert f'{name}{{model="critic_infer"' in text, name
 
 
-def certificate(folder, name, authority=None):
-    """NAME.key and NAME.pem for 127.0.0.1, signed by the authority or, without one, by themselves."""
-    subject = ["-subj", f"/CN={name}", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-days", "2"]
-    signer = [] if authority is None else ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key"]
-    names = [] if authority is None else ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
-    command = ["openssl", "req", "-x509", *subject, *signer, *names, "-out", f"{name}.pem"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
-    folder = tmp_path_factory.mktemp("tls")
-    certificate(folder, "authority")
-    certificate(folder, "server", "authority")
-    certificate(folder, "stranger")
-    return folder
+    """The server's own, and a stranger's."""
+    return make_certificates(tmp_path_factory.mktemp("tls")), make_certificates(tmp_path_factory.mktemp("stranger"))
 
 
 @pytest.fixture(scope="module")
 def secure(certificates, tmp_path_factory):
     """A server with mutual TLS and the run's key."""
-    role = RunningRole("reward", tmp_path_factory.mktemp("secure"), TLS=str(certificates))
+    role = RunningRole("reward", tmp_path_factory.mktemp("secure"), tls=certificates[0])
     try:
         yield role.wait_ready()
     finally:
@@ -235,17 +221,14 @@ def asked(role, access):
 
 @pytest.mark.slow
 def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(secure, certificates):
-    trusted = Access(
-        secure.access.key, certificates / "authority.pem", certificates / "server.pem", certificates / "server.key"
-    )
+    own, stranger = certificates
+    trusted = Access(secure.access.key, own.authorities, own.certificate, own.key)
     assert asked(secure, trusted) == (3, 1)
     refused = {
         "plaintext": secure.access,
-        "no certificate": Access(secure.access.key, certificates / "authority.pem"),
-        "another authority's": dataclasses.replace(
-            trusted, certificate=certificates / "stranger.pem", certificate_key=certificates / "stranger.key"
-        ),
-        "no trust in the server": dataclasses.replace(trusted, authorities=certificates / "stranger.pem"),
+        "no certificate": Access(secure.access.key, own.authorities),
+        "another authority's": dataclasses.replace(trusted, certificate=stranger.certificate, certificate_key=stranger.key),
+        "no trust in the server": dataclasses.replace(trusted, authorities=stranger.authorities),
         "no key": dataclasses.replace(trusted, key=None),
         "wrong key": dataclasses.replace(trusted, key="wrong"),
     }
@@ -257,21 +240,26 @@ def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaint
 
 
 @pytest.mark.slow
-def test_with_tls_http_serves_this_machine_with_health_alone_even_to_holders_of_the_runs_key(secure):
+def test_over_https_what_is_guarded_wants_a_certificate_and_the_key_and_plaintext_is_refused(secure, certificates):
+    own, stranger = certificates
+    guarded = [(path.replace("critic_infer", "reward_model"), data) for path, data in GUARDED if data is None]
+    for path, _ in guarded:
+        assert [http(secure, path, key)[0] for key in (secure.access.key, "wrong", None)] == [200, 401, 401]
+    for path, data in CLOSED:
+        assert http(secure, path, secure.access.key, data)[0] == 403
+    for context in (None, ssl.create_default_context(cafile=own.authorities), stranger_context(own, stranger)):
+        for port in (secure.endpoint.http, secure.endpoint.grpc):
+            scheme = "http" if context is None else "https"
+            with pytest.raises((ssl.SSLError, OSError)):
+                urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/v2/health/ready", timeout=5, context=context).close()
     assert http(secure, "/v2/health/ready") == (200, "")
-    for path, data in (*GUARDED, *CLOSED):
-        status, body = http(secure, path.replace("critic_infer", "reward_model"), secure.access.key, data)
-        assert status == 403 and "closed to everyone" in body, (path, status, body)
-    listening = {
-        connection.laddr
-        for process in secure.seen
-        if process.is_running()
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert ("127.0.0.1", secure.endpoint.http) in listening
-    with pytest.raises((ssl.SSLError, OSError)):
-        urllib.request.urlopen(f"http://127.0.0.1:{secure.endpoint.grpc}/v2/health/ready", timeout=5).close()
+
+
+def stranger_context(own, stranger):
+    """Who trusts the server and shows a certificate of another authority."""
+    context = ssl.create_default_context(cafile=own.authorities)
+    context.load_cert_chain(stranger.certificate, stranger.key)
+    return context
 
 
 @pytest.mark.slow

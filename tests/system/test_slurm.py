@@ -31,6 +31,7 @@ FOUR_NODES = (
     *("cluster=slurm", "cluster.slurm.gpus=none", "cluster.devices_per_node=2", "cluster.threads_per_rank=1"),
     *("actor.parallel.data=2", "cluster.slurm.roles.trainer.nodes=2"),
 )
+SECURE = ("server.tls.certificate=auto", "server.tls.mutual=true")
 _TIMEOUT_S = 300
 
 
@@ -105,7 +106,7 @@ def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job)
 def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothing_had_happened(
     undisturbed: Job, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, f"run.steps={STEPS}")
+    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, *SECURE, f"run.steps={STEPS}")
     job.wait_for_step(2)
     slurm.command("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
@@ -169,7 +170,9 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
 def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_often_ends_the_job_with_its_error(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2", "run.max_restarts=1")
+    job = submitted(
+        slurm, tmp_path / "run", *FOUR_NODES, *SECURE, "run.steps=1000", "checkpoint.every=2", "run.max_restarts=1"
+    )
     job.wait_for_step(1)
 
     def kill(role: str) -> None:
