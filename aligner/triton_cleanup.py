@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ _PLACE = Path("/dev/shm")
 """Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
 _DIRECTORIES = "directories"
 _ENVIRONMENT = "python_env_"
+_TRACKERS_S = 1.0
 
 
 def triton_environments() -> set[Path]:
@@ -65,6 +66,26 @@ def remove_triton_files(pid: int) -> None:
     for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
         if _is_own(file, stat.S_ISREG):
             file.unlink(missing_ok=True)
+
+
+def kill_processes(processes: Sequence[psutil.Process]) -> None:
+    """Kill these, and have Python's resource trackers among them remove the shared memory of the others before they end.
+
+    A tracker ends when those whose memory it knows have; one that does not, because it is stopped, is killed, too.
+    """
+    trackers = [process for process in processes if _is_resource_tracker(process)]
+    for group in ([process for process in processes if process not in trackers], trackers):
+        if group is trackers:
+            psutil.wait_procs(trackers, timeout=_TRACKERS_S)
+        for process in group:
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+                process.kill()
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    return False
 
 
 def _claims(pid: int | None = None) -> Iterator[Path]:

@@ -76,7 +76,7 @@ _TIMEOUT_S = 300
 _ORPHANS_S = 15.0
 """For what a killed launcher has left to end."""
 _COLUMNS = ("seed", "faults", "restarts", "exit", "s added", "outcome")
-_LEFT = ("dev/shm/pytrtion*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
+_LEFT = ("dev/shm/pytrtion*", "dev/shm/psm_*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import psutil
 from aligner.launch.failure import log_tail
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
-from aligner.triton_cleanup import remove_triton_files
+from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
 _MARKER = "ALIGNER_OBSERVED_RUN"
@@ -63,10 +63,10 @@ class Launch:
         self._launcher.wait()
         self._out.close()
         self._error.close()
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-                remove_triton_files(process.pid)
+        left = self.processes()
+        kill_processes(left)
+        for process in left:
+            remove_triton_files(process.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes that came of this launch."""

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from aligner.triton_cleanup import claim_directories, claim_triton_files, remove_triton_files
+from aligner.triton_cleanup import claim_directories, claim_triton_files, kill_processes, remove_triton_files
 from tests import other_user
 
 _SERVER = """
@@ -58,6 +59,34 @@ def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> 
     process.wait()
     remove_triton_files(process.pid)
     assert [path.name for path in tmp_path.glob("python_env_full/*")] == ["model-store"]
+
+
+_OWNER = """
+import os, sys, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=4096)
+print(segment.name, resource_tracker._resource_tracker._pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        name, tracker = owner.stdout.readline().split()
+        segment, tree = Path("/dev/shm") / name, [psutil.Process(owner.pid), psutil.Process(int(tracker))]
+        assert segment.exists()
+        try:
+            if stopped:
+                tree[1].suspend()
+            kill_processes(tree[::-1])
+            _, alive = psutil.wait_procs(tree, timeout=5)
+            assert not alive
+            assert segment.exists() == stopped  # who is stopped removes nothing, but is killed all the same
+        finally:
+            segment.unlink(missing_ok=True)
 
 
 def foreign(name: str, kind: str) -> Path:

@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from aligner.triton_cleanup import remove_triton_files
+from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 START = "ALIGNER_START"
 """Environment variable of whatever comes of one start of a rank, its helpers' helpers included: the mark of that start."""
@@ -23,9 +23,8 @@ def end_orphans(mark: str, patience_s: float) -> None:
     kill_at, seen = time.monotonic() + patience_s, set[int]()
     while (left := _marked(mark)) and time.monotonic() < kill_at + _TIMEOUT_S:
         seen.update(process.pid for process in left)
-        for process in left if time.monotonic() > kill_at else ():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        if time.monotonic() > kill_at:
+            kill_processes(left)
         time.sleep(0.1)
     for pid in seen.difference(process.pid for process in left):
         remove_triton_files(pid)

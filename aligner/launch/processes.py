@@ -1,6 +1,5 @@
 """Processes of this machine: ranks and all that comes of them, started, ended, and tied to their launcher's life."""
 
-import contextlib
 import ctypes
 import os
 import secrets
@@ -18,7 +17,7 @@ from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.launch.orphans import START
 from aligner.launch.ranks import Rank
-from aligner.triton_cleanup import remove_triton_files
+from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
 """Environment variable by which a rank knows its launcher."""
@@ -132,9 +131,7 @@ class Processes:
 
     def _kill(self, processes: Sequence[psutil.Process]) -> None:
         """Kill and reap them."""
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_processes(processes)
         self.poll()
         own = {rank.process.pid for rank in self._ranks}
         psutil.wait_procs([process for process in processes if process.pid not in own], timeout=_POLL_S)

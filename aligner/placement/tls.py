@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import psutil
@@ -96,9 +96,15 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    def general_name(host: str) -> x509.GeneralName:
+        try:
+            return x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            return x509.DNSName(host)
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "aligner run")])
-    now, public = datetime.now(UTC), key.public_key()
+    now, public = datetime.now(timezone.utc), key.public_key()
     usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
     usage |= {"crl_sign": False, "encipher_only": False, "decipher_only": False}
     certificate = (
@@ -106,7 +112,7 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCKS_DIFFER)
         .not_valid_after(now + _LIFETIME)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in sorted(hosts)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([general_name(host) for host in sorted(hosts)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -115,12 +121,3 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
     encoding, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, unencrypted)
     return certificate.public_bytes(encoding), private
-
-
-def _general_name(host: str) -> "x509.GeneralName":  # noqa: F821 - imported where a certificate is made
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)

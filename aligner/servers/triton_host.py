@@ -31,6 +31,7 @@ from aligner.triton_cleanup import (
     claim_directories,
     claim_triton_files,
     close_triton_memory,
+    kill_processes,
     remove_triton_files,
     triton_environments,
 )
@@ -201,9 +202,7 @@ class TritonHost:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes[0].terminate()
             psutil.wait_procs(processes[:1], timeout=_END_TIMEOUT_S)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_processes(processes)
         if self._gateway is not None:
             self._gateway.kill()
             self._gateway.communicate()

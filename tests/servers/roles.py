@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from aligner.placement.addresses import Access, Endpoint
-from aligner.triton_cleanup import remove_triton_files
+from aligner.triton_cleanup import kill_processes, remove_triton_files
 from tests.certificates import Certificates
 from tests.worker_pool import free_port
 
@@ -93,8 +93,7 @@ class RunningRole:
     def kill(self) -> None:
         """SIGKILL to every process of the role, Triton's included: a launcher would end those that are left."""
         self.note_processes()
-        for process in self.survivors():
-            process.kill()
+        kill_processes(self.survivors())
         for rank in self.ranks:
             rank.wait(5)
             remove_triton_files(rank.pid)
