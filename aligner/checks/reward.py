@@ -1,14 +1,14 @@
 """The reward's sources against the model, the layout and the machine."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.checks.trained_model import micro_batch_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
+from aligner.models.model_source import ExpectedInputs, directory_shape, model_directory, read_normalization
 from aligner.models.shape import ModelShape
+from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.reward_sources import ModelSource, RemoteSource, Source, model_sources, reward_sources
@@ -80,24 +80,30 @@ def _size_problems(config: Config, policy: ModelShape | None, source: ModelSourc
             f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens"
             f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
         )
-    # The tokenizer, which is large, is read only where embeddings alone do not settle it.
+    yield from _vocabulary_problems(config, policy, source, model)
+
+
+def _vocabulary_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:
+    """A reward model to which the policy's tokens are others, or unknown."""
+    named, own = f"{source.key}.path={source.path}", _policy_directory(config)
+    if (difference := own and vocabulary_difference(own, Path(source.path))) is not None:
+        yield f"{named}: {difference}; it scores the policy's tokens, so give a reward model with the policy's tokenizer"
+        return
     if policy is None or model.vocab_size >= policy.vocab_size:
         return
-    if model.vocab_size < (vocabulary := _used_vocabulary(config, policy)):
+    # The policy may have embeddings to spare.
+    written = read_vocabulary(own) if own is not None else None
+    vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
+    if model.vocab_size < vocabulary:
         yield (
             f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a reward model of the"
             " policy's vocabulary (model.path)"
         )
 
 
-def _used_vocabulary(config: Config, shape: ModelShape) -> int:
-    """How many tokens the policy writes: those of its tokenizer, where its embeddings have rows to spare."""
-    if config.model.source != "directory" or config.model.path is None:
-        return shape.vocab_size
+def _policy_directory(config: Config) -> Path | None:
+    """None where the model's directory is not made yet, or cannot be had, which is told with the model."""
     try:
-        tokenizer = json.loads((Path(config.model.path) / "tokenizer.json").read_bytes())
-        words, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return shape.vocab_size  # there is none yet, or it is not as it must be, which is told when it is opened
-    ids = set(words.values()) if isinstance(words, dict) else set(range(len(words)))
-    return min(shape.vocab_size, len(ids | added))
+        return model_directory(config)
+    except ConfigError:
+        return None

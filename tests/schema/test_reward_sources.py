@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
@@ -11,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.placement.roles import placements, role_ranks
 from aligner.schema import Config
 from aligner.schema.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
+from aligner.servers.reward_server import build_scoring
 
 COMBINED = ("reward.kind=combined", "+reward.sources.a={kind: function, function: digit_fraction}")
 
@@ -140,6 +144,44 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
     assert list(role_ranks(config)) == ["critic", "trainer"]
 
 
+def token(id):
+    """A special token, as tokenizer.json has it."""
+    return {"id": id, "content": f"<{id}>"}
+
+
+@pytest.mark.parametrize(
+    ("written", "known", "told"),
+    [
+        ({"a": 0, "b": 1}, {"a": 0, "b": 1}, None),
+        (
+            {"a": 0, "b": 1},
+            {"b": 0, "a": 1},
+            "2 of the policy's 3 token ids mean something else to it, as 0 ('a' and 'b'), 1",
+        ),
+        ({"a": 0, "b": 1}, {"a": 0}, "2 of the policy's 3 token ids mean something else to it, as 1 ('b' and '<end>'), 2 ("),
+        ({"a": 0}, {"a": 0, "b": 1}, "1 of the policy's 2 token ids mean something else to it, as 1 ('<end>' and 'b')"),
+        ([("a", -1.5), ("b", -2.0)], {"a": 0, "b": 1}, None),
+        ([("a", -1.5), ("b", -2.0)], [("a", 0.0), ("c", 0.0)], "as 1 ('b' and 'c')"),
+    ],
+)
+def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, reward_model, written, known, told):
+    policy, judge = tmp_path / "policy", tmp_path / "judge"
+    for directory, words in ((policy, written), (judge, known)):
+        shutil.copytree(reward_model, directory)
+        model = models.WordLevel(words, unk_token="a") if isinstance(words, dict) else models.Unigram(words, 0)
+        tokenizer = Tokenizer(model)
+        tokenizer.add_special_tokens(["<end>"])
+        tokenizer.save(str(directory / "tokenizer.json"))
+    config = compose(tmp_path, "model.source=directory", f"model.path={policy}", "reward.kind=model", f"reward.path={judge}")
+    if told is None:
+        check(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"reward.path={judge}: ") + ".*" + re.escape(told)):
+        check(config)
+    with pytest.raises(ConfigError, match=re.escape(told)):  # nor does a server begin that is started by itself
+        build_scoring(config, lambda directory: None)
+
+
 def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path, reward_model):
     """Embeddings are padded, by more in one size of a family than in another: the tokenizer says what is written."""
     policy = tmp_path / "policy"
@@ -149,10 +191,10 @@ def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path,
     given = ("model.source=directory", f"model.path={policy}", "reward.kind=model", f"reward.path={reward_model}")
     with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 96"):
         check(compose(tmp_path, *given))
-    words = {"model": {"vocab": {chr(65 + token): token for token in range(60)}}, "added_tokens": [{"id": 59}, {"id": 63}]}
+    words = {"model": {"vocab": {chr(65 + token): token for token in range(60)}}, "added_tokens": [token(59), token(63)]}
     (policy / "tokenizer.json").write_text(json.dumps(words))
     check(compose(tmp_path, *given))
-    words["added_tokens"] = [{"id": token} for token in range(60, 70)]
+    words["added_tokens"] = [*map(token, range(60, 70))]
     (policy / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 70"):
         check(compose(tmp_path, *given))

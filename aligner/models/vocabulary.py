@@ -1,0 +1,37 @@
+"""Which token is which: the vocabulary of a model directory, and where two models' differ."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+_SHOWN = 3
+
+
+def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
+    """Tokens by id, special ones included; None for a directory without a tokenizer that can be read.
+
+    What is wrong with a tokenizer is told when it is opened.
+    """
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_bytes())
+        words, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+        by_id = {id: word for word, id in words.items()} if isinstance(words, dict) else {}
+        by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}  # of a unigram model: pieces and scores
+        return by_id | {token["id"]: token["content"] for token in added}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def vocabulary_difference(policy: Path, other: Path) -> str | None:
+    """How another model's tokens differ from those that the policy writes, in words.
+
+    None where each of the policy's ids is the same token to both, and where one of them has no tokenizer to compare.
+    """
+    written, known = read_vocabulary(policy), read_vocabulary(other)
+    if written is None or known is None:
+        return None
+    others = [id for id, token in written.items() if known.get(id) != token]
+    if not others:
+        return None
+    shown = ", ".join(f"{id} ({written[id]!r} and {known.get(id, 'nothing')!r})" for id in sorted(others)[:_SHOWN])
+    return f"{len(others)} of the policy's {len(written)} token ids mean something else to it, as {shown}"
