@@ -24,8 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _report(error, parsed)
         ended_by = error
     code = exit_code(ended_by)
-    if code and "RANK" in os.environ:
-        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads.
+    if "RANK" in os.environ and (code or parsed.command == "serve"):
+        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads. And a
+        # server has ended in order by now: what is left of it is a second's work for nobody.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the log's disk may be full
                 stream.flush()

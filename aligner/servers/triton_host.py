@@ -39,10 +39,8 @@ from aligner.triton_cleanup import (
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
-_END_TIMEOUT_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.05
-_EXIT_TIMEOUT_S = 1  # requests are drained before; unloading Triton's models one after another would take ten
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,6 @@ class TritonHost:
                 allow_gpu_metrics=False,
                 # PyTriton reads Triton's output byte by byte: a few refused requests would fill the pipe and stall Triton.
                 log_file=self._log,
-                exit_timeout_secs=_EXIT_TIMEOUT_S,
                 # Triton would keep the memory of several requests.
                 grpc_infer_allocation_pool_size=0,
             ),
@@ -196,13 +193,8 @@ class TritonHost:
             )
 
     def stop(self) -> None:
-        """End Triton with all its processes and remove what it leaves behind."""
-        processes = _triton_processes()
-        if processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes[0].terminate()
-            psutil.wait_procs(processes[:1], timeout=_END_TIMEOUT_S)
-        kill_processes(processes)
+        """End Triton with all its processes and remove what it leaves behind: its requests have been drained before."""
+        kill_processes(_triton_processes())  # its own end would take two seconds
         if self._gateway is not None:
             self._gateway.kill()
             self._gateway.communicate()
