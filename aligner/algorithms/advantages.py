@@ -1,6 +1,7 @@
 """Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
 
-In a grouped estimator the `group_size` responses to one prompt are next to each other.
+In a grouped estimator the `group_size` responses to one prompt are next to each other, and have advantages of exactly 0 where
+their scores are equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +65,7 @@ def rloo(scores: Tensor, group_size: int) -> Tensor:
     """
     groups = _groups(scores, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+    return _of_unequal(groups, groups - others).flatten()
 
 
 def grpo(scores: Tensor, group_size: int) -> Tensor:
@@ -73,7 +74,7 @@ def grpo(scores: Tensor, group_size: int) -> Tensor:
     Shao et al. 2024, "DeepSeekMath", section 4.1.2. Raises ValueError as `rloo` does.
     """
     groups = _groups(scores, group_size)
-    centered = groups - groups.mean(1, keepdim=True)
+    centered = _of_unequal(groups, groups - groups.mean(1, keepdim=True))
     return (centered / (groups.std(1, keepdim=True) + _GRPO_EPSILON)).flatten()
 
 
@@ -83,7 +84,7 @@ def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
     Raises ValueError as `rloo` does.
     """
     groups = _groups(scores, group_size)
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    return _of_unequal(groups, groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
@@ -103,6 +104,11 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
         raise ValueError(f"scores are {tuple(scores.shape)}, must be one a response, [B]")
     _check_groups(len(scores), group_size)
     return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
+
+
+def _of_unequal(groups: Tensor, compared: Tensor) -> Tensor:
+    """What a group's scores compare as, exactly 0 where they are all equal: their mean is rounded, and differs from them."""
+    return torch.where(groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True), 0.0, compared)
 
 
 def _check_groups(rows: int, group_size: int) -> None:

@@ -80,6 +80,30 @@ def test_a_group_whose_scores_are_equal_has_no_advantage(estimator):
     assert estimator(scores, 3).tolist() == [0.0] * 6
 
 
+@settings(max_examples=60, deadline=None)
+@given(score=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 9))
+def test_equal_scores_have_no_advantage_to_the_last_bit(score, size):
+    groups = torch.tensor([score] * size + [0.0, *[1.0] * (size - 1)])
+    for estimator in (advantages.rloo, advantages.grpo, advantages.dr_grpo):
+        found = estimator(groups, size)
+        assert not found[:size].any() and found[size:].all()
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, 1000.1, 123456.7])
+def test_whitening_makes_nothing_of_equal_values(value):
+    mask = torch.ones(3, 7).bool()
+    mask[:, 5:] = False
+    values = torch.where(mask, torch.full(mask.shape, value), math.nan)
+    for found in (masked_whiten(values, mask), masked_whiten(values, mask, dim=1), advantages.group_whiten(values, mask, 3)):
+        assert not found.any()
+    kept = masked_whiten(values, mask, shift_mean=False)
+    assert kept[mask].tolist() == pytest.approx([value] * 15) and not kept[~mask].any()
+    rewards = torch.zeros(3, 7).index_fill(1, torch.tensor([4]), value)
+    assert not advantages.reinforce_plus_plus(rewards, mask, 1.0).any()
+    one_differs = torch.where(mask, values.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value + 1)), math.nan)
+    assert masked_whiten(one_differs, mask)[mask].all()
+
+
 @pytest.mark.parametrize(
     "estimate",
     [
