@@ -48,6 +48,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic_sft", "data.prompt_after=x", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "data.normalization=x.jsonl", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.normalization_samples=8", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
+    ("arithmetic_sft", "data.margin=false", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     # The rollout.
     ("arithmetic_sft", "rollout.samples_per_prompt=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "rollout.temperature=0.5", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
