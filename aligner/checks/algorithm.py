@@ -54,6 +54,11 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss == "dpo" and settings.truncated_importance == "token":
         yield "algorithm.truncated_importance=token: allowed with loss=dpo: none, sequence"
+    if settings.ratio_against == "sampler" and settings.truncated_importance != "none":
+        yield (
+            f"algorithm.ratio_against=sampler: truncated_importance={settings.truncated_importance} would correct for the"
+            " sampler twice; give truncated_importance=none, or ratio_against=trainer"
+        )
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:

@@ -127,3 +127,50 @@ def test_the_loss_sees_pairs_and_prompts_whole():
         2,
         1,
     ]
+
+
+BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ways"),
+    [
+        (["algorithm=ppo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+        (["algorithm=cispo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+        (["algorithm=rloo"], "give algorithm.truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
+        (["algorithm=best_of_n"], "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
+        (
+            ["algorithm=online_dpo", "algorithm.truncated_importance=none"],
+            "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
+        ),
+        (["algorithm.loss=some.module:own"], "truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+    ],
+)
+def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(overrides, ways, tmp_path):
+    chosen = [f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides]
+    with pytest.raises(ConfigError) as caught:
+        check(composed(*chosen, *BESIDE))
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith("rollout.max_staleness=2: algorithm.loss=") and ways in told
+    check(composed(*chosen, *BESIDE, "algorithm.uncorrected_staleness=true"))
+    check(composed(*chosen))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *([f"algorithm={name}"] for name in ("ppo_decoupled", "dapo", "online_dpo", "copg")),
+        *([f"algorithm={name}", "algorithm.ratio_against=sampler"] for name in ("ppo", "proximal_rloo", "gspo", "cispo")),
+        *(
+            [f"algorithm={name}", "algorithm.truncated_importance=token"]
+            for name in ("grpo", "reinforce", "rloo", "best_of_n")
+        ),
+    ],
+)
+def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correction(overrides, tmp_path):
+    check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *BESIDE))
+
+
+def test_the_sampler_is_corrected_for_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm\.ratio_against=sampler: truncated_importance=token would correct"):
+        check(composed(f"run.dir={tmp_path / 'run'}", "algorithm=dapo", "algorithm.ratio_against=sampler"))
