@@ -21,19 +21,22 @@ _GRPO_EPSILON = 1e-4
 """Added to a group's standard deviation, which is 0 where all its scores are equal."""
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, last_values: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside the mask.
 
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, the value after a row's last masked token being 0, and
-    returns = A + V (Schulman et al. 2016, equation 16). The masked tokens are the steps: a token outside the mask, between
-    two of them or around them, is none.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al. 2016, equation 16). The
+    value after a row's last masked token is its `last_values` [B], 0 where None: a response that was cut would have gone on
+    (Pardo et al. 2018, "Time Limits in Reinforcement Learning", section 3). The masked tokens are the steps: a token outside
+    the mask, between two of them or around them, is none.
     """
     inside = mask.bool()
     values = torch.where(inside, values, 0.0)
     rewards = torch.where(inside, rewards, 0.0)
     advantages = torch.zeros_like(values)
     following = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0]) if last_values is None else last_values
     for step in reversed(range(values.shape[1])):
         delta = rewards[:, step] + gamma * next_value - values[:, step]
         following = torch.where(inside[:, step], delta + gamma * lam * following, following)
@@ -125,7 +128,7 @@ def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     assert samples.values is not None, "gae has a critic"
-    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam)
+    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam, samples.cut_values)
 
 
 ESTIMATORS: Mapping[str, Estimate] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema.derived import WITHOUT_RATIO, longest_sequence, longest_sequence_keys
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _staleness_problems(config: Config) -> Iterator[str]:
     elif not _is_sound_with_age(config.algorithm):
         loss = config.algorithm.loss
         levels = "sequence" if loss == "dpo" else "token or sequence"
-        ratio = "" if loss in ("reinforce", "dpo", "cross_entropy") else ", or algorithm.ratio_against=sampler"
+        ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
         yield (
             f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own; give"
             f" algorithm.truncated_importance={levels}{ratio}, or algorithm.uncorrected_staleness=true to have it so"

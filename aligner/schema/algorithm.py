@@ -165,6 +165,18 @@ class AlgorithmConfig:
         maximum=1,
         read=".trainer=online|preferences",
     )
+    overlong_filter: bool = option(
+        False,
+        "leave responses that generation cut out of what is learned, by the policy and the critic, once they have had their"
+        " part in the advantages of the others",
+        read=".loss=clip|cispo|reinforce|cross_entropy|*:*",
+    )
+    bootstrap_cut: bool = option(
+        False,
+        "what follows a response that generation cut is worth what the critic says of it; false: 0, as after an end. Its"
+        " score stays on its last token: reward.missing_end_score=0 takes that away",
+        read=".advantage=gae and .overlong_filter=false or .with_critic=true and .overlong_filter=false",
+    )
     dynamic_sampling_rounds: int = option(
         0,
         "replace prompts whose samples all have the same score by further ones, so many times at most before the run ends;"

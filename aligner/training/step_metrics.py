@@ -19,6 +19,14 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
+def epoch_metrics(rollout: RolloutBatch, prompts: int) -> dict[str, float]:
+    """How many passes over the run's `prompts` have been taken with the last prompt of these samples.
+
+    Of several sources a pass is over as many prompts as they have together.
+    """
+    return {"data/epoch": (1 + max(prompt.id for prompt in rollout.prompts)) / prompts}
+
+
 def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them.
 

@@ -51,6 +51,25 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
 
 
 @settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
+    rewards, values, mask = draw(seed)
+    last = torch.randn(6, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    last[seed % 5] = 0.0  # this one has ended
+    found, returns = advantages.gae(rewards, values, mask, gamma, lam, last)
+    assert not found[~mask].any() and not returns[~mask].any()
+    for row, inside in enumerate(mask):
+        r, v = rewards[row][inside].tolist(), [*values[row][inside].tolist(), float(last[row])]
+        expected = returns_of([r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))], gamma * lam)
+        assert found[row][inside].tolist() == pytest.approx(expected)
+        # The λ-return, from its definition: every n-step return, weighed by (1 - λ)·λ^(n-1), and the longest by what is left.
+        for t in range(len(r)):
+            steps = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] for n in range(1, len(r) - t + 1)]
+            mixed = sum((1 - lam) * lam**n * each for n, each in enumerate(steps[:-1])) + lam ** (len(steps) - 1) * steps[-1]
+            assert float(returns[row][inside][t]) == pytest.approx(mixed, abs=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1))
 def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_batch(seed, gamma):
     rewards, _, mask = draw(seed)

@@ -58,6 +58,20 @@ def composed(*overrides):
         ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
+        (["algorithm=rloo", "algorithm.epochs=4"], "algorithm.epochs=4: loss=reinforce takes samples as the policy's own"),
+        (["algorithm.overlong_filter=true"], "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has"),
+        (
+            ["algorithm=online_dpo", "algorithm.overlong_filter=true"],
+            "algorithm.overlong_filter=true: not read with algorithm.loss=dpo",
+        ),
+        (
+            ["algorithm=grpo", "algorithm.bootstrap_cut=true"],
+            "algorithm.bootstrap_cut=true: not read with algorithm.advantage=grpo",
+        ),
+        (
+            ["algorithm.overlong_filter=true", "algorithm.bootstrap_cut=true"],
+            "algorithm.bootstrap_cut=true: not read with algorithm.overlong_filter=true",
+        ),
         (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3: not read with algorithm.loss=reinforce"),
         (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: not read with algorithm.advantage=grpo"),
         (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),

@@ -7,12 +7,14 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from aligner.config.compose import compose_config
 from aligner.data.types import Experience, Prompt, Sample, collate
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
-from aligner.training.step_metrics import experience_metrics, rollout_metrics, staleness_metrics, update_metrics
+from aligner.training.online import announcement
+from aligner.training.step_metrics import epoch_metrics, experience_metrics, rollout_metrics, staleness_metrics, update_metrics
 
 
 def measured(engine_over_trainer: list[float]) -> dict[str, float]:
@@ -96,6 +98,8 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), deferred=1, skipped=2)
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
+    # Three prompts are taken of a data set of two: one and a half passes.
+    assert epoch_metrics(whole, 2) == {"data/epoch": 1.5} and epoch_metrics(whole, 3) == {"data/epoch": 1.0}
     metrics = rollout_metrics(scored, settings)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
     # Of six samples four have a score: what is gone is not told as kept.
@@ -125,3 +129,13 @@ def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_o
     expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
     for updates in ([done, skipped], [skipped, done]):
         assert update_metrics("policy", updates) == {f"policy/{name}": value for name, value in expected.items()}
+
+
+def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_without_a_ratio():
+    def told(*overrides: str) -> str:
+        return announcement(compose_config(["experiment=tiny_ppo", *overrides]), prompts=90)
+
+    assert told() == "online: 90 prompts; steps of 16 prompts, 5.6 an epoch; the run's 40 steps are 7.11 epochs"
+    assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
+    for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
+        assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(f"algorithm={name}", "algorithm.epochs=4")
