@@ -34,6 +34,9 @@ OFF_POLICY = ("ppo", "rloo", "proximal_rloo", "online_dpo")
 MINIBATCHES = (1, 4, 16)
 BESIDE = ("online_dpo", "ppo_decoupled", "dapo")
 STALENESS = (0, 1, 4)
+_CORRECTED = ("copg", "dapo", "online_dpo", "ppo_decoupled")
+"""What accounts for the age of samples by itself; others are told to in runs beside training."""
+_OF_RESPONSES = ("proximal_rloo", "rloo")
 _CLOSE = 0.05
 _PROMPTS = 64
 """Prompts of one optimizer step in the off-policy study."""
@@ -89,7 +92,9 @@ def beside(algorithms: Sequence[str], timeout_s: float) -> Iterator[dict[str, An
     """Generation in turn with training and beside it, a run at a time."""
     for algorithm in algorithms:
         for max_staleness in STALENESS:
-            overrides = ("engine.placement=server", f"rollout.max_staleness={max_staleness}")
+            overrides = ["engine.placement=server", f"rollout.max_staleness={max_staleness}"]
+            if max_staleness and algorithm not in _CORRECTED:
+                overrides.append(f"algorithm.truncated_importance={'sequence' if algorithm in _OF_RESPONSES else 'token'}")
             yield {"max_staleness": max_staleness} | measure(algorithm, overrides, timeout_s)
 
 

@@ -23,7 +23,13 @@ from typing import Any
 from benchmarks.runs import run_to_end
 
 COMMON = (
-    *("algorithm=rloo", "engine.placement=server", "logging.tensorboard=false", "cluster.threads_per_rank=1"),
+    *(
+        "algorithm=rloo",
+        "algorithm.truncated_importance=sequence",
+        "engine.placement=server",
+        "logging.tensorboard=false",
+        "cluster.threads_per_rank=1",
+    ),
     *("model.config.hidden_size=256", "model.config.intermediate_size=768", "model.config.num_hidden_layers=6"),
     *("model.config.max_position_embeddings=1024", "rollout.micro_batches=1", "algorithm.minibatches=1"),
 )

@@ -35,8 +35,9 @@ RUNS: Mapping[str, Sequence[str]] = {
     **{f"arithmetic_{name}": (*_SUMS, f"algorithm={name}") for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")},
     **{
         f"arithmetic_{name}_beside": (*_SUMS, f"algorithm={name}", *_BESIDE)
-        for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")
+        for name in ("dapo", "online_dpo", "ppo_decoupled")
     },
+    "arithmetic_grpo_beside": (*_SUMS, "algorithm=grpo", *_BESIDE, "algorithm.uncorrected_staleness=true"),
 }
 
 

@@ -1,6 +1,7 @@
 """Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
 
-In a grouped estimator the `group_size` responses to one prompt are next to each other.
+In a grouped estimator the `group_size` responses to one prompt are next to each other, and have advantages of exactly 0 where
+their scores are equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,19 +21,22 @@ _GRPO_EPSILON = 1e-4
 """Added to a group's standard deviation, which is 0 where all its scores are equal."""
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, last_values: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside the mask.
 
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, the value after a row's last masked token being 0, and
-    returns = A + V (Schulman et al. 2016, equation 16). The masked tokens are the steps: a token outside the mask, between
-    two of them or around them, is none.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al. 2016, equation 16). The
+    value after a row's last masked token is its `last_values` [B], 0 where None: a response that was cut would have gone on
+    (Pardo et al. 2018, "Time Limits in Reinforcement Learning", section 3). The masked tokens are the steps: a token outside
+    the mask, between two of them or around them, is none.
     """
     inside = mask.bool()
     values = torch.where(inside, values, 0.0)
     rewards = torch.where(inside, rewards, 0.0)
     advantages = torch.zeros_like(values)
     following = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0]) if last_values is None else last_values
     for step in reversed(range(values.shape[1])):
         delta = rewards[:, step] + gamma * next_value - values[:, step]
         following = torch.where(inside[:, step], delta + gamma * lam * following, following)
@@ -64,7 +68,7 @@ def rloo(scores: Tensor, group_size: int) -> Tensor:
     """
     groups = _groups(scores, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+    return _of_unequal(groups, groups - others).flatten()
 
 
 def grpo(scores: Tensor, group_size: int) -> Tensor:
@@ -73,7 +77,7 @@ def grpo(scores: Tensor, group_size: int) -> Tensor:
     Shao et al. 2024, "DeepSeekMath", section 4.1.2. Raises ValueError as `rloo` does.
     """
     groups = _groups(scores, group_size)
-    centered = groups - groups.mean(1, keepdim=True)
+    centered = _of_unequal(groups, groups - groups.mean(1, keepdim=True))
     return (centered / (groups.std(1, keepdim=True) + _GRPO_EPSILON)).flatten()
 
 
@@ -83,7 +87,7 @@ def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
     Raises ValueError as `rloo` does.
     """
     groups = _groups(scores, group_size)
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    return _of_unequal(groups, groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
@@ -105,6 +109,11 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
     return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
 
 
+def _of_unequal(groups: Tensor, compared: Tensor) -> Tensor:
+    """What a group's scores compare as, exactly 0 where they are all equal: their mean is rounded, and differs from them."""
+    return torch.where(groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True), 0.0, compared)
+
+
 def _check_groups(rows: int, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(f"group_size={group_size}: a response is compared with others to its prompt, so it must be 2 or more")
@@ -119,7 +128,7 @@ def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     assert samples.values is not None, "gae has a critic"
-    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam)
+    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam, samples.cut_values)
 
 
 ESTIMATORS: Mapping[str, Estimate] = {

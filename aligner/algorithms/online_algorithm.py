@@ -14,7 +14,7 @@ from aligner.algorithms.online_losses import LossContext, OnlineLoss
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
-from aligner.data.types import Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
+from aligner.data.types import FINISH_REASONS, Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
 from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import overlong_buffer, rows_together
 
@@ -49,7 +49,10 @@ class OnlineAlgorithm:
 
         A KL penalty in the reward is taken token by token, the score on the last response token.
         """
-        kl = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator)
+        kl, cut_values = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator), None
+        if values is not None and self.settings.bootstrap_cut:
+            after_last = values.gather(1, batch.lengths[:, None] - 1)[:, 0]
+            cut_values = torch.where(has_ended(batch), 0.0, after_last)
         samples = ScoredSamples(
             **vars(batch),
             scores=scores,
@@ -57,6 +60,7 @@ class OnlineAlgorithm:
             values=None if values is None else torch.where(batch.mask, values[:, :-1], 0.0),
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
+            cut_values=cut_values,
         )
         return samples if self.select is None else samples.select(self.select(samples))
 
@@ -64,7 +68,7 @@ class OnlineAlgorithm:
         """The samples with their advantages and returns [B, S-1].
 
         Rewards are whitened without moving their mean, advantages with (Huang et al. 2023, "The N Implementation Details of
-        RLHF with PPO", details 10 and 11).
+        RLHF with PPO", details 10 and 11). With `overlong_filter` rows that were cut are left out last, maybe all of them.
         """
         settings, mask = self.settings, samples.mask
         if settings.whiten_rewards:
@@ -76,7 +80,8 @@ class OnlineAlgorithm:
             estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
-        return Experience(**vars(samples), advantages=estimated, returns=returns)
+        experience = Experience(**vars(samples), advantages=estimated, returns=returns)
+        return experience.select(has_ended(samples).nonzero()[:, 0]) if settings.overlong_filter else experience
 
     def minibatches(self, experience: Experience, epochs: int, count: int, seed: int) -> Iterator[Experience]:
         """`epochs` passes over the rows, each reshuffled and cut into `count` minibatches; a function of the seed alone.
@@ -130,6 +135,11 @@ class OnlineAlgorithm:
             loss = loss - self.settings.entropy_coefficient * context.total(entropy, mask)
         loss = scale * loss
         return loss, stats | {"loss": loss.detach()}
+
+
+def has_ended(samples: SampleBatch) -> Tensor:
+    """bool [B]: which responses have an end, and were not cut."""
+    return samples.finish_reasons == FINISH_REASONS.index("stop")
 
 
 def build_online_algorithm(config: Config) -> OnlineAlgorithm:

@@ -43,16 +43,46 @@ parts they are the minibatch's, however it was cut. A statistic whose name ends 
 """
 
 
-def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """PPO's surrogate. Without truncated importance sampling the samples count as the trainer's own.
+def importance_weights(rows: Experience, context: LossContext) -> tuple[Tensor | None, Stats]:
+    """How much likelier the trainer is to draw each token, before the update, than the engine was, truncated; [B, S-1].
 
-    With it they are the engine's, and the trainer's log-probs before the update are the proximal ones.
+    None where `algorithm.truncated_importance` asks for none. The statistics are those of `losses.policy_loss`.
+    """
+    settings = context.settings
+    if settings.truncated_importance == "none":
+        return None, {}
+    weights, above = losses.behavior_weights(
+        rows.old_logprobs,
+        rows.engine_logprobs,
+        rows.mask,
+        settings.truncated_importance_cap,
+        settings.truncated_importance,
+        settings.above_importance_cap,
+    )
+    stats = {"importance_mean": weights, "importance_truncated": above}
+    return weights, {name: context.total(of_tokens, rows.mask) for name, of_tokens in stats.items()}
+
+
+def ratio_denominator(rows: Experience, settings: AlgorithmConfig) -> Tensor:
+    """Log-probs [B, S-1] that the policy's ratio is taken against.
+
+    Those of the policy that drew the tokens make the ratio the importance weight itself (Noukhovitch et al. 2024,
+    "Asynchronous RLHF", proximal RLOO); those before the update leave the age to `algorithm.truncated_importance`.
+    """
+    return rows.engine_logprobs if settings.ratio_against == "sampler" else rows.old_logprobs
+
+
+def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
+    """PPO's surrogate, by the ratio against `algorithm.ratio_against`.
+
+    With truncated importance sampling the samples are the engine's, and the trainer's log-probs before the update are the
+    proximal ones.
     """
     settings, trainer = context.settings, rows.old_logprobs
     corrected = settings.truncated_importance != "none"
     return losses.policy_loss(
         logprobs,
-        rows.engine_logprobs if corrected else trainer,
+        rows.engine_logprobs if corrected else ratio_denominator(rows, settings),
         rows.advantages,
         rows.mask,
         clip_low=settings.clip_low,
@@ -69,14 +99,24 @@ def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) 
 
 def clipped_importance(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """CISPO."""
-    low, high = context.settings.clip_low, context.settings.clip_high
-    inputs = logprobs, rows.old_logprobs, rows.advantages, rows.mask
-    return losses.cispo_loss(*inputs, clip_low=low, clip_high=high, **context.sums)
+    settings = context.settings
+    advantages, importance = _weighed(rows.advantages, rows, context)
+    inputs = logprobs, ratio_denominator(rows, settings), advantages, rows.mask
+    loss, stats = losses.cispo_loss(*inputs, clip_low=settings.clip_low, clip_high=settings.clip_high, **context.sums)
+    return loss, stats | importance
 
 
 def policy_gradient(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """REINFORCE's loss: no ratio, so samples count as the policy's own however old they are."""
-    return losses.reinforce_loss(logprobs, rows.advantages, rows.mask, **context.sums)
+    """REINFORCE's loss: no ratio, so samples count as the policy's own but for their weights' age at the step's beginning."""
+    advantages, importance = _weighed(rows.advantages, rows, context)
+    loss, stats = losses.reinforce_loss(logprobs, advantages, rows.mask, **context.sums)
+    return loss, stats | importance
+
+
+def _weighed(advantages: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
+    """Advantages times the importance weights, for losses in which they are a factor; and the weights' statistics."""
+    weights, stats = importance_weights(rows, context)
+    return advantages if weights is None else weights * advantages, stats
 
 
 def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
@@ -121,9 +161,11 @@ def _drawn_together(of_tokens: Tensor) -> Tensor:
 
 
 def imitation(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """Cross entropy of the chosen samples: best-of-n fine-tuning."""
-    loss = losses.cross_entropy_loss(logprobs, rows.mask, **context.sums)
-    return loss, {"loss": loss.detach()}
+    """Cross entropy of the chosen samples: best-of-n fine-tuning. What is imitated may be weighed by its importance, too."""
+    weights, stats = importance_weights(rows, context)
+    inputs = logprobs if weights is None else weights * logprobs, rows.mask
+    loss = losses.cross_entropy_loss(*inputs, **context.sums)
+    return loss, stats | {"loss": loss.detach()}
 
 
 LOSSES: Mapping[str, OnlineLoss] = {

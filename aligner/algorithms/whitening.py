@@ -16,14 +16,20 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, dim: in
     """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0 outside the mask.
 
     Over everything, or along `dim`. Population variance, 1/√(variance + 1e-8) (Huang et al. 2023, "The N Implementation
-    Details of RLHF with PPO", detail 11).
+    Details of RLHF with PPO", detail 11). Values that are all equal have exactly no deviation from their mean.
     """
 
     def mean_of(tensor: Tensor) -> Tensor:
         mean = masked_mean(tensor, mask, dim)
         return mean if dim is None else mean.unsqueeze(dim)
 
+    def largest_of(tensor: Tensor) -> Tensor:
+        inside = torch.where(mask.bool(), tensor, -torch.inf)
+        return inside.max() if dim is None else inside.amax(dim, keepdim=True)
+
     mean = mean_of(values)
-    variance = mean_of((values - mean).square())
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    # The mean of equal values is rounded, and what is left of them would be blown up.
+    centered = torch.where(largest_of(values) == -largest_of(-values), 0.0, values - mean)
+    variance = mean_of(centered.square())
+    whitened = centered * torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), whitened if shift_mean else whitened + mean, 0.0)

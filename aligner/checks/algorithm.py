@@ -50,10 +50,20 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
     if (settings.advantage in _GROUPED or loss == "copg") and settings.train_on != "all":
         comparing = f"advantage={settings.advantage}" if settings.advantage in _GROUPED else "loss=copg"
         yield f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's samples"
+    if loss == "reinforce" and settings.epochs > 1:
+        yield (
+            f"algorithm.epochs={settings.epochs}: loss=reinforce takes samples as the policy's own, which they are not in a"
+            " second pass; give epochs=1, or a loss with a ratio, clip or cispo"
+        )
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
     if loss == "dpo" and settings.truncated_importance == "token":
         yield "algorithm.truncated_importance=token: allowed with loss=dpo: none, sequence"
+    if settings.ratio_against == "sampler" and settings.truncated_importance != "none":
+        yield (
+            f"algorithm.ratio_against=sampler: truncated_importance={settings.truncated_importance} would correct for the"
+            " sampler twice; give truncated_importance=none, or ratio_against=trainer"
+        )
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:
@@ -80,6 +90,11 @@ def _penalty_problems(config: Config) -> Iterator[str]:
 
 def _sample_problems(config: Config) -> Iterator[str]:
     settings, samples = config.algorithm, config.rollout.samples_per_prompt
+    if settings.overlong_filter and not config.rollout.stop_at_eos and config.rollout.truncate_token is None:
+        yield (
+            "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has an end, and none would be learned"
+            " from; give rollout.truncate_token, or rollout.stop_at_eos=true"
+        )
     comparing = [
         f"{name}={value}"
         for name, value, compares in (

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.schema import Config
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema import AlgorithmConfig, Config
+from aligner.schema.derived import WITHOUT_RATIO, longest_sequence, longest_sequence_keys
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -53,8 +53,22 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         yield f"{key}: an engine on the trainer's ranks cannot draw while these train; give engine.placement=server"
     if config.algorithm.trainer != "online":
         yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
+    elif not _is_sound_with_age(config.algorithm):
+        loss = config.algorithm.loss
+        levels = "sequence" if loss == "dpo" else "token or sequence"
+        ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
+        yield (
+            f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own; give"
+            f" algorithm.truncated_importance={levels}{ratio}, or algorithm.uncorrected_staleness=true to have it so"
+        )
     if config.critic_scores:
         yield f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give critic.with_reward=false"
+
+
+def _is_sound_with_age(settings: AlgorithmConfig) -> bool:
+    """Whether something accounts for which weights drew a sample, or nothing is to; copg's gradient needs no correction."""
+    corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler" or settings.loss == "copg"
+    return corrected or settings.uncorrected_staleness
 
 
 def _spare_prompt_problems(config: Config) -> Iterator[str]:

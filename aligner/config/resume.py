@@ -25,7 +25,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
         " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction",
         "memory against time, equal to rounding",
     ),
-    ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts", "when to give up"),
+    ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction", "when to give up"),
+    ("algorithm.uncorrected_staleness", "what is accepted, not what is done"),
     (
         "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.sleep"
         " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.* rollout.micro_batches",

@@ -103,7 +103,8 @@ def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> Ex
 
 
 def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
-    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`.
+    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`,
+    which is not looked at where `data.margin` is false.
 
     Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
     """
@@ -143,7 +144,7 @@ def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prefe
         raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
     if torch.equal(chosen.tokens, rejected.tokens):
         raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")
-    return Preference(chosen, rejected, _margin(record))
+    return Preference(chosen, rejected, _margin(record) if data.margin else None)
 
 
 def _margin(record: Record) -> float | None:

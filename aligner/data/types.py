@@ -154,6 +154,9 @@ class ScoredSamples(SampleBatch):
     """float32 [B, S-1]: the trainer's, before the step's first update"""
     reference_logprobs: Tensor
     """float32 [B, S-1]: the initial model's"""
+    cut_values: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B]: the critic's value behind the last token of a response that generation cut, 0 for one that has ended;
+    None unless `algorithm.bootstrap_cut` asks for it"""
 
 
 @dataclass(frozen=True)

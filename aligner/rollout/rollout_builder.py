@@ -171,7 +171,7 @@ class RolloutBuilder:
             samples = self._cut([sample for one in complete for sample in one.samples])
             batch = collate(samples, self._pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
-            apart = settings.samples_per_prompt if settings.max_skipped_prompts else None
+            apart = settings.samples_per_prompt if settings.skippable_prompts else None
             generated.prompts += prompts
             generated.samples += samples
             if self._is_alone:
@@ -187,7 +187,7 @@ class RolloutBuilder:
         What the generator refuses is asked for again prompt by prompt; those that are refused again are left out, and others
         take their places.
         """
-        was_refused, may_skip = False, self._settings.max_skipped_prompts if self._is_alone else 0
+        was_refused, may_skip = False, self._settings.skippable_prompts if self._is_alone else 0
         while True:
             self._admit(count + self._settings.spare_prompts)
             try:

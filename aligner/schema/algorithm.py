@@ -63,6 +63,13 @@ class AlgorithmConfig:
         choices=("token", "sequence", "sequence_product"),
         read=".loss=clip|*:*",
     )
+    ratio_against: str = option(
+        "trainer",
+        "the policy's ratio is against the trainer's log-probs before the step's updates, the proximal policy (trainer), or"
+        " those of the weights that drew the tokens, as the engine saw them (sampler): then the clip limits their age too",
+        choices=("trainer", "sampler"),
+        read=".loss=clip|cispo|*:*",
+    )
     aggregation: str = option(
         "token",
         "the loss is the mean over all response tokens (token), the mean of the responses' means (sequence), or the sum"
@@ -93,10 +100,10 @@ class AlgorithmConfig:
     truncated_importance: str = option(
         "none",
         "correct for the engine's probabilities differing from the trainer's: weigh each token's loss by the trainer's"
-        " probability over the engine's, of the token or of the whole response (loss=dpo: of both), truncated; none: take"
-        " them as equal",
+        " probability before the step's updates over the engine's, of the token or of the whole response (loss=dpo: of both),"
+        " truncated; none: take them as equal",
         choices=("none", "token", "sequence"),
-        read=".loss=clip|dpo|*:*",
+        read=".loss=clip|cispo|reinforce|dpo|cross_entropy|*:*",
     )
     truncated_importance_cap: float = option(2.0, "largest weight", minimum=1, read=".truncated_importance!=none")
     above_importance_cap: str = option(
@@ -104,6 +111,12 @@ class AlgorithmConfig:
         "what has a larger weight keeps the largest, or is dropped from the loss",
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
+    )
+    uncorrected_staleness: bool = option(
+        False,
+        "train on samples of older weights without truncated_importance and ratio_against=sampler, as if they were the"
+        " policy's own; false: refuse to",
+        read="rollout.max_staleness>0",
     )
     value_clip: float = option(
         0.2, "values are clipped to the old ones plus or minus this", minimum=0, read=".with_critic=true or .advantage=gae"
@@ -151,6 +164,18 @@ class AlgorithmConfig:
         minimum=0,
         maximum=1,
         read=".trainer=online|preferences",
+    )
+    overlong_filter: bool = option(
+        False,
+        "leave responses that generation cut out of what is learned, by the policy and the critic, once they have had their"
+        " part in the advantages of the others",
+        read=".loss=clip|cispo|reinforce|cross_entropy|*:*",
+    )
+    bootstrap_cut: bool = option(
+        False,
+        "what follows a response that generation cut is worth what the critic says of it; false: 0, as after an end. Its"
+        " score stays on its last token: reward.missing_end_score=0 takes that away",
+        read=".advantage=gae and .overlong_filter=false or .with_critic=true and .overlong_filter=false",
     )
     dynamic_sampling_rounds: int = option(
         0,

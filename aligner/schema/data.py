@@ -48,6 +48,11 @@ class DataConfig:
         " generation cuts",
         read="algorithm.trainer=sft|dpo|reward_model",
     )
+    margin: bool = option(
+        True,
+        "a pair's chosen response is to be ahead by its record's margin; false: records' margins are not read",
+        read="algorithm.trainer=reward_model",
+    )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
     batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")
     held_out: int = option(

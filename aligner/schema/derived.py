@@ -2,6 +2,9 @@
 
 from aligner.schema import Config, EvaluationConfig
 
+WITHOUT_RATIO = ("reinforce", "copg", "dpo", "cross_entropy")
+"""Losses that no ratio to the policy which drew the samples limits."""
+
 
 def overlong_buffer(config: Config) -> int:
     """Tokens before `rollout.max_response_tokens` over which a response loses score; 0: it loses none."""

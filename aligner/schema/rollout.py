@@ -22,6 +22,13 @@ class RolloutConfig:
         "a step leaves out so many prompts at most that can not be drawn or scored, also not alone; 0: the first ends the run",
         minimum=0,
     )
+    max_skipped_fraction: float = option(
+        0.25,
+        "and such a share of rollout.prompts_per_step at most, rounded down to whole prompts",
+        minimum=0,
+        maximum=1,
+        read=".max_skipped_prompts>0",
+    )
     spare_prompts: int = option(
         0,
         "so many prompts more than a step takes are under way; those that are not complete by then go on with the next step's",
@@ -50,6 +57,12 @@ class RolloutConfig:
     truncate_after: int = option(
         16, "response tokens in which truncate_token does not count yet", minimum=0, read=".truncate_token!=null"
     )
+
+    @property
+    def skippable_prompts(self) -> int:
+        """Prompts that a step may leave out."""
+        # Rounded first: 0.29 of 100 prompts are 29 of them, and 28.999999999999996 in floating point.
+        return min(self.max_skipped_prompts, int(round(self.max_skipped_fraction * self.prompts_per_step, 6)))
 
     @property
     def prompts_per_micro_batch(self) -> int:

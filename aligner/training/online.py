@@ -1,5 +1,6 @@
 """The online trainer: one training step, as the algorithm reads."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,16 +15,42 @@ from aligner.paths import run_paths
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
+from aligner.schema import Config
+from aligner.schema.derived import WITHOUT_RATIO
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
 from aligner.training.loop import StepResult, TrainingLoop
 from aligner.training.run_checkpoints import TrainingState
-from aligner.training.step_metrics import experience_metrics, rollout_metrics, sequence_kl, staleness_metrics, update_metrics
+from aligner.training.step_metrics import (
+    epoch_metrics,
+    experience_metrics,
+    rollout_metrics,
+    sequence_kl,
+    staleness_metrics,
+    update_metrics,
+)
+
+_log = logging.getLogger(__name__)
 
 
 def critic_states(checkpoints: Sequence[TrainingState]) -> list[CriticState]:
     """The critic's states that these checkpoints hold; its initial one where there is none."""
     return [CriticState(state.step, state.critic_updates) for state in checkpoints] or [INITIAL]
+
+
+def announcement(config: Config, prompts: int) -> str:
+    """What the run's steps come to, in the words of an offline run's, and what several passes over a step's samples mean."""
+    size, steps, settings = config.rollout.prompts_per_step, config.run.steps, config.algorithm
+    told = (
+        f"online: {prompts} prompts; steps of {size} prompts, {prompts / size:.1f} an epoch; the run's {steps} steps are"
+        f" {steps * size / prompts:.2f} epochs"
+    )
+    if settings.epochs > 1 and settings.loss in WITHOUT_RATIO:
+        told += (
+            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no ratio, so nothing but its KL to the reference,"
+            " if it has one, holds the policy near the one that drew a step's samples"
+        )
+    return told
 
 
 @dataclass(kw_only=True)
@@ -34,6 +61,8 @@ class OnlineTrainer(TrainingLoop):
     pipeline: RolloutPipeline
     services: Services
     algorithm: OnlineAlgorithm
+    prompts: int
+    """How many the run's data has."""
     kl_controller: KLController
     evaluator: Evaluator | None
 
@@ -41,7 +70,7 @@ class OnlineTrainer(TrainingLoop):
         """Draw samples, learn from them, and say what was seen."""
         with timer.phase("generate"):
             rollout = self.pipeline.take()  # scores and values are asked for as each part is generated
-        chosen = rollout
+        chosen, epoch = rollout, epoch_metrics(rollout, self.prompts)
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
@@ -50,7 +79,7 @@ class OnlineTrainer(TrainingLoop):
         learned = self._learn(step, chosen, timer) if chosen.samples else {}
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": sum(sample.tokens.numel() for sample in rollout.samples)}
-        metrics = learned | rollout_metrics(rollout, self.config.rollout)
+        metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
         return StepResult(metrics, processed, rollout, rollout.scores.result())
 
     def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
@@ -70,6 +99,8 @@ class OnlineTrainer(TrainingLoop):
         if not len(samples.tokens):
             return {}
         experience = algorithm.experience(samples)
+        if not len(experience.tokens):
+            return {}
         stats = experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
         stats |= self._update(step, experience, timer)
         self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
@@ -113,6 +144,8 @@ class OnlineTrainer(TrainingLoop):
     def resume(self, saved: Sequence[TrainingState]) -> int:
         """Bring policy, critic, KL coefficient and pipeline to the last checkpoint."""
         self.services.start(self.config.server.start_timeout_s, critic_states(saved))
+        if self.recorder is not None:
+            _log.info("%s", announcement(self.config, self.prompts))
         if not saved:
             return 0
         state, paths = saved[-1], run_paths(self.config)

@@ -123,6 +123,7 @@ def build_trainer(
         pipeline=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
+        prompts=len(data),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
         evaluator=build_evaluator(config, tokenizer, policy, builder, services),
         **_loop_parts(config, world, tokenizer, timeline),

@@ -19,23 +19,33 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
+def epoch_metrics(rollout: RolloutBatch, prompts: int) -> dict[str, float]:
+    """How many passes over the run's `prompts` have been taken with the last prompt of these samples.
+
+    Of several sources a pass is over as many prompts as they have together.
+    """
+    return {"data/epoch": (1 + max(prompt.id for prompt in rollout.prompts)) / prompts}
+
+
 def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them.
 
-    `rollout/kept_fraction` is the share of the generated samples that dynamic sampling has kept; scores are those of all.
-    `rollout/skipped` counts the prompts that could not be drawn or scored, `rollout/deferred` those that were left to
-    later steps, where they may be. Raises AlignerError when more were skipped than `max_skipped_prompts` allows.
+    `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic sampling has kept;
+    scores are those of all that have one. `rollout/skipped` counts the prompts that could not be drawn or scored,
+    `rollout/skipped_fraction` is their share of `prompts_per_step`, and `rollout/deferred` counts the prompts that were
+    left to later steps, where they may be. Raises AlignerError when more were skipped than the settings allow.
     """
     scores, samples = rollout.all_scores.result(), rollout.samples
     unscored = scores.isnan()
     skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
-    if skipped > settings.max_skipped_prompts:
+    if skipped > settings.skippable_prompts:
         raise AlignerError(
-            f"rollout.max_skipped_prompts={settings.max_skipped_prompts}: {skipped} prompts of this step could not be drawn or"
-            " scored; why is told above"
+            f"rollout.max_skipped_prompts={settings.max_skipped_prompts}, rollout.max_skipped_fraction="
+            f"{settings.max_skipped_fraction:g}: {skipped} prompts of this step, which takes {settings.prompts_per_step},"
+            f" could not be drawn or scored, and {settings.skippable_prompts} may be left out; why is told above"
         )
-    scores = scores[~unscored]
-    counts = {"rollout/skipped": float(skipped)}
+    kept, scores = len(samples) / len(scores), scores[~unscored]
+    counts = {"rollout/skipped": float(skipped), "rollout/skipped_fraction": skipped / settings.prompts_per_step}
     if settings.spare_prompts:
         counts["rollout/deferred"] = float(rollout.deferred)
     return counts | {
@@ -43,7 +53,7 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
         "reward/std": float(scores.std(unbiased=False)),
         "response/length": sum(sample.tokens.numel() - sample.prompt_length for sample in samples) / len(samples),
         "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
-        "rollout/kept_fraction": len(samples) / len(scores),
+        "rollout/kept_fraction": kept,
     }
 
 

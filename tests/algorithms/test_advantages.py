@@ -51,6 +51,25 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
 
 
 @settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
+    rewards, values, mask = draw(seed)
+    last = torch.randn(6, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    last[seed % 5] = 0.0  # this one has ended
+    found, returns = advantages.gae(rewards, values, mask, gamma, lam, last)
+    assert not found[~mask].any() and not returns[~mask].any()
+    for row, inside in enumerate(mask):
+        r, v = rewards[row][inside].tolist(), [*values[row][inside].tolist(), float(last[row])]
+        expected = returns_of([r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))], gamma * lam)
+        assert found[row][inside].tolist() == pytest.approx(expected)
+        # The λ-return, from its definition: every n-step return, weighed by (1 - λ)·λ^(n-1), and the longest by what is left.
+        for t in range(len(r)):
+            steps = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] for n in range(1, len(r) - t + 1)]
+            mixed = sum((1 - lam) * lam**n * each for n, each in enumerate(steps[:-1])) + lam ** (len(steps) - 1) * steps[-1]
+            assert float(returns[row][inside][t]) == pytest.approx(mixed, abs=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1))
 def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_batch(seed, gamma):
     rewards, _, mask = draw(seed)
@@ -78,6 +97,30 @@ def test_grouped_estimators_compare_a_score_with_its_own_group(seed, size):
 def test_a_group_whose_scores_are_equal_has_no_advantage(estimator):
     scores = torch.tensor([1, 1, 1, 0, 0, 0])
     assert estimator(scores, 3).tolist() == [0.0] * 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(score=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 9))
+def test_equal_scores_have_no_advantage_to_the_last_bit(score, size):
+    groups = torch.tensor([score] * size + [0.0, *[1.0] * (size - 1)])
+    for estimator in (advantages.rloo, advantages.grpo, advantages.dr_grpo):
+        found = estimator(groups, size)
+        assert not found[:size].any() and found[size:].all()
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, 1000.1, 123456.7])
+def test_whitening_makes_nothing_of_equal_values(value):
+    mask = torch.ones(3, 7).bool()
+    mask[:, 5:] = False
+    values = torch.where(mask, torch.full(mask.shape, value), math.nan)
+    for found in (masked_whiten(values, mask), masked_whiten(values, mask, dim=1), advantages.group_whiten(values, mask, 3)):
+        assert not found.any()
+    kept = masked_whiten(values, mask, shift_mean=False)
+    assert kept[mask].tolist() == pytest.approx([value] * 15) and not kept[~mask].any()
+    rewards = torch.zeros(3, 7).index_fill(1, torch.tensor([4]), value)
+    assert not advantages.reinforce_plus_plus(rewards, mask, 1.0).any()
+    one_differs = torch.where(mask, values.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value + 1)), math.nan)
+    assert masked_whiten(one_differs, mask)[mask].all()
 
 
 @pytest.mark.parametrize(

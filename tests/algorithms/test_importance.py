@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, tensor
 
 from aligner.algorithms.losses import policy_loss
-from aligner.algorithms.online_losses import LossContext, clipped_surrogate
+from aligner.algorithms.online_losses import LOSSES, LossContext, clipped_surrogate
 from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
@@ -223,3 +223,113 @@ def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
     expected = SamplingOptions(12, min_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(1, 3))
     assert build_options(settings, shape) == expected
     assert build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
+
+
+def random_experience() -> tuple[Tensor, Experience]:
+    """Log-probs now and rows in double precision, whose engine, trainer and advantages have nothing to do with each other."""
+    new, behavior, proximal, advantages, mask = drawn()
+    rows, width = new.shape
+    unused, of_rows = torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)
+    experience = dataclasses.replace(
+        EXPERIENCE,
+        tokens=torch.zeros(rows, width + 1, dtype=torch.int64),
+        lengths=of_rows,
+        mask=mask,
+        prompt_lengths=of_rows,
+        engine_logprobs=torch.where(mask, behavior, math.nan),
+        weight_versions=unused.long(),
+        finish_reasons=of_rows,
+        groups=of_rows,
+        scores=of_rows.float(),
+        rewards=unused,
+        values=None,
+        old_logprobs=torch.where(mask, proximal, math.inf),
+        reference_logprobs=unused,
+        advantages=torch.where(mask, advantages, math.nan),
+        returns=None,
+    )
+    return torch.where(mask, new, 0.0).requires_grad_(), experience
+
+
+def found(loss: str, parts: tuple[slice, ...] = (slice(None),), **keys: Any) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """A built-in loss, its gradient and its statistics, of the random rows taken in parts."""
+    new, experience = random_experience()
+    settings, count, total, stats = AlgorithmConfig(loss=loss, **keys), float(experience.mask.sum()), 0.0, {}
+    for part in parts:
+        rows = experience.select(torch.arange(len(new))[part])
+        value, of_part = LOSSES[loss](new[part], rows, LossContext(settings, 0.0, count, weights=None))
+        total = total + value
+        stats = {name: stats.get(name, 0.0) + number for name, number in of_part.items()}
+    assert isinstance(total, Tensor)
+    return total.item(), torch.autograd.grad(total, new)[0], stats
+
+
+def by_token() -> list[tuple[int, int, float, float, float, float, list[int]]]:
+    """Row, place, the probabilities now, of the engine and of the trainer before, the advantage, and the row's places."""
+    new, rows = random_experience()
+    places = [[t for t, inside in enumerate(row) if inside] for row in rows.mask.tolist()]
+    inputs = [tensor.tolist() for tensor in (new.exp(), rows.engine_logprobs.exp(), rows.old_logprobs.exp(), rows.advantages)]
+    return [(row, t, *(each[row][t] for each in inputs), places[row]) for row in range(len(new)) for t in places[row]]
+
+
+def weight_of(row: int, t: int, level: str, cap: float, above: str) -> float:
+    """Trainer over engine, of a token or of its whole response, at most the cap."""
+    ratios = {place: before / engine for r, place, _, engine, before, *_ in by_token() if r == row}
+    weight = math.prod(ratios.values()) if level == "sequence" else ratios[t]
+    return weight if weight <= cap else cap if above == "truncate" else 0.0
+
+
+@pytest.mark.parametrize(("level", "above"), [("token", "truncate"), ("token", "drop"), ("sequence", "truncate")])
+@pytest.mark.parametrize("loss", ["cispo", "reinforce", "cross_entropy"])
+def test_every_loss_of_tokens_weighs_them_by_their_importance(loss, level, above):
+    keys = {"truncated_importance": level, "truncated_importance_cap": 1.3, "above_importance_cap": above}
+    gradient, weights, value = torch.zeros(6, 9, dtype=torch.float64), [], 0.0
+    tokens = by_token()
+    for row, t, now, _, before, advantage, _ in tokens:
+        factor = {"reinforce": advantage, "cross_entropy": 1.0, "cispo": min(max(now / before, 0.8), 1.2) * advantage}[loss]
+        weights.append(weight_of(row, t, level, 1.3, above))
+        gradient[row, t] = -weights[-1] * factor / len(tokens)
+        value -= weights[-1] * factor * math.log(now) / len(tokens)
+    total, slope, stats = found(loss, **keys)
+    assert total == pytest.approx(value, rel=1e-6)
+    torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-12)
+    assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / len(tokens))
+    of_parts = found(loss, (slice(0, 2), slice(2, 3), slice(3, 6)), **keys)
+    torch.testing.assert_close(of_parts[1], slope)
+    for name in ("importance_mean", "importance_truncated"):
+        torch.testing.assert_close(of_parts[2][name], stats[name])
+    assert 0 < stats["importance_truncated"] < 1
+    assert "importance_mean" not in found(loss)[2]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_product"])
+def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
+    tokens, value, clipped = by_token(), 0.0, 0
+    for row, _, now, engine, _, advantage, places in tokens:
+        own = [n / e for r, _, n, e, *_ in tokens if r == row]
+        product = math.prod(own)
+        ratio = {"token": now / engine, "sequence": product ** (1 / len(places)), "sequence_product": product}[level]
+        terms = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
+        value, clipped = value - min(terms) / len(tokens), clipped + (terms[1] < terms[0])
+    total, _, stats = found("clip", ratio_level=level, ratio_against="sampler")
+    assert total == pytest.approx(value, rel=1e-6)
+    assert float(stats["clip_fraction"]) == pytest.approx(clipped / len(tokens))
+    assert total != pytest.approx(found("clip", ratio_level=level)[0], rel=1e-3)
+
+
+def test_cispo_against_the_sampler_weighs_by_the_clipped_importance():
+    tokens = by_token()
+    value = sum(min(max(n / e, 0.8), 1.2) * a * math.log(n) for _, _, n, e, _, a, _ in tokens) / len(tokens)
+    assert found("cispo", ratio_against="sampler")[0] == pytest.approx(-value, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["clip", "cispo", "reinforce", "cross_entropy"])
+def test_without_age_and_mismatch_no_correction_changes_a_bit(loss):
+    new, rows = random_experience()
+    rows = dataclasses.replace(rows, engine_logprobs=rows.old_logprobs)
+
+    def total(**keys: Any) -> Tensor:
+        return LOSSES[loss](new, rows, LossContext(AlgorithmConfig(**keys), 0.0, 30.0, weights=None))[0]
+
+    for keys in ({"truncated_importance": "token"}, {"truncated_importance": "sequence"}, {"ratio_against": "sampler"}):
+        assert torch.equal(total(**keys), total())

@@ -11,7 +11,7 @@ import aligner
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.selections import best, best_and_worst
 from aligner.config.compose import compose_config
-from aligner.data.types import Sample, SampleBatch, response_mask
+from aligner.data.types import FINISH_REASONS, Sample, SampleBatch, response_mask
 from aligner.schema import ParallelConfig
 from tests.algorithms import jobs
 from tests.megatron import families
@@ -42,8 +42,11 @@ def name(request):
     return request.param
 
 
-def step(config, seed=0):
-    """An algorithm, the experience that it makes of random samples, and log-probs and entropies after a small update."""
+def step(config, seed=0, cut=()):
+    """An algorithm, the experience that it makes of random samples, and log-probs and entropies after a small update.
+
+    Generation has cut the samples of some rows.
+    """
     algorithm = build_online_algorithm(config)
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +67,7 @@ def step(config, seed=0):
         prompt_lengths,
         engine,
         torch.zeros_like(lengths)[:, None].expand(mask.shape),
-        finish_reasons=torch.zeros_like(lengths),
+        finish_reasons=torch.tensor([FINISH_REASONS.index("length" if row in cut else "stop") for row in range(rows)]),
         groups=torch.arange(rows) // EACH,
     )
     scores = random(rows).round(decimals=1)
@@ -331,3 +334,53 @@ def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
             for name, stats in cut.items():
                 for key in ("loss", "grad_norm"):
                     assert stats[key] == pytest.approx(whole[name][key], rel=1e-5, abs=1e-6), (name, layout, key)
+
+
+CUT = (1, 4, 5, 6, 7, 10)
+"""Rows that generation has cut: one of the first prompt's, all of the second's."""
+
+
+def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_nothing():
+    keys = ("algorithm.whiten_advantages=false", "algorithm.kl_coefficient=0", "algorithm.lam=1", "algorithm.gamma=0.9")
+    config = composed("ppo", "algorithm.bootstrap_cut=true", *keys)
+    critic = torch.randn(EACH * PROMPTS, PROMPT + LONGEST, generator=torch.Generator().manual_seed(3))
+    algorithm, experience, _, _ = step(config, cut=CUT)
+    batch = SampleBatch(**{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__})
+    nothing, scores = torch.zeros(batch.mask.shape), torch.arange(EACH * PROMPTS) / 8
+    values = torch.where(torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None], critic[:, : batch.tokens.shape[1]], 0.0)
+    for is_asked in (True, False):
+        algorithm = build_online_algorithm(config if is_asked else composed("ppo", *keys))
+        samples = algorithm.scored_samples(batch, scores, values, nothing, nothing, 0.0)
+        returns = algorithm.experience(samples).returns
+        for row, length in enumerate(batch.lengths.tolist()):
+            follows = float(values[row, length - 1]) if row in CUT and is_asked else 0.0
+            steps = range(length - PROMPT)
+            expected = [0.9 ** (length - PROMPT - 1 - t) * (float(scores[row]) + 0.9 * follows) for t in steps]
+            assert returns[row, batch.mask[row]].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_cut_responses_that_are_filtered_count_for_the_others_advantages_and_for_nothing_else(aggregation):
+    keys = ("rollout.stop_at_eos=true", f"algorithm.aggregation={aggregation}")
+    algorithm, experience, scores, after = step(composed("dr_grpo", "algorithm.overlong_filter=true", *keys), cut=CUT)
+    _, whole, _, _ = step(composed("dr_grpo", *keys), cut=CUT)
+    kept = [row for row in range(len(scores)) if row not in CUT]
+    for name in ("tokens", "lengths", "advantages", "scores", "groups"):
+        assert torch.equal(getattr(experience, name), getattr(whole, name)[kept]), name
+    lengths = whole.mask.sum(1)[kept].tolist()
+    weight = {
+        "token": lambda length: 1 / sum(lengths),
+        "sequence": lambda length: 1 / (len(kept) * length),
+        "constant": lambda length: 1 / (len(kept) * LONGEST),
+    }[aggregation]
+    advantages = grouped(scores, lambda group: group - group.mean())[kept]
+    expected = by_hand(experience, advantages, after[kept], weight)
+    loss, _, _ = gradient(algorithm, experience, after[kept], [torch.arange(len(kept))])
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_whose_responses_were_all_cut_has_nothing_to_learn_from():
+    keys = ("algorithm.overlong_filter=true", "rollout.stop_at_eos=true")
+    for name in ("ppo", "grpo", "best_of_n"):
+        _, experience, _, _ = step(composed(name, *keys), cut=range(EACH * PROMPTS))
+        assert len(experience.tokens) == 0

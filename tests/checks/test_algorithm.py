@@ -58,6 +58,20 @@ def composed(*overrides):
         ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
+        (["algorithm=rloo", "algorithm.epochs=4"], "algorithm.epochs=4: loss=reinforce takes samples as the policy's own"),
+        (["algorithm.overlong_filter=true"], "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has"),
+        (
+            ["algorithm=online_dpo", "algorithm.overlong_filter=true"],
+            "algorithm.overlong_filter=true: not read with algorithm.loss=dpo",
+        ),
+        (
+            ["algorithm=grpo", "algorithm.bootstrap_cut=true"],
+            "algorithm.bootstrap_cut=true: not read with algorithm.advantage=grpo",
+        ),
+        (
+            ["algorithm.overlong_filter=true", "algorithm.bootstrap_cut=true"],
+            "algorithm.bootstrap_cut=true: not read with algorithm.overlong_filter=true",
+        ),
         (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3: not read with algorithm.loss=reinforce"),
         (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: not read with algorithm.advantage=grpo"),
         (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),
@@ -127,3 +141,50 @@ def test_the_loss_sees_pairs_and_prompts_whole():
         2,
         1,
     ]
+
+
+BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ways"),
+    [
+        (["algorithm=ppo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+        (["algorithm=cispo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+        (["algorithm=rloo"], "give algorithm.truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
+        (["algorithm=best_of_n"], "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
+        (
+            ["algorithm=online_dpo", "algorithm.truncated_importance=none"],
+            "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
+        ),
+        (["algorithm.loss=some.module:own"], "truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+    ],
+)
+def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(overrides, ways, tmp_path):
+    chosen = [f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides]
+    with pytest.raises(ConfigError) as caught:
+        check(composed(*chosen, *BESIDE))
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith("rollout.max_staleness=2: algorithm.loss=") and ways in told
+    check(composed(*chosen, *BESIDE, "algorithm.uncorrected_staleness=true"))
+    check(composed(*chosen))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *([f"algorithm={name}"] for name in ("ppo_decoupled", "dapo", "online_dpo", "copg")),
+        *([f"algorithm={name}", "algorithm.ratio_against=sampler"] for name in ("ppo", "proximal_rloo", "gspo", "cispo")),
+        *(
+            [f"algorithm={name}", "algorithm.truncated_importance=token"]
+            for name in ("grpo", "reinforce", "rloo", "best_of_n")
+        ),
+    ],
+)
+def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correction(overrides, tmp_path):
+    check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *BESIDE))
+
+
+def test_the_sampler_is_corrected_for_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm\.ratio_against=sampler: truncated_importance=token would correct"):
+        check(composed(f"run.dir={tmp_path / 'run'}", "algorithm=dapo", "algorithm.ratio_against=sampler"))

@@ -151,6 +151,8 @@ def test_every_experiment_has_a_dry_run(experiment: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> None:
     several = {"algorithm.epochs": 3, "algorithm.minibatches": 4, "rollout.samples_per_prompt": 4, "rollout.micro_batches": 4}
+    if base(algorithm).algorithm.loss == "reinforce":
+        del several["algorithm.epochs"]  # it has one
     config = with_values(base(algorithm), several)
     small = tiny(config)
     if config.algorithm.generates:

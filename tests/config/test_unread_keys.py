@@ -48,10 +48,12 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic_sft", "data.prompt_after=x", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "data.normalization=x.jsonl", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.normalization_samples=8", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
+    ("arithmetic_sft", "data.margin=false", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     # The rollout.
     ("arithmetic_sft", "rollout.samples_per_prompt=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "rollout.temperature=0.5", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("tiny_ppo", "rollout.truncate_after=4", "rollout.truncate_token=null", "rollout.truncate_token given"),
+    ("tiny_ppo rollout.max_skipped_prompts=0", "rollout.max_skipped_fraction=1", "max_skipped_prompts=0", "above 0"),
     ("tiny_ppo", "rollout.max_deferrals=2", "rollout.spare_prompts=0", "rollout.spare_prompts above 0"),
     # The algorithm.
     ("arithmetic algorithm=grpo", "algorithm.gamma=0.9", "algorithm.advantage=grpo", "algorithm.advantage=gae or reinforce"),
@@ -62,7 +64,9 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic algorithm=cispo", "algorithm.dual_clip=3", "algorithm.loss=cispo", "algorithm.loss=clip"),
     ("arithmetic algorithm=cispo", "algorithm.ratio_level=sequence", "algorithm.loss=cispo", "algorithm.loss=clip"),
     ("arithmetic algorithm=rloo", "algorithm.early_stop_kl=0.1", "algorithm.loss=reinforce", "algorithm.loss=clip or cispo"),
-    ("arithmetic algorithm=rloo", "algorithm.truncated_importance=token", "algorithm.loss=reinforce", "algorithm.loss=clip"),
+    ("arithmetic algorithm=copg", "algorithm.truncated_importance=token", "algorithm.loss=copg", "algorithm.loss=clip"),
+    ("arithmetic algorithm=rloo", "algorithm.ratio_against=sampler", "algorithm.loss=reinforce", "algorithm.loss=clip or"),
+    ("tiny_ppo", "algorithm.uncorrected_staleness=true", "rollout.max_staleness=0", "rollout.max_staleness above 0"),
     (
         "tiny_ppo",
         "algorithm.truncated_importance_cap=3",
@@ -224,11 +228,11 @@ def test_an_experiments_file_may_set_what_the_run_does_not_read_and_a_person_is_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["validate", "experiment=llama3_70b_ppo", "algorithm=rloo", "rollout.samples_per_prompt=2"])
+        main(["validate", "experiment=llama3_70b_ppo", "algorithm=copg", "rollout.samples_per_prompt=2"])
     told = capsys.readouterr().err
     assert exit_.value.code == 0, told
-    assert "aligner: note: not read with algorithm.loss=reinforce: algorithm.truncated_importance\n" in told
-    notes = next(line for line in told.splitlines() if "not read with algorithm.advantage=rloo: " in line)
+    assert "aligner: note: not read with algorithm.loss=copg: algorithm.truncated_importance\n" in told
+    notes = next(line for line in told.splitlines() if "not read with algorithm.advantage=none: " in line)
     assert "algorithm.critic_warmup_steps" in notes and "critic.optimizer.learning_rate" in notes
 
 

@@ -125,6 +125,13 @@ def test_a_plain_preference_has_its_margin(plain, data):
     assert preference.margin == 2.0
 
 
+@pytest.mark.parametrize("margin", [2, -1, "x"])
+def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
+    settings = data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, margin=False)
+    (preference,) = open_preferences(settings, plain, 1).take(0, 1)
+    assert preference.margin is None
+
+
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
 def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt):
     record = {"prompt": prompt, "steps": ["1+1 ", "is 3.", "so 2"], "labels": [1, 0, True]}

@@ -211,6 +211,7 @@ def test_the_cache_is_what_is_used_within_its_limit() -> None:
     assert used("rollout.micro_batches=1", "engine.kv_cache_mib=1") == 1 << 20
     assert used("evaluation.every=1") == 64 * row, "how many prompts that has is not known: engine.batch_size"
     ahead = ["engine.placement=server", "engine.parallel.data=2", "rollout.max_staleness=2", "rollout.spare_prompts=3"]
+    ahead.append("algorithm=ppo_decoupled")
     generator = needs("experiment=tiny_ppo", *ahead)["generator"]
     assert generator.phases[0].cache == (8 + 3) * 4 // 2 * row, "one batch is drawn after another, however far ahead"
     generator = needs("experiment=llama3_70b_ppo")["generator"].phases[0]

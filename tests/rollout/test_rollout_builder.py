@@ -18,8 +18,13 @@ from tests.rollout.fakes import Digits, Scorers, Stream
 EACH = 2
 
 
-def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, **more):
-    settings = RolloutConfig(prompts_per_step=prompts_per_step, samples_per_prompt=EACH, micro_batches=micro_batches)
+def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, skippable=1.0, **more):
+    settings = RolloutConfig(
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=EACH,
+        micro_batches=micro_batches,
+        max_skipped_fraction=skippable,
+    )
     return RolloutBuilder(
         Stream(),
         engine or Digits(),
@@ -90,6 +95,15 @@ def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_t
     assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [[0, 3, 4, 5], [7, 8, 9, 10]]
     assert [rollout.skipped for rollout in taken] == [2, 1]
     assert caplog.text.count("is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts") == 3
+
+
+def test_more_than_a_share_of_a_steps_prompts_is_not_left_out():
+    def source(refused):
+        return rollouts(mixed=(), rounds=0, engine=Picky(refused), is_alone=True, skippable=0.25)
+
+    assert source({1}).take().skipped == 1
+    with pytest.raises(RefusedError, match="2 prompts"):
+        source({1, 2}).take()
 
 
 def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out():

@@ -126,7 +126,10 @@ def test_weights_that_are_too_old_do_not_begin_a_response(engine):
 
 
 GREEDY = SamplingOptions(max_new_tokens=24, greedy=True)
-SERVER = ("experiment=tiny_ppo", "engine.placement=server", "rollout.max_staleness=1", "model.initializer_std=0.3")
+SERVER = (
+    *("experiment=tiny_ppo", "algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1"),
+    "model.initializer_std=0.3",
+)
 
 
 @pytest.fixture(scope="module")

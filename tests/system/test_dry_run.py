@@ -32,7 +32,7 @@ model:
   config: {json.dumps(MODEL | {"architectures": ["LlamaForCausalLM"]})}
 data: {{path: chats.jsonl, prompts: [], max_prompt_tokens: 1024}}
 rollout: {{prompts_per_step: 128, samples_per_prompt: 4, max_response_tokens: 1024, max_staleness: 1}}
-algorithm: {{minibatches: 4}}
+algorithm: {{minibatches: 4, truncated_importance: token}}
 actor:
   parallel: {{tensor: 8, sequence: true, pipeline: 4}}
   optimizer: {{distributed: true, warmup_steps: 20}}

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from concurrent.futures import Future
 
 import pytest
 import torch
 
+from aligner.config.compose import compose_config
 from aligner.data.types import Experience, Prompt, Sample, collate
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
-from aligner.training.step_metrics import experience_metrics, rollout_metrics, staleness_metrics, update_metrics
+from aligner.training.online import announcement
+from aligner.training.step_metrics import epoch_metrics, experience_metrics, rollout_metrics, staleness_metrics, update_metrics
 
 
 def measured(engine_over_trainer: list[float]) -> dict[str, float]:
@@ -87,17 +90,37 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
         return PendingRows((done,))
 
     nan = math.nan
-    scores, settings = future([1.0, 0.0, nan, nan, 3.0, 0.0]), RolloutConfig(samples_per_prompt=2, spare_prompts=1)
+    scores = future([1.0, 0.0, nan, nan, 3.0, 0.0])
+    settings = RolloutConfig(samples_per_prompt=2, spare_prompts=1, prompts_per_step=12)
     sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), deferred=1, skipped=2)
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
+    # Three prompts are taken of a data set of two: one and a half passes.
+    assert epoch_metrics(whole, 2) == {"data/epoch": 1.5} and epoch_metrics(whole, 3) == {"data/epoch": 1.0}
     metrics = rollout_metrics(scored, settings)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
-    with pytest.raises(AlignerError, match=r"rollout\.max_skipped_prompts=2: 3 prompts of this step"):
-        rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, max_skipped_prompts=2))
+    # Of six samples four have a score: what is gone is not told as kept.
+    assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (3 / 12, 4 / 6)
+    for changed, allowed in (
+        ({"max_skipped_prompts": 2}, "max_skipped_prompts=2, .*: 3 prompts of this step, which takes 12, could .* and 2 may"),
+        ({"max_skipped_fraction": 0.2}, r"max_skipped_fraction=0\.2: 3 prompts .* and 2 may be left out"),
+        ({"prompts_per_step": 8}, r"max_skipped_fraction=0\.25: 3 prompts of this step, which takes 8, .* and 2 may be left"),
+    ):
+        with pytest.raises(AlignerError, match=allowed):
+            rollout_metrics(scored, dataclasses.replace(settings, **changed))
+
+
+def test_a_step_leaves_out_a_share_of_its_prompts_and_no_more_than_a_number():
+    def allowed(prompts: int, fraction: float, most: int = 8) -> int:
+        settings = RolloutConfig(prompts_per_step=prompts, max_skipped_fraction=fraction, max_skipped_prompts=most)
+        return settings.skippable_prompts
+
+    assert [allowed(prompts, 0.25) for prompts in (1, 3, 4, 8, 16, 1024)] == [0, 0, 1, 2, 4, 8]
+    assert [allowed(100, fraction, 100) for fraction in (0.0, 0.07, 0.29, 0.58, 1.0)] == [0, 7, 29, 58, 100]
+    assert allowed(8, 1.0) == 8 and allowed(8, 1.0, 0) == 0
 
 
 def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_one_lacks_some():
@@ -106,3 +129,13 @@ def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_o
     expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
     for updates in ([done, skipped], [skipped, done]):
         assert update_metrics("policy", updates) == {f"policy/{name}": value for name, value in expected.items()}
+
+
+def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_without_a_ratio():
+    def told(*overrides: str) -> str:
+        return announcement(compose_config(["experiment=tiny_ppo", *overrides]), prompts=90)
+
+    assert told() == "online: 90 prompts; steps of 16 prompts, 5.6 an epoch; the run's 40 steps are 7.11 epochs"
+    assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
+    for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
+        assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(f"algorithm={name}", "algorithm.epochs=4")
