@@ -28,12 +28,10 @@ class DataConfig:
     prompt_after: str | None = option(
         None,
         "a prompt begins behind the first occurrence of this text; null: at its beginning",
-        read="algorithm.trainer=online|preferences",
     )
     prompt_before: str | None = option(
         None,
         "a prompt ends before the last occurrence of this text; null: at its end",
-        read="algorithm.trainer=online|preferences",
     )
     max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
     max_response_tokens: int = option(
@@ -47,6 +45,12 @@ class DataConfig:
         "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
         " generation cuts",
         read="algorithm.trainer=sft|dpo|reward_model",
+    )
+    drawn_tokens: bool = option(
+        True,
+        "a response of a record that says which tokens it was drawn as is these tokens, no end added; false: its text is"
+        " tokenized, as that of another model's responses must be",
+        read="algorithm.trainer=sft|dpo|reward_model or algorithm.trainer=online and evaluation.every>0",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
     batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")
