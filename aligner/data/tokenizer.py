@@ -49,9 +49,10 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 class Tokenizer:
     """The tokenizer of a model directory; adds no special tokens of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, date: str | None = None) -> None:
+        """`date` is what chat templates that ask for it are told, in ISO 8601; today's where None."""
         shape = directory_shape(directory, "model.path")
-        self.directory = directory
+        self.directory, self._date = directory, date
         self._tokenizer = read_tokenizer(directory)
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
@@ -60,7 +61,7 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> "ChatTemplate":
         """How chat messages are worded; read when first asked for. Raises ConfigError for a model that has none."""
-        return ChatTemplate(self.directory)
+        return ChatTemplate(self.directory, self._date)
 
     @cached_property
     def end_token_id(self) -> int:
@@ -120,8 +121,10 @@ class ChatTemplate:
     Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one called `default`.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
+    def __init__(self, directory: Path, date: str | None = None) -> None:
+        """`date` is what `strftime_now` is told, in ISO 8601; the moment's own where None.
+
+        Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
         settings = _settings(directory)
         self._special_tokens = _special_tokens(settings)
         text = _template_text(directory, settings)
@@ -129,7 +132,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: _date(date).strftime(form)}
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
@@ -192,6 +195,10 @@ def _template_text(directory: Path, settings: Mapping[str, Any]) -> str:
 def _to_json(value: Any, indent: int | None = None) -> str:
     """JSON as it is: Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _date(text: str | None) -> datetime:
+    return datetime.now() if text is None else datetime.fromisoformat(text)
 
 
 def _refuse(message: str) -> NoReturn:

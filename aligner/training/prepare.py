@@ -17,7 +17,7 @@ from aligner.schema.reward_sources import FunctionSource, reward_sources
 def prepare_run(config: Config) -> None:
     """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what is wrong with them."""
     config = only_read(config)
-    for notice in _check_data(config, Tokenizer(prepare_model(config))):
+    for notice in _check_data(config, Tokenizer(prepare_model(config), config.run.date)):
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
