@@ -32,7 +32,11 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
         " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.* rollout.micro_batches",
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
-    ("*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s", "addresses"),
+    (
+        "*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
+        " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s",
+        "addresses and deadlines",
+    ),
     ("server.* cluster.*", "where and how the roles run"),
     ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),
 )

@@ -77,7 +77,7 @@ def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokeni
     if settings.path is None:
         prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
     else:
-        source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
+        source = DataSource("evaluation", Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)
         prompts, _ = source_examples(source, parse)
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 

@@ -118,7 +118,7 @@ class ModelSource:
 def text_source(source: Source) -> TextSource:
     """A scoring function or a remote scorer. Raises ConfigError when there is no such function."""
     if isinstance(source, FunctionSource):
-        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function"))
+        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function", source.function_timeout_s))
     if isinstance(source, RemoteSource):
         return TextSource(source.name, RemoteScorer(source.url, source.timeout_s))
     raise TypeError(f"{type(source).__name__} does not score texts")

@@ -18,6 +18,9 @@ class DataConfig:
     sources: dict[str, Any] = option(
         {}, "name to path, weight and fields: several sources instead of data.path, mixed by weight"
     )
+    function_timeout_s: float = option(
+        3600.0, "deadline of a Python function that yields records, which has a process of its own", minimum=0.1
+    )
     prompts: list[str] = option([], "prompts given in place, instead of a file", read=".path=null and .sources={}")
     fields: dict[str, Any] = option(
         {},

@@ -188,7 +188,8 @@ def build_evaluator(
         return None
     scorer = None
     if settings.function is not None:
-        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function"))
+        deadline = settings.function_timeout_s
+        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function", deadline))
     return Evaluator(
         settings=settings,
         last_step=config.run.steps,
