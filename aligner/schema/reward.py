@@ -44,13 +44,19 @@ class RewardConfig(MegatronModelConfig):
     timeout_s: float = option(
         60.0, "deadline of a request to the remote scorer, retries included", minimum=0.1, read=".kind=remote"
     )
+    skip_special_tokens: bool = option(
+        False,
+        "leave special tokens out of the texts that the remote scorer gets; a chat reward model needs them, to tell the turns",
+        read=".kind=remote",
+    )
     gain: float = option(
         1.0, "scores are multiplied by it: normalization to a mean and deviation is gain and bias", read=".kind!=combined"
     )
     bias: float = option(0.0, "and this is added", read=".kind!=combined")
     sources: dict[str, Any] = option(
         {},
-        "name to kind, weight, gain, bias and function and function_timeout_s, path, or url and timeout_s",
+        "name to kind, weight, gain, bias and function and function_timeout_s, path, or url, timeout_s and"
+        " skip_special_tokens",
         read=".kind=combined",
     )
     missing_end_score: float | None = option(

@@ -52,6 +52,7 @@ class RemoteSource(Source):
 
     url: str
     timeout_s: float = RewardConfig.timeout_s
+    skip_special_tokens: bool = RewardConfig.skip_special_tokens
     needs = "url"
 
 
@@ -139,6 +140,8 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
 
 
 def _value_problem(entry: str, value: Any) -> str | None:
+    if entry == "skip_special_tokens":
+        return None if isinstance(value, bool) else "must be true or false"
     if entry in ("weight", "gain", "bias", "timeout_s", "function_timeout_s"):
         if not is_finite_number(value):
             return "must be a finite number"
