@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +33,11 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
         " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.* rollout.micro_batches",
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
-    ("*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s", "addresses"),
+    (
+        "*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
+        " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s",
+        "addresses and deadlines",
+    ),
     ("server.* cluster.*", "where and how the roles run"),
     ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),
 )
@@ -84,6 +89,21 @@ def settled(config: Config) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume))
 
 
+def dated(config: Config) -> Config:
+    """With the date that the run keeps for good: what is given, else that of the run that goes on, else the moment's.
+
+    A run of before there was such a key has none, and goes on without.
+    """
+    if config.run.date is not None:
+        return config
+    started = run_paths(config).config
+    if config.run.resumes and started.is_file():
+        date = load_config(started).run.date
+    else:
+        date = datetime.now().isoformat(timespec="seconds")
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, date=date))
+
+
 def is_unused(paths: RunPaths) -> bool:
     """Whether there is nothing in the run directory yet, if there is one; a lock does not count."""
     if not paths.root.is_dir():
@@ -127,6 +147,8 @@ def _makes_the_model(key: str, started: Config) -> bool:
 
 def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
     if any(key == name or key.startswith(f"{name}.") for name in meant):
+        return True
+    if key == "run.date" and given is None:  # the run keeps its own
         return True
     if key == "run.steps":
         return bool(given > own)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.prompts import exchange, prompt_text, tokenize_text
+from aligner.data.prompts import asked_part, drawn_tokens, exchange, prompt_text, tokenize_text, within
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
@@ -20,7 +20,11 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the response to imitate, which ends with an end-of-sequence token unless data.end_of_sequence=false."""
+    """A prompt and the response to imitate.
+
+    A response that was drawn is the tokens that it was drawn as. Any other ends with an end-of-sequence token unless
+    data.end_of_sequence=false.
+    """
 
     tokens: Tensor
     """int64 [T]: prompt and response"""
@@ -87,7 +91,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     examples, held_out = examples.hold_out(data.held_out)
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
-    given = replace(data, path=data.normalization, sources={}, fields={}, shuffle=False)
+    # Samples have the prompts that the policy was given, cut by then.
+    uncut: dict[str, Any] = {"prompt_after": None, "prompt_before": None}
+    given = replace(data, path=data.normalization, sources={}, fields={}, shuffle=False, **uncut)
     samples = open_demonstrations(given, tokenizer, config.seed)
     taken = samples.take(0, min(len(samples), data.normalization_samples))
     return RunData(examples, held_out, taken, (*notices, *samples.notices))
@@ -125,15 +131,21 @@ def _open(data: DataConfig, seed: int, parse: Callable[[Record], Example]) -> Ex
 
 
 def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
-    prompt, response = exchange(record, answer, tokenizer)
-    asked, limit = _prompt_tokens(record, prompt, tokenizer, data), data.max_response_tokens
-    allowed, ended = f"data.max_response_tokens={limit}", data.end_of_sequence
-    answered = tokenize_text(response, answer, record.origin, tokenizer, limit, allowed, ended=ended)
+    limit, origin = data.max_response_tokens, record.origin
+    allowed = f"data.max_response_tokens={limit}"
+    drawn = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None
+    if drawn is not None:
+        asked = _prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
+        answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
+    else:
+        prompt, response = exchange(record, answer, tokenizer)
+        asked = _prompt_tokens(record, prompt, tokenizer, data)
+        answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
     return Demonstration(torch.cat([asked, answered]), asked.numel())
 
 
 def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
-    limit = data.max_prompt_tokens
+    text, limit = asked_part(text, data, record.origin), data.max_prompt_tokens
     return tokenize_text(text, "prompt", record.origin, tokenizer, limit, f"data.max_prompt_tokens={limit}")
 
 

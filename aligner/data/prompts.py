@@ -6,10 +6,12 @@ several turns only the last answer is learned from; the earlier ones are part of
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.data.records import (
@@ -49,14 +51,16 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStr
     """
 
     def parse(record: Record) -> Prompt:
-        return _parsed(record, tokenizer, data.max_prompt_tokens, data.prompt_after, data.prompt_before)
+        return _parsed(record, tokenizer, data)
 
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
-def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
+
+    `data` says of them what it says of those that are learned from: where they begin and end, and how long they may be.
 
     Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.
     """
@@ -64,27 +68,32 @@ def open_evaluation_prompts(settings: EvaluationConfig, tokenizer: Tokenizer, ma
     def parse(record: Record) -> Prompt:
         if "reference" in record.values:
             record.text("reference")
-        return _parsed(record, tokenizer, max_prompt_tokens)
+        if not data.drawn_tokens:
+            values = {name: value for name, value in record.values.items() if name != "reference_tokens"}
+            record = replace(record, values=values)
+        drawn_tokens(record.values, "reference", record.origin, tokenizer)
+        return _parsed(record, tokenizer, data)
 
     if settings.path is None:
         prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
     else:
-        source = DataSource("evaluation", Path(settings.path), fields=settings.fields)
+        source = DataSource("evaluation", Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)
         prompts, _ = source_examples(source, parse)
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
-def _parsed(record: Record, tokenizer: Tokenizer, limit: int, after: str | None = None, before: str | None = None) -> Prompt:
-    text = _between(prompt_text(record, tokenizer), after, before, record.origin)
+def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
+    text, limit = asked_part(prompt_text(record, tokenizer), data, record.origin), data.max_prompt_tokens
     return to_prompt(record, text, tokenizer, limit, f"data.max_prompt_tokens={limit}")
 
 
-def _between(text: str, after: str | None, before: str | None, origin: str) -> str:
-    """What of a text lies behind the first `after` and before the last `before` there.
+def asked_part(text: str, data: DataConfig, origin: str) -> str:
+    """What of a prompt's text lies behind the first `data.prompt_after` and before the last `data.prompt_before` there.
 
     Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord where either is missing, or
     nothing lies between.
     """
+    after, before = data.prompt_after, data.prompt_before
     if after is not None:
         _, found, text = text.partition(after)
         if not found:
@@ -139,10 +148,38 @@ def tokenize_text(
         tokens = tokenizer.ended(tokenizer.encode(text)) if ended else tokenizer.encode(text)
     except AlignerError as error:
         raise BadRecord(f"{origin}: {error}") from error
+    return within(tokens, text, name, origin, limit, allowed)
+
+
+def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowed: str) -> Tensor:
+    """The tokens of a record's field. Raises BadRecord for none, and for more than `limit`, which messages call `allowed`."""
     if not 1 <= tokens.numel() <= limit:
         shown = text if len(text) <= 80 else text[:77] + "..."
         raise BadRecord(f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}")
     return tokens
+
+
+def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer) -> Tensor | None:
+    """int64 [R]: what a response was drawn as, its end included where it has one; None where only its text is known.
+
+    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them.
+    Raises BadRecord where they are no tokens, or do not say what the text does.
+    """
+    field = f"{name}_tokens"
+    if field not in values and name == "response" and "finish_reason" in values:
+        field = "tokens" if isinstance(values.get("tokens"), list) else field
+    tokens = values.get(field)
+    if tokens is None:
+        return None
+    is_list = isinstance(tokens, list) and bool(tokens)
+    if not is_list or not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
+        raise BadRecord(f"{origin}: `{field}` must be a list of the model's tokens, 0 to {tokenizer.vocab_size - 1}")
+    if (said := tokenizer.decode(tokens)) != values.get(name):
+        raise BadRecord(
+            f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by which the tokens say {said!r};"
+            f" where another model drew them, give data.drawn_tokens=false, or leave them out"
+        )
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def prompt_text(record: Record, tokenizer: Tokenizer) -> str:

@@ -1,5 +1,6 @@
 """Records as files have them, and what becomes of the bad ones."""
 
+import codecs
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
-from aligner.user_code import imported
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")
@@ -85,7 +86,7 @@ def source_examples(
     source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
 ) -> tuple[list[Example], list[str]]:
     """One source's examples and notices, as `read_examples`."""
-    lines = read_lines(source.path, f"{source.key}.path=")
+    lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s)
     return convert(lines, parse, source.given_as, skip=skip, fields=source.fields)
 
 
@@ -100,7 +101,7 @@ def given_examples(
 def has_steps(data: DataConfig) -> bool:
     """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as `read_examples` does."""
     source = data_sources(data)[0]
-    for line in read_lines(source.path, f"{source.key}.path="):
+    for line in read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s):
         try:
             return "steps" in _record(line, source.fields).values
         except BadRecord:
@@ -139,14 +140,14 @@ def convert(
     return kept, [notice]
 
 
-def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
+def read_lines(path: Path, key: str, kind: str | None = None, timeout_s: float | None = None) -> list[Line]:
     """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory or a function.
 
     `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the path was
-    given with, for messages. Raises ConfigError for what cannot be read or is empty.
+    given with, for messages; `timeout_s` is a function's deadline. Raises ConfigError for what cannot be read or is empty.
     """
     if str(path).startswith(FUNCTION):
-        return list(_function_lines(path, key))
+        return list(_function_lines(path, key, timeout_s))
     if path.is_dir():
         return list(_dataset_lines(path, key))
     standard_input = str(path) == "-"
@@ -156,7 +157,7 @@ def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
         raise ConfigError(f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {allowed}")
     try:
         content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
-        lines = content.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+        lines = content.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
     except OSError as error:
         raise ConfigError(f"{key}{path} cannot be read: {error}") from error
     if lines == [b""]:
@@ -165,22 +166,30 @@ def read_lines(path: Path, key: str, kind: str | None = None) -> list[Line]:
     return [Line(line, f"{name}:{number}", is_json=kind == "jsonl") for number, line in enumerate(lines, start=1)]
 
 
-def _function_lines(path: Path, key: str) -> Iterator[Line]:
+def _function_lines(path: Path, key: str, timeout_s: float | None) -> Iterator[Line]:
     module, _, name = str(path).removeprefix(FUNCTION).partition(":")
+    function = ChildFunction(module, name, through=f"{__name__}:yielded", deadline_s=timeout_s)
     try:
-        function = imported(module, name)
+        records = function()
+    except ChildRaised as error:
+        raise ConfigError(f"{key}{path}: it failed with {error}") from error
+    except ChildLost as error:
+        raise ConfigError(f"{key}{path}: it {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{key}{path}: {error}; give {FUNCTION}MODULE:CALLABLE") from error
-    try:
-        records = list(function())
-    except (Exception, SystemExit) as error:  # the function is the user's, and fails in its own ways
-        raise ConfigError(f"{key}{path}: it failed with {type(error).__name__}: {error}") from error
+    finally:
+        function.close()
     if not records:
         raise ConfigError(f"{key}{path}: it gives no record")
-    for index, values in enumerate(records):
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{key}{path}[{index}]: expected a mapping of a record's fields, got {type(values).__name__}")
+    for index, (values, kind) in enumerate(records):
+        if values is None:
+            raise ConfigError(f"{key}{path}[{index}]: expected a mapping of a record's fields, got {kind}")
         yield Line(values, f"{path}[{index}]")
+
+
+def yielded(function: Callable[[], Iterable[Any]]) -> list[tuple[dict[str, Any] | None, str]]:
+    """The records that a function yields, None for what is no mapping, and their types: how a child process calls one."""
+    return [(dict(values) if isinstance(values, Mapping) else None, type(values).__name__) for values in function()]
 
 
 def _dataset_lines(path: Path, key: str) -> Iterator[Line]:

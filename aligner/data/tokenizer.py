@@ -49,17 +49,31 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 class Tokenizer:
     """The tokenizer of a model directory; adds no special tokens of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, date: str | None = None) -> None:
+        """`date` is what chat templates that ask for it are told, in ISO 8601; today's where None."""
         shape = directory_shape(directory, "model.path")
-        self.directory = directory
+        self.directory, self._date = directory, date
         self._tokenizer = read_tokenizer(directory)
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
+        self.vocab_size: int = shape.vocab_size
 
     @cached_property
     def chat_template(self) -> "ChatTemplate":
         """How chat messages are worded; read when first asked for. Raises ConfigError for a model that has none."""
-        return ChatTemplate(self.directory)
+        return ChatTemplate(self.directory, self._date)
+
+    @cached_property
+    def end_token_id(self) -> int:
+        """The end-of-sequence token of a text that has none: of several what `tokenizer_config.json` calls `eos_token`.
+
+        The first of those in `config.json` where it names none of them. Raises AlignerError where the model has none.
+        """
+        if not self.eos_token_ids:
+            raise AlignerError(f"{self.directory}: config.json has no eos_token_id for a response to end with")
+        named = _special_tokens(_settings(self.directory)).get("eos_token")
+        token = self._tokenizer.token_to_id(named) if isinstance(named, str) else None
+        return token if token in self.eos_token_ids else self.eos_token_ids[0]
 
     def encode(self, text: str) -> Tensor:
         """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
@@ -86,16 +100,15 @@ class Tokenizer:
         return int(tokens[0])
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """int64 [R]: a response with an end-of-sequence token last: its own where only space follows, else the first.
+        """int64 [R]: a response with an end-of-sequence token last: its own where only space follows, else `end_token_id`.
 
         Raises AlignerError where the model has none.
         """
-        if not self.eos_token_ids:
-            raise AlignerError(f"{self.directory}: config.json has no eos_token_id for a response to end with")
+        end = self.end_token_id
         ends = torch.isin(tokens, torch.tensor(self.eos_token_ids)).nonzero().flatten().tolist()
         if ends and not self.decode(tokens[ends[-1] + 1 :]).strip():
             return tokens[: ends[-1] + 1]
-        return torch.cat([tokens, torch.tensor(self.eos_token_ids[:1])])
+        return torch.cat([tokens, torch.tensor([end])])
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
         """The text of tokens (int64 [T]), special tokens left out."""
@@ -108,16 +121,18 @@ class ChatTemplate:
     Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one called `default`.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
-        file = directory / "tokenizer_config.json"
-        self._settings = _json_object(file) if file.is_file() else {}
-        text = _template_text(directory, self._settings)
+    def __init__(self, directory: Path, date: str | None = None) -> None:
+        """`date` is what `strftime_now` is told, in ISO 8601; the moment's own where None.
+
+        Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
+        settings = _settings(directory)
+        self._special_tokens = _special_tokens(settings)
+        text = _template_text(directory, settings)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: _date(date).strftime(form)}
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
@@ -128,15 +143,29 @@ class ChatTemplate:
 
         Raises AlignerError for messages that the template refuses.
         """
-        tokens = {key: value for key, value in self._settings.items() if key.endswith("_token")}
-        tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
         try:
             # Templates ask whether there are tools or documents by comparing with none.
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **tokens
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
             )
         except Exception as error:  # the template is a program of the model's, and fails in its own ways
             raise AlignerError(f"the model's chat template refuses the messages: {error}") from error
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """What `tokenizer_config.json` says; nothing where there is none."""
+    file = directory / "tokenizer_config.json"
+    return _json_object(file) if file.is_file() else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of `bos_token`, `eos_token` and the others that the settings name."""
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    return {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -166,6 +195,10 @@ def _template_text(directory: Path, settings: Mapping[str, Any]) -> str:
 def _to_json(value: Any, indent: int | None = None) -> str:
     """JSON as it is: Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _date(text: str | None) -> datetime:
+    return datetime.now() if text is None else datetime.fromisoformat(text)
 
 
 def _refuse(message: str) -> NoReturn:

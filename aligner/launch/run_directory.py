@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from aligner.config.compose import save_config
-from aligner.config.resume import check_directory, is_unused, settled
+from aligner.config.resume import check_directory, dated, is_unused, settled
 from aligner.data.claim import take_run
 from aligner.errors import AlignerError, ConfigError, Stopped
 from aligner.launch.lock import locked
@@ -32,7 +32,7 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
         check_directory(config)
         if not (is_new := is_unused(paths)):  # from here on a trainer of an earlier launch changes nothing that is looked at
             take_run(config)
-        config = settled(config)
+        config = dated(settled(config))
         if not config.run.resumes:
             _set_training_aside(paths, console)
         stopped = None

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
-from aligner.schema.scoring_functions import RULES, function_place, function_problem
+from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
 from aligner.user_code import imported
 
 
@@ -68,8 +69,20 @@ def _verifier(rule: Rule) -> Scorer:
     return lambda requests: [score(request) for request in requests]
 
 
-def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
-    """A built-in scorer by its name, or any other by `module:callable`.
+def scored(function: Scorer, requests: Sequence[Sequence[Any]]) -> list[float]:
+    """What a scoring function says of requests, each given by its fields: how a child process calls one."""
+    return [float(score) for score in function([ScoringRequest(*request) for request in requests])]
+
+
+def _elsewhere(module: str, name: str, timeout_s: float | None) -> Scorer:
+    """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason alone."""
+    child = ChildFunction(module, name, through=f"{__name__}:scored", deadline_s=timeout_s)
+    child.start()
+    return lambda requests: child([[each.prompt, each.response, dict(each.metadata)] for each in requests])
+
+
+def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | None = None) -> Scorer:
+    """A built-in scorer by its name, or any other by `module:callable`, which has `timeout_s` for a call.
 
     Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or what it needs is not
     installed.
@@ -83,11 +96,11 @@ def resolve_scorer(name: str, key: str = "reward.function") -> Scorer:
         require_math_verify(key)
     module, attribute = place
     try:
+        if name not in FUNCTIONS and name not in RULES:
+            return _elsewhere(module, attribute, timeout_s)
         scorer = imported(module, attribute)
-    except ConfigError as error:
+    except AlignerError as error:
         raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
-    if not callable(scorer):
-        raise ConfigError(f"{key}={name}: {attribute!r} is a {type(scorer).__name__}, must be callable")
     return _verifier(scorer) if name in RULES else scorer
 
 
@@ -101,8 +114,13 @@ def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
         scores = [float(score) for score in scorer(requests)]
     except ScoringError as error:
         raise type(error)(f"the scorer {name}: {error}") from error
+    except ChildLost as error:  # to find which of them it was would take as long for each
+        raise ScoringError(
+            f"the scorer {name} {error}; it had {len(requests)} requests, the first {_shown(requests)}"
+        ) from error
     except Exception as error:
-        raised = f"the scorer {name} raised {type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, ChildRaised) else f"{type(error).__name__}: {error}"
+        raised = f"the scorer {name} raised {what}"
         if len(requests) > 1:
             for request in requests:
                 checked_scores(name, scorer, [request])

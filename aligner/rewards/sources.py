@@ -28,11 +28,13 @@ class ScoringBatch:
     """Responses to score."""
 
     requests: Callable[[], Sequence[ScoringRequest]]
-    """Their texts; made where they are wanted. Raises AlignerError."""
+    """Their texts without special tokens; made where they are wanted. Raises AlignerError."""
     tokens: Tensor | None = None
     """int64 [B, S]; None where no source wants tokens."""
     lengths: Tensor | None = None
     """int64 [B], as `tokens`."""
+    whole: Callable[[], Sequence[ScoringRequest]] | None = None
+    """Their texts with special tokens; None where they came as texts, or no source wants these."""
 
 
 class RewardSource(Protocol):
@@ -55,13 +57,15 @@ class TextSource:
 
     name: str
     scorer: Scorer
+    skip_special_tokens: bool = True
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
         scores, error, unavailable = None, None, False
+        requests = batch.requests if self.skip_special_tokens or batch.whole is None else batch.whole
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                scores = checked_scores(self.name, self.scorer, batch.requests())
+                scores = checked_scores(self.name, self.scorer, requests())
             except AlignerError as problem:
                 error, unavailable = str(problem), isinstance(problem, UnavailableError)
         scores, error, unavailable = broadcast_json([scores, error, unavailable])
@@ -118,9 +122,9 @@ class ModelSource:
 def text_source(source: Source) -> TextSource:
     """A scoring function or a remote scorer. Raises ConfigError when there is no such function."""
     if isinstance(source, FunctionSource):
-        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function"))
+        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function", source.function_timeout_s))
     if isinstance(source, RemoteSource):
-        return TextSource(source.name, RemoteScorer(source.url, source.timeout_s))
+        return TextSource(source.name, RemoteScorer(source.url, source.timeout_s), source.skip_special_tokens)
     raise TypeError(f"{type(source).__name__} does not score texts")
 
 

@@ -6,6 +6,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
+from aligner.child_function import ChildFunction, ChildLost
 from aligner.errors import AlignerError
 from aligner.rewards.math_checker import MathChecker
 
@@ -13,8 +14,11 @@ Rule = Callable[[str, Mapping[str, Any]], bool]
 """Whether a response is right, by its prompt's metadata. Raises Unverifiable."""
 
 # Commas within a number, once those between thousands are gone, end it.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?!\w))?")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")
+
+_PATTERN_S = 2.0
+"""Processor time for one response and its pattern."""
 
 
 class Unverifiable(AlignerError):
@@ -38,7 +42,7 @@ def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
 def final_number(text: str) -> Decimal | None:
     r"""The number that a solution ends with: the first after the last `####`, else in the last `\boxed{}`, else the last.
 
-    Thousands separators, `$`, `%` and trailing zeros make no difference. None where there is none.
+    Thousands separators, `$`, `%`, trailing zeros and powers of ten as in 1e5 make no difference. None where there is none.
     """
     if "####" in text:
         numbers = _numbers(text.rpartition("####")[2])
@@ -82,9 +86,23 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
     """Whether the whole response matches the regular expression `format`, in which `.` is any character, line ends too."""
     pattern = _entry(metadata, "format", str, "a regular expression")
     try:
-        return re.fullmatch(pattern, response, re.DOTALL) is not None
+        re.compile(pattern, re.DOTALL)
+        return bool(_pattern_matcher()(pattern, response))
     except re.error as error:
         raise Unverifiable(f"its `format` {pattern!r} is no regular expression: {error}") from error
+    except ChildLost as error:
+        raise Unverifiable(f"its `format` {pattern!r} {error}") from error
+
+
+def whole_match(pattern: str, response: str) -> bool:
+    """Whether a regular expression matches all of a response."""
+    return re.fullmatch(pattern, response, re.DOTALL) is not None
+
+
+@lru_cache(maxsize=1)
+def _pattern_matcher() -> ChildFunction:
+    """`whole_match` elsewhere: the time that a pattern takes may double with every character, and nothing else ends it."""
+    return ChildFunction(__name__, "whole_match", processor_s=_PATTERN_S)
 
 
 def length(response: str, metadata: Mapping[str, Any]) -> bool:

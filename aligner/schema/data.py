@@ -18,6 +18,9 @@ class DataConfig:
     sources: dict[str, Any] = option(
         {}, "name to path, weight and fields: several sources instead of data.path, mixed by weight"
     )
+    function_timeout_s: float = option(
+        3600.0, "deadline of a Python function that yields records, which has a process of its own", minimum=0.1
+    )
     prompts: list[str] = option([], "prompts given in place, instead of a file", read=".path=null and .sources={}")
     fields: dict[str, Any] = option(
         {},
@@ -28,12 +31,10 @@ class DataConfig:
     prompt_after: str | None = option(
         None,
         "a prompt begins behind the first occurrence of this text; null: at its beginning",
-        read="algorithm.trainer=online|preferences",
     )
     prompt_before: str | None = option(
         None,
         "a prompt ends before the last occurrence of this text; null: at its end",
-        read="algorithm.trainer=online|preferences",
     )
     max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
     max_response_tokens: int = option(
@@ -52,6 +53,12 @@ class DataConfig:
         True,
         "a pair's chosen response is to be ahead by its record's margin; false: records' margins are not read",
         read="algorithm.trainer=reward_model",
+    )
+    drawn_tokens: bool = option(
+        True,
+        "a response of a record that says which tokens it was drawn as is these tokens, no end added; false: its text is"
+        " tokenized, as that of another model's responses must be",
+        read="algorithm.trainer=sft|dpo|reward_model or algorithm.trainer=online and evaluation.every>0",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
     batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")

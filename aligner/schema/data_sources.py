@@ -23,6 +23,8 @@ class DataSource:
     weight: float = 1.0
     fields: Mapping[str, str] = field(default_factory=dict)
     """Our name of a field to the data's own."""
+    timeout_s: float = DataConfig.function_timeout_s
+    """For a function to yield its records."""
 
     @property
     def given_as(self) -> str:
@@ -40,7 +42,13 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(
-        DataSource(key, Path(entries["path"]), float(entries.get("weight", 1.0)), entries.get("fields", data.fields))
+        DataSource(
+            key,
+            Path(entries["path"]),
+            float(entries.get("weight", 1.0)),
+            entries.get("fields", data.fields),
+            data.function_timeout_s,
+        )
         for key, entries in _entries(data)
     )
 

@@ -26,4 +26,7 @@ class EvaluationConfig:
     function: str | None = option(
         None, "scorer of the responses, as reward.function: a gold scorer; the run's own reward when null"
     )
+    function_timeout_s: float = option(
+        3600.0, "deadline of a function of the user's own for all responses", minimum=0.1, read=".function!=null"
+    )
     pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")

@@ -24,6 +24,13 @@ class RewardConfig(MegatronModelConfig):
         choices=("function", "model", "remote", "combined"),
     )
     function: str = option("digit_fraction", "a built-in scorer's name, or module:callable", read=".kind=function")
+    function_timeout_s: float = option(
+        240.0,
+        "deadline of a call of a function of the user's own, which has a process of its own; below"
+        " server.request_timeout_s, so that it is told by name",
+        minimum=0.1,
+        read=".kind=function",
+    )
     path: str | None = option(None, "reward model directory", read=".kind=model")
     config: dict[str, Any] = option(
         {},
@@ -37,12 +44,20 @@ class RewardConfig(MegatronModelConfig):
     timeout_s: float = option(
         60.0, "deadline of a request to the remote scorer, retries included", minimum=0.1, read=".kind=remote"
     )
+    skip_special_tokens: bool = option(
+        False,
+        "leave special tokens out of the texts that the remote scorer gets; a chat reward model needs them, to tell the turns",
+        read=".kind=remote",
+    )
     gain: float = option(
         1.0, "scores are multiplied by it: normalization to a mean and deviation is gain and bias", read=".kind!=combined"
     )
     bias: float = option(0.0, "and this is added", read=".kind!=combined")
     sources: dict[str, Any] = option(
-        {}, "name to kind, weight, gain, bias and function, path, or url and timeout_s", read=".kind=combined"
+        {},
+        "name to kind, weight, gain, bias and function and function_timeout_s, path, or url, timeout_s and"
+        " skip_special_tokens",
+        read=".kind=combined",
     )
     missing_end_score: float | None = option(
         None, "score of a response without an end, an end-of-sequence token or rollout.truncate_token; its own when null"

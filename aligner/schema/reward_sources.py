@@ -34,6 +34,7 @@ class FunctionSource(Source):
     """A Python function over texts."""
 
     function: str
+    function_timeout_s: float = RewardConfig.function_timeout_s
     needs = "function"
 
 
@@ -51,6 +52,7 @@ class RemoteSource(Source):
 
     url: str
     timeout_s: float = RewardConfig.timeout_s
+    skip_special_tokens: bool = RewardConfig.skip_special_tokens
     needs = "url"
 
 
@@ -138,10 +140,12 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
 
 
 def _value_problem(entry: str, value: Any) -> str | None:
-    if entry in ("weight", "gain", "bias", "timeout_s"):
+    if entry == "skip_special_tokens":
+        return None if isinstance(value, bool) else "must be true or false"
+    if entry in ("weight", "gain", "bias", "timeout_s", "function_timeout_s"):
         if not is_finite_number(value):
             return "must be a finite number"
-        if entry == "timeout_s" and value < _SHORTEST_TIMEOUT_S:
+        if entry.endswith("timeout_s") and value < _SHORTEST_TIMEOUT_S:
             return f"must be at least {_SHORTEST_TIMEOUT_S:g}"
         return None
     if not isinstance(value, str) or not value:

@@ -30,6 +30,11 @@ class RunConfig:
     changes: list[str] = option(
         [], "keys, or sections, that a resumed run is meant to have otherwise than it was started with", read=".resume!=false"
     )
+    date: str | None = option(
+        None,
+        "what chat templates that ask for the date are told, such as 2026-11-23 or 2026-11-23T08:30:00; null: when the run was"
+        " first launched",
+    )
     inputs: dict[str, Any] = option({}, "set at launch: the paths that were given as experiment:NAME, with what was given")
     command: str = option("", "set at launch: the command line, but for run.dir and run.resume")
 

@@ -79,12 +79,13 @@ class Scoring:
         """
 
         @functools.cache
-        def requests() -> list[ScoringRequest]:
-            pairs = self._decoded(tokens, lengths, prompt_lengths) if texts is None else [("", text) for text in texts]
+        def requests(*, skip: bool) -> list[ScoringRequest]:
+            pairs = self._decoded(tokens, lengths, prompt_lengths, skip) if texts is None else [("", text) for text in texts]
             fields = [{}] * len(pairs) if metadata is None else _json_objects(metadata)
             return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
 
-        return self._reward(ScoringBatch(requests, tokens, lengths))
+        plain, whole = (functools.partial(requests, skip=skip) for skip in (True, False))
+        return self._reward(ScoringBatch(plain, tokens, lengths, whole))
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
@@ -106,12 +107,14 @@ class Scoring:
 
         return {REWARD_MODEL: rewards}
 
-    def _decoded(self, tokens: Tensor | None, lengths: Tensor | None, prompt_lengths: Tensor | None) -> list[tuple[str, str]]:
-        """Prompt and response of each row, special tokens skipped."""
+    def _decoded(
+        self, tokens: Tensor | None, lengths: Tensor | None, prompt_lengths: Tensor | None, skip: bool
+    ) -> list[tuple[str, str]]:
+        """Prompt and response of each row, special tokens skipped or not."""
         assert tokens is not None and lengths is not None and prompt_lengths is not None
         rows = zip(tokens.tolist(), lengths.tolist(), prompt_lengths.tolist(), strict=True)
         halves = [half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])]
-        texts = self._tokenizer.decode_batch(halves, skip_special_tokens=True)
+        texts = self._tokenizer.decode_batch(halves, skip_special_tokens=skip)
         return list(zip(texts[::2], texts[1::2], strict=True))
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:

@@ -4,13 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
 from aligner.data.collectives import broadcast_json
-from aligner.data.prompts import open_evaluation_prompts
+from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
@@ -49,7 +50,8 @@ def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
 def reference_samples(
     prompts: Sequence[Prompt], drawn: Sequence[Sample], tokenizer: Tokenizer, *, ended: bool
 ) -> list[Sample]:
-    """What was drawn for a prompt, else its `reference` as if it had been, with `ended` with an end of sequence last.
+    """What was drawn for a prompt, else its `reference` as if it had been: the tokens that its record says it was drawn as,
+    else those of the text, with `ended` with an end of sequence last.
 
     Raises AlignerError for a text that the tokenizer can not express.
     """
@@ -57,8 +59,11 @@ def reference_samples(
     for prompt in prompts:
         if prompt.id in found:
             continue
-        response = tokenizer.encode(prompt.metadata["reference"])
-        response = tokenizer.ended(response) if ended else response
+        response = drawn_tokens(prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer)
+        if response is None:
+            response = tokenizer.encode(prompt.metadata["reference"])
+            response = tokenizer.ended(response) if ended else response
+        has_end = ended and int(response[-1]) in tokenizer.eos_token_ids
         found[prompt.id] = Sample(
             prompt_id=prompt.id,
             sample_index=0,
@@ -66,7 +71,7 @@ def reference_samples(
             prompt_length=len(prompt.tokens),
             engine_logprobs=torch.zeros(len(response)),
             weight_versions=torch.zeros(len(response), dtype=torch.int64),
-            finish_reason="stop" if ended else "length",
+            finish_reason="stop" if has_end else "length",
         )
     return [found[prompt.id] for prompt in prompts]
 
@@ -144,7 +149,8 @@ class Evaluator:
             lines = []
             for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True):
                 response = self.tokenizer.decode(sample.response)
-                record = {"prompt": prompt.text, "response": response, "score": score, "scorer": self.settings.function}
+                record: dict[str, Any] = {"prompt": prompt.text, "response": response}
+                record |= {"response_tokens": sample.response.tolist(), "score": score, "scorer": self.settings.function}
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
             write_file(self.references_file, "".join(lines))
         return scores
@@ -182,11 +188,12 @@ def build_evaluator(
         return None
     scorer = None
     if settings.function is not None:
-        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function"))
+        deadline = settings.function_timeout_s
+        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function", deadline))
     return Evaluator(
         settings=settings,
         last_step=config.run.steps,
-        prompts=open_evaluation_prompts(settings, tokenizer, config.data.max_prompt_tokens),
+        prompts=open_evaluation_prompts(settings, config.data, tokenizer),
         options=replace(
             build_options(config.rollout, policy.runner.shape),
             greedy=draws_greedily(settings),

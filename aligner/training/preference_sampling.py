@@ -28,21 +28,23 @@ Record = dict[str, Any]
 def preferences(
     rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer
 ) -> tuple[list[Record], int]:
-    """Records with `prompt`, `chosen`, `rejected`, both `scores` and their difference, the `margin`; and how many prompts
-    gave none, for want of two texts of which one is better.
+    """Records with `prompt`, `chosen`, `rejected`, the tokens that both were drawn as, both `scores` and their difference,
+    the `margin`; and how many prompts gave none, for want of two texts of which one is better.
 
     `scores` [B] are those of the rollout's samples, each prompt's in a row.
     """
     chosen = best_and_worst(scores, samples_per_prompt).view(-1, 2).tolist()
     records = []
     for best, worst in chosen:
-        texts = [tokenizer.decode(rollout.samples[row].response) for row in (best, worst)]
+        drawn = [rollout.samples[row].response for row in (best, worst)]
+        texts = [tokenizer.decode(response) for response in drawn]
         # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at all.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
         both = [float(scores[best]), float(scores[worst])]
         pair = {"chosen": texts[0], "rejected": texts[1], "margin": both[0] - both[1], "scores": both}
-        records.append({"prompt": rollout.prompts[best].text, **pair})
+        tokens = {"chosen_tokens": drawn[0].tolist(), "rejected_tokens": drawn[1].tolist()}
+        records.append({"prompt": rollout.prompts[best].text, **pair, **tokens})
     return records, len(scores) // samples_per_prompt - len(records)
 
 
@@ -68,8 +70,8 @@ class PairWriter:
         """Record a step's."""
         texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
         responses = [
-            {"prompt": prompt.text, "response": text, "reward": float(score)}
-            for prompt, text, score in zip(rollout.prompts, texts, scores, strict=True)
+            {"prompt": prompt.text, "response": text, "response_tokens": sample.response.tolist(), "reward": float(score)}
+            for prompt, sample, text, score in zip(rollout.prompts, rollout.samples, texts, scores, strict=True)
             if text.strip()
         ]
         RecordWriter(_unfinished(self.paths.preferences)).write(step, records)

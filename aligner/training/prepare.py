@@ -17,7 +17,7 @@ from aligner.schema.reward_sources import FunctionSource, reward_sources
 def prepare_run(config: Config) -> None:
     """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what is wrong with them."""
     config = only_read(config)
-    for notice in _check_data(config, Tokenizer(prepare_model(config))):
+    for notice in _check_data(config, Tokenizer(prepare_model(config), config.run.date)):
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
@@ -31,7 +31,7 @@ def prepare_run(config: Config) -> None:
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
     if config.algorithm.trainer == "online" and config.evaluation.every:
-        open_evaluation_prompts(config.evaluation, tokenizer, config.data.max_prompt_tokens)
+        open_evaluation_prompts(config.evaluation, config.data, tokenizer)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         return open_prompts(config.data, tokenizer, config.seed).notices

@@ -50,7 +50,7 @@ from aligner.training.run_checkpoints import RunCheckpoints
 
 def train(config: Config) -> bool:
     """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
-    tokenizer = Tokenizer(model_directory(config))
+    tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
     if config.algorithm.generates:
         data = open_prompts(config.data, tokenizer, config.seed)

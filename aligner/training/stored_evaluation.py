@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
 from aligner.data.export import Source
+from aligner.data.prompts import drawn_tokens
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
@@ -43,6 +44,7 @@ def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
             raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a text")
+        drawn_tokens(prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer)
     lacking = without_reference(answers.prompts)
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):

@@ -45,7 +45,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "data.held_out=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
     ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
     ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
-    ("arithmetic_sft", "data.prompt_after=x", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
+    ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
     ("arithmetic_sft", "data.normalization=x.jsonl", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.normalization_samples=8", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.margin=false", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),

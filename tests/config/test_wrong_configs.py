@@ -19,7 +19,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
-    ("+run.color=red", "run.color: unknown key; allowed in run: changes, command, dir, experiment"),
+    ("+run.color=red", "run.color: unknown key; allowed in run: changes, command, date, dir, experiment"),
     ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
     ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
     ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
@@ -36,6 +36,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.name=${nope}", "run.name: Interpolation key 'nope' not found", "\\${"),
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
+    ("run.date=tomorrow", "run.date=tomorrow: must be a date such as 2026-11-23"),
     ("run.steps=999999999999999999999999", "run.steps=999999999999999999999999: must be at most 1000000000"),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
     ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),

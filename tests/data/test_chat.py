@@ -92,3 +92,9 @@ def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(direct
         write(directory, attack)
         with pytest.raises(AlignerError, match="refuses the messages"):
             ChatTemplate(directory).render(list(CONVERSATION), add_generation_prompt=False)
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_one_that_the_run_has(directory):
+    write(directory, "{{ strftime_now('%d %b %Y %H:%M') }}")
+    for date, told in (("2024-02-29", "29 Feb 2024 00:00"), ("2024-02-29T23:59:30", "29 Feb 2024 23:59")):
+        assert ChatTemplate(directory, date).render(CONVERSATION, add_generation_prompt=False) == told

@@ -23,11 +23,11 @@ from aligner.data.examples import (
     open_run_data,
 )
 from aligner.data.model_directory import prepare_model
-from aligner.data.prompts import open_prompts
+from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.records import has_steps
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, RunConfig
+from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig, ModelConfig, RunConfig
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
@@ -307,3 +307,70 @@ def test_the_first_samples_of_a_file_are_normalized_by(tokenizer: Tokenizer, tmp
     data = opened("reward_model", tokenizer, path, normalization=samples, normalization_samples=2)
     assert data.samples is not None and all(isinstance(sample, Demonstration) for sample in data.samples)
     assert [tokenizer.decode(sample.tokens[2:]) for sample in data.samples] == ["c", "d"]
+
+
+def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(plain, data):
+    end, tokens = plain.eos_token_ids[0], plain.encode("it is 2").tolist()
+    (ended,) = open_demonstrations(
+        data({"prompt": "1+1=", "response": "it is 2", "tokens": [*tokens, end], "finish_reason": "stop"}), plain, 1
+    ).take(0, 1)
+    assert ended.tokens[ended.prompt_length :].tolist() == [*tokens, end]
+    cut = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "length"}
+    (demonstration,) = open_demonstrations(data(cut), plain, 1).take(0, 1)
+    assert demonstration.tokens[demonstration.prompt_length :].tolist() == tokens  # what was cut does not end
+    for settings, record in (({"drawn_tokens": False}, cut), ({}, {**cut, "tokens": len(tokens)})):
+        (demonstration,) = open_demonstrations(data(record, **settings), plain, 1).take(0, 1)
+        assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([4, 5], "`chosen_tokens` and `chosen` are not the same with this model's tokenizer, .* give data.drawn_tokens=false"),
+        ([10**6], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
+        ([], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
+        ("2", "`chosen_tokens` must be a list of the model's tokens, 0 to"),
+    ],
+)
+def test_tokens_that_are_not_those_of_the_text_are_refused(plain, data, tokens, message):
+    record = {"prompt": "1+1=", "chosen": "it is 2", "rejected": "3", "chosen_tokens": tokens}
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:1: {message}"):
+        open_preferences(data(record), plain, 1)
+
+
+def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_own(plain, data, tmp_path):
+    directory = shutil.copytree(plain.directory, tmp_path / "model")
+    shape = json.loads((directory / "config.json").read_text())
+    end, other = shape["eos_token_id"], plain.encode("}").tolist()[0]
+    record = {"prompt": "1+1=", "response": "2"}
+    for listed, named, expected in (([end, other], "}", other), ([end, other], "x", end), ([other, end], None, other)):
+        (directory / "config.json").write_text(json.dumps(shape | {"eos_token_id": listed}))
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": named}}))
+        (demonstration,) = open_demonstrations(data(record), Tokenizer(directory), 1).take(0, 1)
+        assert int(demonstration.tokens[-1]) == expected
+
+
+def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
+    cut = {"prompt_after": "Q:", "prompt_before": "!"}
+    (demonstration,) = open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, **cut), plain, 1).take(0, 1)
+    assert parts(plain, demonstration) == ("b", "2")
+    (pair,) = open_preferences(data({"prompt": "aQ:b!c", "chosen": "2", "rejected": "3"}, **cut), plain, 1).take(0, 1)
+    assert [parts(plain, member) for member in (pair.chosen, pair.rejected)] == [("b", "2"), ("b", "3")]
+    (steps,) = open_labeled_steps(data({"prompt": "aQ:b!c", "steps": ["2"], "labels": [1]}, **cut), plain, 1).take(0, 1)
+    assert plain.decode(steps.tokens) == "b2"
+    settings = EvaluationConfig(prompts=["aQ:b!c"])
+    (prompt,) = open_evaluation_prompts(settings, DataConfig(**cut), plain)
+    assert prompt.text == "b" and plain.decode(prompt.tokens) == "b"
+    with pytest.raises(ConfigError, match=r"evaluation.prompts\[0\]: the prompt lacks data.prompt_before='\?'"):
+        open_evaluation_prompts(settings, DataConfig(prompt_before="?"), plain)
+    with pytest.raises(ConfigError, match=r"records\.jsonl:1: the prompt lacks data.prompt_after='\?'"):
+        open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, prompt_after="?"), plain, 1)
+
+
+def test_the_samples_that_rewards_are_normalized_by_have_prompts_that_are_cut(plain, data, tmp_path):
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"prompt": "b", "response": "2"}\n{"prompt": "b", "response": "3"}\n')
+    settings = data({"prompt": "aQ:b", "chosen": "2", "rejected": "3"}, prompt_after="Q:", normalization=str(samples))
+    found = open_run_data(Config(data=settings, algorithm=AlgorithmConfig(trainer="reward_model")), plain)
+    assert found.samples is not None
+    assert [parts(plain, each) for each in found.samples] == [("b", "2"), ("b", "3")]

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import codecs
 import json
+import os
+import signal
+import threading
 
 import pytest
 
@@ -212,3 +216,29 @@ def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
         cut("one. two", prompt_after=".", prompt_before=".")
     with pytest.raises(ConfigError, match="the prompt is empty between"):
         cut("one..", prompt_after=".", prompt_before=".")
+
+
+def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer, tmp_path):
+    for name, content in (("prompts.txt", "abc\nde\n"), ("prompts.jsonl", '{"prompt": "abc"}\n{"prompt": "de"}\n')):
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
+        prompts = open_prompts(DataConfig(path=str(tmp_path / name), shuffle=False), tokenizer, seed=1).take(0, 2)
+        assert [prompt.text for prompt in prompts] == ["abc", "de"]
+
+
+def hangs():
+    yield {"prompt": "a"}
+    threading.Event().wait()
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("hangs", "it gave no answer within 0.5 s, and was ended"), ("is_killed", "it was killed by SIGKILL: its process")],
+)
+def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(tokenizer, function, message):
+    given = DataConfig(path=f"function:{__name__}:{function}", function_timeout_s=0.5)
+    with pytest.raises(ConfigError, match=f"data.path=function:{__name__}:{function}: {message}"):
+        open_prompts(given, tokenizer, seed=1)

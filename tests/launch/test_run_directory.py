@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from aligner.config.compose import compose_config
+from aligner.config.compose import compose_config, load_config, save_config
 from aligner.data import claim
 from aligner.errors import AlignerError, ConfigError
 from aligner.launch.run_directory import run_directory
@@ -98,3 +100,27 @@ def test_a_launch_takes_the_run_before_it_removes_what_an_earlier_trainer_has_le
     assert not paths.metrics.exists()
     with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since"), claim.writing():
         pass
+
+
+def test_the_date_is_that_of_the_first_launch_however_often_the_run_goes_on(tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run")
+    first = load_config(paths.config).run.date
+    assert first is not None and abs(datetime.now() - datetime.fromisoformat(first)) < timedelta(minutes=5)
+    long_ago = "2024-02-29T23:59:30"
+    save_config(replace_date(load_config(paths.config), long_ago), paths.config)
+    (paths.checkpoints / "step_1").mkdir(parents=True)
+    (paths.checkpoints / "step_1" / "manifest.json").write_text("{}")
+    for resume in ("true", "auto"):
+        begin(paths.root, f"run.resume={resume}")
+        assert load_config(paths.config).run.date == long_ago
+    with pytest.raises(ConfigError, match=r'run\.date: "2024-02-29T23:59:30" -> "2025-01-01"'):
+        begin(paths.root, "run.resume=true", "run.date=2025-01-01")
+    # A run of before there was such a key goes on as it was.
+    save_config(replace_date(load_config(paths.config), None), paths.config)
+    begin(paths.root, "run.resume=true")
+    assert load_config(paths.config).run.date is None
+    assert load_config(begin(tmp_path / "other", "run.date=2025-01-01").config).run.date == "2025-01-01"
+
+
+def replace_date(config: Config, date: str | None) -> Config:
+    return replace(config, run=replace(config.run, date=date))

@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from aligner.errors import UnavailableError
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
+from aligner.rewards.sources import WeightedSum, text_source
+from aligner.schema.reward_sources import FunctionSource, RemoteSource
+from aligner.servers.reward_server import Scoring
+from aligner.servers.validation import Limits
+from tests.servers.role_main import character_tokenizer
 
 REQUESTS = [
     ScoringRequest("2+2=", "4", {"label": "four", "answer": "4"}),
@@ -179,3 +185,25 @@ def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
         finally:
             done.set()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, ("ab<eos>", "cd<eos>")),
+        ({"skip_special_tokens": False}, ("ab<eos>", "cd<eos>")),
+        ({"skip_special_tokens": True}, ("ab", "cd")),
+    ],
+)
+def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(server, settings, asked):
+    tokenizer = character_tokenizer()
+    server.answer(200, {"rewards": [1]})
+    source = RemoteSource(name="judge", key="reward", url=server.url, timeout_s=5, **settings)
+    functions = FunctionSource(name="exact", key="reward", function="exact_match")  # which are told the text alone
+    scoring = Scoring(WeightedSum([(each, text_source(each)) for each in (source, functions)]), tokenizer, Limits(99, 99, 99))
+    prompt, response = (tokenizer.encode(text).ids for text in ("ab<eos>", "cd<eos>"))
+    tokens = torch.tensor([[*prompt, *response, 0]])
+    score = scoring.score(tokens, torch.tensor([6]), torch.tensor([3]), metadata=['{"answer": "cd"}'])
+    assert score.tolist() == [2.0]
+    ((_, _, body),) = server.asked
+    assert body == {"query": ["".join(asked)], "prompts": [asked[0]], "labels": ["cd"]}

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import builtins
+import os
+import signal
 import sys
+import threading
 
 import pytest
 
@@ -108,3 +111,30 @@ def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
 def test_a_wrong_number_of_scores_is_refused():
     with pytest.raises(ScoringError, match="1 scores for 2 requests"):
         checked_scores("lengths", one_too_few, requests("a", "b"))
+
+
+def hangs_on_seven(batch):
+    print("what a function prints is no score")
+    if any("7" in request.response for request in batch):
+        threading.Event().wait()
+    return [float(request.metadata["answer"]) for request in batch]
+
+
+def is_killed(batch):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_takes_its_place():
+    name = f"{__name__}:hangs_on_seven"
+    scorer = resolve_scorer(name, timeout_s=1)
+    about = {"answer": 2}
+    with pytest.raises(ScoringError, match=f"the scorer {name} gave no answer within 1 s, and was ended; it had 2 requests"):
+        checked_scores(name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)])
+    assert checked_scores(name, scorer, [ScoringRequest("?", "1", about)]) == [2.0]
+    with pytest.raises(ScoringError, match=r"raised KeyError: 'answer' for prompt '\?' and response '1'"):
+        checked_scores(name, scorer, [ScoringRequest("?", "1")])
+    killed = f"{__name__}:is_killed"
+    with pytest.raises(
+        ScoringError, match=f"the scorer {killed} was killed by SIGKILL.*for prompt 'Count: ' and response 'a'"
+    ):
+        checked_scores(killed, resolve_scorer(killed), requests("a"))

@@ -58,7 +58,7 @@ def test_a_sum_that_overflows_is_refused():
 
 def test_sources_are_made_from_their_settings():
     remote = text_source(RemoteSource(name="judge", key="reward", url="http://judge:5000/get_reward", timeout_s=7))
-    assert remote == TextSource("judge", RemoteScorer("http://judge:5000/get_reward", 7))
+    assert remote == TextSource("judge", RemoteScorer("http://judge:5000/get_reward", 7), skip_special_tokens=False)
     unknown = FunctionSource(name="digits", key="reward.sources.digits", function="digits")
     with pytest.raises(ConfigError, match=r"reward\.sources\.digits\.function=digits: must be one of digit_fraction"):
         text_source(unknown)

@@ -46,6 +46,10 @@ def test_exact_match_is_letter_by_letter_but_for_space_around(response, answer, 
         ("10-3", "3"),
         ("(4)-2", "2"),
         (".5 of it", "0.5"),
+        ("1e5", "100000"),
+        ("about -2.5E-3.", "-0.0025"),
+        ("1e99999999 or 3e", "3"),
+        ("3east", "3"),
         ("none", None),
         ("", None),
     ],
@@ -106,19 +110,19 @@ def test_math_is_compared_in_any_thread_and_what_takes_too_long_is_not_right():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(60)
-    checker.close()
+    checker.child.close()
     assert answers == [True, False, True]
 
 
 def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
     checker = MathChecker()
     assert checker.equal("1", "1") is True
-    assert checker._child is not None
-    checker._child.kill()
-    with pytest.raises(AlignerError, match="the process that runs math-verify ended with code -9"):
+    assert checker.child._process is not None
+    checker.child._process.kill()
+    with pytest.raises(AlignerError, match="math-verify was killed by SIGKILL: its process ended with code -9"):
         checker.equal("1", "1")
     assert checker.equal("1", "2") is False
-    checker.close()
+    checker.child.close()
 
 
 def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
@@ -144,3 +148,12 @@ def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
 def test_what_cannot_be_verified_is_told_with_the_scorer_and_the_prompt(name, metadata, message):
     with pytest.raises(ScoringError, match=f"the scorer {name}: {message}.*for prompt 'What\\?' and response '4'"):
         score(name, "4", **metadata)
+
+
+def test_a_pattern_that_takes_for_ever_is_told_by_name_and_the_next_is_matched():
+    pattern = "(a+)+b"
+    with pytest.raises(
+        ScoringError, match=r"the scorer format: its `format` '\(a\+\)\+b' took more than 2 s of processor time"
+    ):
+        score("format", "a" * 40, format=pattern)
+    assert score("format", "aab", format=pattern) == 1

@@ -79,6 +79,10 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (["reward.function=my_module:"], "reward.function=my_module:: must be one of digit_fraction"),
         ([*COMBINED, "+reward.sources.b={kind: function, function: nope}"], "reward.sources.b.function=nope: must be one of"),
         (["reward=remote"], "reward.url: missing; kind=remote needs it"),
+        (
+            [*COMBINED, "+reward.sources.b={kind: remote, url: 'http://judge/a', skip_special_tokens: 1}"],
+            "reward.sources.b.skip_special_tokens=1: must be true or false",
+        ),
         (["reward=remote", "reward.url=judge:5000"], "reward.url=judge:5000: must be http://HOST[:PORT]/PATH"),
         (["reward=remote", "reward.url='http://a/b c'"], "reward.url=http://a/b c: must be http://HOST[:PORT]/PATH"),
         (["reward=remote", "reward.url='http://:80/a'"], "reward.url=http://:80/a: must be http://HOST[:PORT]/PATH"),

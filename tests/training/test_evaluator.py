@@ -13,7 +13,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
-from aligner.schema import EvaluationConfig
+from aligner.schema import DataConfig, EvaluationConfig
 from tests.megatron.reference import save_llama
 from tests.training import evaluation_jobs
 from tests.worker_pool import WorkerPool
@@ -101,7 +101,7 @@ def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n')
     settings = EvaluationConfig(path=str(file), fields={"prompt": "question"}, count=2)
-    prompts = open_evaluation_prompts(settings, Tokenizer(llama), 4)
+    prompts = open_evaluation_prompts(settings, DataConfig(max_prompt_tokens=4), Tokenizer(llama))
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"answer": 2}), ("b", {"reference": "c"})]
     assert [prompt.id for prompt in prompts] == [2**40, 2**40 + 1]
 
@@ -117,4 +117,4 @@ def test_a_held_out_record_that_can_not_be_used_is_named(llama: Path, tmp_path: 
     file = tmp_path / "held_out.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{record}\n')
     with pytest.raises(ConfigError, match=f"{file}:2: .*{problem}"):
-        open_evaluation_prompts(EvaluationConfig(path=str(file)), Tokenizer(llama), 4)
+        open_evaluation_prompts(EvaluationConfig(path=str(file)), DataConfig(max_prompt_tokens=4), Tokenizer(llama))

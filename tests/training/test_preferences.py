@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import dataclass
+
+import pytest
 import torch
+from torch import Tensor
 
 from aligner.config.compose import compose_config
+from aligner.data.examples import open_demonstrations, open_preferences
 from aligner.data.model_directory import prepare_model
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, read_tokenizer
 from aligner.data.types import Prompt, Sample, collate
+from aligner.errors import ConfigError
+from aligner.paths import RunPaths
+from aligner.rewards.sources import ModelSource, ScoringBatch
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
-from aligner.training.preference_sampling import preferences
+from aligner.schema import DataConfig
+from aligner.training.evaluator import reference_samples
+from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.preference_sampling import PairWriter, preferences
 
 
 def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -> None:
@@ -34,6 +47,89 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
     pending = PendingRows(())
     rollout = RolloutBatch(prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending)
     assert preferences(rollout, scores, 3, tokenizer) == (
-        [{"prompt": "ab", "chosen": "22", "rejected": "333", "margin": 3.0, "scores": [2.0, -1.0]}],
+        [
+            {
+                "prompt": "ab",
+                "chosen": "22",
+                "rejected": "333",
+                "margin": 3.0,
+                "scores": [2.0, -1.0],
+                "chosen_tokens": [*tokenizer.encode("22").tolist(), end],
+                "rejected_tokens": tokenizer.encode("333").tolist(),
+            }
+        ],
         3,
     )
+
+
+@dataclass
+class Weighted:
+    """A reward model of which every token tells."""
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        return (tokens * torch.arange(1, tokens.shape[1] + 1)).cumsum(1).float()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Tokenizer:
+    """With three end tokens as Llama 3.1 has them: of a text, of a message that goes on, of a turn."""
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path_factory.mktemp('run')}"])
+    directory = shutil.copytree(prepare_model(config), tmp_path_factory.mktemp("llama") / "model")
+    tokenizer = read_tokenizer(directory)
+    tokenizer.add_special_tokens(["<|eom_id|>", "<|eot_id|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    shape = json.loads((directory / "config.json").read_text())
+    ends = [shape["eos_token_id"], tokenizer.token_to_id("<|eom_id|>"), tokenizer.token_to_id("<|eot_id|>")]
+    shape |= {"eos_token_id": ends, "vocab_size": tokenizer.get_vocab_size()}
+    (directory / "config.json").write_text(json.dumps(shape))
+    return Tokenizer(directory)
+
+
+def drawn(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -> Sample:
+    response = torch.cat([tokenizer.encode(text), torch.tensor(end, dtype=torch.int64)])
+    tokens, length, reason = torch.cat([tokenizer.encode("ab"), response]), len(response), "stop" if end else "length"
+    return Sample(prompt, index, tokens, 2, torch.zeros(length), torch.zeros(length).long(), reason)
+
+
+def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whichever_ended_it(llama, tmp_path) -> None:
+    first, other, turn = llama.eos_token_ids
+    samples = [
+        drawn(llama, 0, 0, "12", turn),
+        drawn(llama, 0, 1, "3", first),
+        drawn(llama, 1, 0, "4", other),
+        drawn(llama, 1, 1, "567"),  # cut
+    ]
+    prompts = [Prompt(each.prompt_id, "ab", llama.encode("ab")) for each in samples]
+    batch, pending, scores = collate(samples, llama.pad_token_id), PendingRows(()), torch.tensor([2.0, 1.0, 2.0, 1.0])
+    rollout = RolloutBatch(prompts, samples, batch, pending, pending)
+    paths = RunPaths(tmp_path)
+    writer = PairWriter(paths, llama)
+    records, _ = preferences(rollout, scores, 2, llama)
+    writer.write(1, records, rollout, scores)
+    writer.finish()
+
+    pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False), llama, 1).take(0, 2)
+    read = [member for pair in pairs for member in (pair.chosen, pair.rejected)]
+    given = open_demonstrations(DataConfig(path=str(paths.responses), shuffle=False), llama, 1).take(0, 4)
+    for members in (read, given):
+        assert [member.tokens.tolist() for member in members] == [sample.tokens.tolist() for sample in samples]
+    rows, model = demonstration_rows(read, llama.pad_token_id), ModelSource("judge", Weighted())
+    assert torch.equal(
+        model.raw(ScoringBatch(list, rows.tokens, rows.lengths)), model.raw(ScoringBatch(list, batch.tokens, batch.lengths))
+    )
+    # Another model's: its texts are tokenized, and end as its own do.
+    pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1).take(0, 2)
+    assert [pair.chosen.tokens[-1] for pair in pairs] == [first, first]
+
+
+def test_a_reference_that_was_drawn_keeps_the_token_that_ended_it(llama) -> None:
+    first, _, turn = llama.eos_token_ids
+    text = llama.encode("12").tolist()
+    given = [{"reference_tokens": [*text, turn]}, {"reference_tokens": text}, {}]
+    prompts = [Prompt(place, "ab", llama.encode("ab"), {"reference": "12", **each}) for place, each in enumerate(given)]
+    samples = reference_samples(prompts, [], llama, ended=True)
+    assert [sample.response.tolist() for sample in samples] == [[*text, turn], text, [*text, first]]
+    assert [sample.finish_reason for sample in samples] == ["stop", "length", "stop"]
+    wrong = Prompt(0, "ab", llama.encode("ab"), {"reference": "13", "reference_tokens": text})
+    with pytest.raises(ConfigError, match="the prompt 'ab': `reference_tokens` and `reference` are not the same"):
+        reference_samples([wrong], [], llama, ended=True)

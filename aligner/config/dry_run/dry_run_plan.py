@@ -151,7 +151,8 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
 def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
     path = config.evaluation.path
     if config.algorithm.trainer == "online" and path is not None and _is_absent(path, expected):
-        values = {"evaluation.path": _sums("held_out"), "evaluation.fields": {}}
+        values: dict[str, Any] = {"evaluation.path": _sums("held_out"), "evaluation.fields": {}}
+        values |= {"data.prompt_after": None, "data.prompt_before": None}
         yield values, f"evaluation.path={path}: not on this machine; sums take its place"
 
 

@@ -77,6 +77,7 @@ def lengths(config: Config) -> Values:
     # A response that is labeled step by step is all of its steps, of which each is cut by itself.
     longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
+        "data.drawn_tokens": False,  # they are another tokenizer's
         "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
         "data.max_response_tokens": min(data.max_response_tokens, longest_record),
         "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aligner.config.compose import save_config
 from aligner.config.prerequisites import RunPlan
-from aligner.config.resume import check_directory
+from aligner.config.resume import check_directory, dated
 from aligner.errors import AlignerError, ConfigError
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.files import write_file
@@ -60,6 +60,7 @@ def submit(plan: RunPlan) -> None:
             how = f"wait for its end, or `scancel {queued}` first"
             raise ConfigError(f"run.dir={paths.root}: queued already, as job {queued}; {how}")
         check_directory(config)
+        config = dated(config)
         with _undone_when_refused(paths):
             paths.logs.mkdir(parents=True, exist_ok=True)
             cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
