@@ -14,14 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 MODULE = "own_algorithm"
 SETTINGS = (
     *("algorithm=grpo", f"algorithm.advantage={MODULE}:rare_successes", f"algorithm.loss={MODULE}:soft_clip"),
-    *(f"algorithm.train_on={MODULE}:undecided", "run.steps=4", "run.name=own", "rollout.prompts_per_step=16"),
-    *(
-        "evaluation.every=0",
-        "actor.optimizer.warmup_steps=2",
-        "checkpoint.every=2",
-        "checkpoint.keep=4",
-        "logging.tensorboard=false",
-    ),
+    *(f"algorithm.train_on={MODULE}:undecided", "run.steps=4", "run.name=own"),
+    *("actor.optimizer.warmup_steps=2", "checkpoint.every=2", "checkpoint.keep=4", "logging.tensorboard=false"),
 )
 
 
@@ -34,12 +28,12 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(place: Path) -> None:
-    whole = run_to_end(place / "whole", *SETTINGS, experiment="arithmetic", timeout_s=300)
+    whole = run_to_end(place / "whole", *SETTINGS)
     assert [step["step"] for step in whole.metrics] == [1, 2, 3, 4]
     for step in whole.metrics:
         assert step["policy/grad_norm"] > 0 and 0 <= step["policy/far_fraction"] <= 1
     shutil.copytree(whole.paths.root, place / "parts", ignore=shutil.ignore_patterns("step_4", "logs"))
-    resumed = run_to_end(place / "parts", *SETTINGS, "run.resume=true", experiment="arithmetic")
+    resumed = run_to_end(place / "parts", *SETTINGS, "run.resume=true")
     done_again = [got != before for got, before in zip(resumed.metrics, whole.metrics, strict=True)]  # times differ
     assert done_again == [False, False, True, True]
     assert repeatable(resumed.metrics) == repeatable(whole.metrics)
