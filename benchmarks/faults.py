@@ -211,7 +211,7 @@ def _flip(paths: RunPaths, draw: float) -> str:
     files = _saved_files(paths)
     place = draw * len(files)
     file = files[int(place)]
-    _flip_bit(file, place % 1, int(draw * 1e6) % 8)
+    flip_bit(file, place % 1, int(draw * 1e6) % 8)
     return file.name
 
 
@@ -221,7 +221,7 @@ def _saved_files(paths: RunPaths) -> list[Path]:
     return sorted(file for file in (*newest.rglob("*"), *paths.journal.glob("*")) if file.is_file() and file.stat().st_size)
 
 
-def _flip_bit(file: Path, place: float, bit: int) -> None:
+def flip_bit(file: Path, place: float, bit: int) -> None:
     """Flip one at a place from 0 to 1 of the file."""
     content = bytearray(file.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
@@ -261,7 +261,7 @@ def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequen
         for place in (0.0, 0.5, 1 - 1e-9):
             copy, before = directory / f"{name.name}_{place:.1f}", left_behind()
             shutil.copytree(stopped.paths.root, copy)
-            _flip_bit(copy / name, place, 2)
+            flip_bit(copy / name, place, 2)
             with Launch(copy, *given, "run.resume=auto") as launch:
                 run = launch.finish(_TIMEOUT_S)
             left = sorted(left_behind() - before)

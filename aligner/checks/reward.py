@@ -86,13 +86,13 @@ def _size_problems(config: Config, policy: ModelShape | None, source: ModelSourc
 def _vocabulary_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:
     """A reward model to which the policy's tokens are others, or unknown."""
     named, own = f"{source.key}.path={source.path}", _policy_directory(config)
-    if (difference := own and vocabulary_difference(own, Path(source.path))) is not None:
+    written = None if own is None else read_vocabulary(own)
+    if (difference := vocabulary_difference(written, read_vocabulary(Path(source.path)))) is not None:
         yield f"{named}: {difference}; it scores the policy's tokens, so give a reward model with the policy's tokenizer"
         return
     if policy is None or model.vocab_size >= policy.vocab_size:
         return
     # The policy may have embeddings to spare.
-    written = read_vocabulary(own) if own is not None else None
     vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
     if model.vocab_size < vocabulary:
         yield (

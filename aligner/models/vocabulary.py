@@ -22,12 +22,11 @@ def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
         return None
 
 
-def vocabulary_difference(policy: Path, other: Path) -> str | None:
-    """How another model's tokens differ from those that the policy writes, in words.
+def vocabulary_difference(written: Mapping[int, str] | None, known: Mapping[int, str] | None) -> str | None:
+    """How the tokens that another model knows differ from those that the policy writes, in words.
 
     None where each of the policy's ids is the same token to both, and where one of them has no tokenizer to compare.
     """
-    written, known = read_vocabulary(policy), read_vocabulary(other)
     if written is None or known is None:
         return None
     others = [id for id, token in written.items() if known.get(id) != token]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.tokenizer import read_tokenizer
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
-from aligner.models.vocabulary import vocabulary_difference
+from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import ModelSource, RewardNormalizer, RewardSource, ScoringBatch, WeightedSum, text_source
 from aligner.schema import Config, reward_sources
@@ -143,7 +143,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
         if isinstance(source, reward_sources.ModelSource):
             assert build_model is not None
             # Before the launch the policy's directory may not be there.
-            if (difference := vocabulary_difference(directory, Path(source.path))) is not None:
+            known = read_vocabulary(Path(source.path))
+            if (difference := vocabulary_difference(read_vocabulary(directory), known)) is not None:
                 raise ConfigError(f"{source.key}.path={source.path}: {difference}; give one with the policy's tokenizer")
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))

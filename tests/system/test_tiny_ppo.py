@@ -19,7 +19,7 @@ from aligner.data.model_directory import check_model_directory
 from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
 from aligner.paths import complete_steps
-from benchmarks.faults import GROUPS, random_faults, run_disturbed
+from benchmarks.faults import GROUPS, flip_bit, random_faults, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import ADAPTIVE
@@ -186,19 +186,13 @@ def stopped(undisturbed: Finished, directory: Path) -> Path:
     return directory / "checkpoints"
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["policy", "critic"])
 def test_a_run_with_a_flipped_bit_in_its_newest_checkpoint_goes_on_from_the_one_before(
     undisturbed: Finished, tmp_path: Path, part: str
 ) -> None:
     checkpoints = stopped(undisturbed, tmp_path / "run")
-    flip(checkpoints / "step_12" / part / "rank_0.safetensors")
+    flip_bit(checkpoints / "step_12" / part / "rank_0.safetensors", 0.5, 0)
     run = run_to_end(tmp_path / "run", *FROM_THE_NEWEST)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:12])
     assert checkpoint_differences(undisturbed.paths, run.paths, 12) == []
@@ -213,8 +207,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothin
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     checkpoints = stopped(undisturbed, tmp_path / "run")
-    flip(checkpoints / "step_12" / "manifest.json")
-    flip(checkpoints / "step_6" / "critic" / "updates.json")
+    flip_bit(checkpoints / "step_12" / "manifest.json", 0.5, 0)
+    flip_bit(checkpoints / "step_6" / "critic" / "updates.json", 0.5, 0)
     with Launch(tmp_path / "run", *FROM_THE_NEWEST) as launch:
         run = launch.finish(150)
     assert run.code == 1, run.report()
