@@ -4,7 +4,7 @@ An undisturbed run of `tiny_ppo`, then, for each seed, the same run with faults 
 and critic have two ranks, the reward model two replicas; a generator draws the samples while older ones are learned from
 (`rollout.max_staleness=1`).
 
-`--campaign kill` is SIGKILL to a random rank of each group of `--role`: `servers` is critic and both replicas, `all` one of
+`--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and both replicas, `all` one of
 each role. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, on any role:
 
 - kill, stop: a rank, or the gateway or Triton of a server
@@ -105,10 +105,13 @@ class Fault:
 def random_faults(
     seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int], action: str = "kill"
 ) -> list[Fault]:
-    """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds."""
+    """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds.
+
+    Successive seeds take a group's ranks in turn.
+    """
     draw = random.Random(seed)
     moments = [(group, draw.randrange(1, steps - 1), draw.uniform(0, step_s)) for group in groups]
-    faults = [Fault(action, group, draw.randrange(ranks.get(group, 1)), step, delay_s) for group, step, delay_s in moments]
+    faults = [Fault(action, group, seed % ranks.get(group, 1), step, delay_s) for group, step, delay_s in moments]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
 
 
