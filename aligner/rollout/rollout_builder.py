@@ -282,10 +282,4 @@ def truncated(sample: Sample, token_id: int, after: int) -> Sample:
     if not len(found):
         return replace(sample, finish_reason="length")
     kept = after + int(found[0]) + 1
-    return replace(
-        sample,
-        tokens=sample.tokens[: sample.prompt_length + kept],
-        engine_logprobs=sample.engine_logprobs[:kept],
-        weight_versions=sample.weight_versions[:kept],
-        finish_reason="stop",
-    )
+    return sample.cut(kept, "stop")

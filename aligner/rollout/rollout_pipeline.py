@@ -277,7 +277,7 @@ class RolloutPipeline:
         """The batch that `_to_tensors` and `_to_json` were given."""
         scored: Future[Tensor] = Future()
         scored.set_result(tensors["scores"])
-        samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+        samples = samples_from_tensors(tensors)
         return self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
 
 
@@ -293,10 +293,8 @@ def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
-    integers, logprobs = samples_to_tensors(drawn.samples, max(sample.tokens.numel() for sample in drawn.samples))
     return {
-        "integers": integers,
-        "logprobs": logprobs,
+        **samples_to_tensors(drawn.samples),
         "scores": drawn.all_scores.local(),
         "rows": _rows(drawn).contiguous(),
     }
