@@ -4,10 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.types import PolicyLoss, Rows, Stats
+from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
@@ -51,26 +52,32 @@ class Policy(CheckpointedModel):
         self._reference = runner.host_copy() if keeps_copy else {}
         runner.start_training()
 
-    def logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
+    def logprobs(
+        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, kept: KeptTokens | None = None
+    ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-        `temperature` is the sampling temperature where None.
+        `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were drawn among, which is then
+        what their probabilities sum to 1 over.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens)
+        return _logprobs(self.runner, tokens, lengths, kept, temperature=chosen, chunk_tokens=self._chunk_tokens)
 
-    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
+    def reference_logprobs(
+        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, kept: KeptTokens | None = None
+    ) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, temperature=temperature)
+            return self.logprobs(tokens, lengths, temperature=temperature, kept=kept)
 
     def train(
         self, minibatch: Rows, loss: PolicyLoss[Any], *, denominator: float | None = None, group: int = 1
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
+        Log-probs and entropy are among what the minibatch says that tokens were drawn among.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
         together, in their order.
         """
@@ -80,7 +87,9 @@ class Policy(CheckpointedModel):
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
-            logprobs, entropy = _score(self.runner, output, batch, self.temperature, self._chunk_tokens, with_entropy=True)
+            logprobs, entropy = _score(
+                self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, with_entropy=True
+            )
             assert entropy is not None
             entropies = batch.unpack_targets(entropy)
             value, stats = loss(batch.unpack_targets(logprobs), entropies, rows, shared)
@@ -101,14 +110,23 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
-        return _logprobs(runner, tokens, lengths, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+        return _logprobs(runner, tokens, lengths, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     finally:
         worlds.shutdown()
 
 
-def _logprobs(runner: ModelRunner, tokens: Tensor, lengths: Tensor, *, temperature: float, chunk_tokens: int) -> Tensor:
+def _logprobs(
+    runner: ModelRunner,
+    tokens: Tensor,
+    lengths: Tensor,
+    kept: KeptTokens | None,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
-        return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens)[0])
+        its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
+        return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens, its)[0])
 
     return runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
 
@@ -119,9 +137,11 @@ def _score(
     batch: PackedBatch,
     temperature: float,
     chunk_tokens: int,
+    kept: KeptTokens | None,
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of the micro-batch's targets; `kept` is [N, L-1]."""
     head: VocabularyHead = runner.chunks[-1].output_layer
     return head.logprobs(
         output[0],
@@ -130,6 +150,7 @@ def _score(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        kept=None if kept is None else kept.at(torch.unravel_index(batch.target_rows, kept.counts.shape)),
     )
 
 

@@ -86,8 +86,8 @@ class OnlineTrainer(TrainingLoop):
         """Make experience of the samples, and learn from it."""
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
-            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
-            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
+            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, kept=batch.kept)
+            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, kept=batch.kept)
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
