@@ -89,6 +89,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
     notices = examples.notices
     examples, held_out = examples.hold_out(data.held_out)
+    if held_out:
+        drawn = f"drawn by seed={config.seed}" if data.shuffle else "the last ones, as data.shuffle=false"
+        notices = (*notices, f"data.held_out={data.held_out}: of each source's rows, {drawn}")
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
     # Samples have the prompts that the policy was given, cut by then.
