@@ -1,15 +1,16 @@
 """Data between ranks: as tensors and JSON, never as pickled objects."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import FINISH_REASONS, Sample
+from aligner.data.types import FINISH_REASONS, KeptTokens, Sample, kept_by
 
 T = TypeVar("T")
 
@@ -30,22 +31,28 @@ def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = Non
     """The JSON value of the group's rank `source` on every rank. Collective."""
     if not is_distributed(group):
         return value
-    data = json.dumps(value).encode() if dist.get_rank(group) == source else b""
+    return json.loads(_broadcast_bytes(json.dumps(value).encode() if dist.get_rank(group) == source else b"", source, group))
+
+
+def _broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:
     length = torch.tensor([len(data)])
     dist.broadcast(length, group=group, group_src=source)
     buffer = torch.frombuffer(bytearray(data.ljust(int(length))), dtype=torch.uint8)
     dist.broadcast(buffer, group=group, group_src=source)
-    return json.loads(buffer.numpy().tobytes())
+    return buffer.numpy().tobytes()
 
 
 def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON value, in rank order, on every rank of the group. Collective."""
     if not is_distributed(group):
         return [value]
-    data = json.dumps(value).encode()
-    width = int(max(_all_gathered(torch.tensor([len(data)]), group)))
-    buffers = _all_gathered(torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group)
-    return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
+    return [json.loads(data) for data in _gathered_bytes(json.dumps(value).encode(), group)]
+
+
+def _gathered_bytes(data: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+    lengths = [int(length) for length in _all_gathered(torch.tensor([len(data)]), group)]
+    buffers = _all_gathered(torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8), group)
+    return [buffer.numpy().tobytes()[:length] for buffer, length in zip(buffers, lengths, strict=True)]
 
 
 def _all_gathered(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
@@ -57,53 +64,71 @@ def _all_gathered(tensor: Tensor, group: ProcessGroup | None = None) -> list[Ten
 def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sample]:
     """The samples of the ranks in `sources`, in that order, on every rank of the world.
 
-    Every rank calls it and every source holds equally many; tensors travel, no pickled objects.
+    Every rank calls it; tensors travel, no pickled objects.
     """
     if not is_distributed():
         return list(samples)
-    widths = torch.tensor([max(sample.tokens.numel() for sample in samples), len(samples)])
-    dist.all_reduce(widths, op=dist.ReduceOp.MAX)
-    width, count = int(widths[0]), int(widths[1])
-    if len(samples) != count:
-        raise ValueError(f"rank {dist.get_rank()} has {len(samples)} samples, another has {count}")
-    integers, logprobs = (_all_gathered(tensor) for tensor in samples_to_tensors(samples, width))
-    return [sample for rank in sources for sample in samples_from_tensors(integers[rank], logprobs[rank])]
+    gathered = _gathered_bytes(save(samples_to_tensors(samples)))
+    return [sample for rank in sources for sample in samples_from_tensors(load(gathered[rank]))]
 
 
 def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:
     """Rank 0's samples on every rank of the world; the others give None. Collective."""
     if not is_distributed():
         return list(samples or ())
-    width = max((sample.tokens.numel() for sample in samples or ()), default=0)
-    count, width = broadcast_json([len(samples or ()), width])
-    integers, logprobs = samples_to_tensors(samples or (), width)
-    if dist.get_rank():
-        integers, logprobs = integers.new_zeros(count, integers.shape[1]), logprobs.new_zeros(count, width)
-    dist.broadcast(integers, 0)
-    dist.broadcast(logprobs, 0)
-    return samples_from_tensors(integers, logprobs)
+    return samples_from_tensors(load(_broadcast_bytes(b"" if dist.get_rank() else save(samples_to_tensors(samples or ())))))
 
 
-def samples_to_tensors(samples: Sequence[Sample], width: int) -> tuple[Tensor, Tensor]:
-    """int64 [N, 5 + 2·width]: prompt id, sample index, length, prompt length, finish, tokens, versions; float32 [N, width]."""
-    integers = torch.zeros(len(samples), 5 + 2 * width, dtype=torch.int64)
-    logprobs = torch.zeros(len(samples), width)
-    for row, sample in enumerate(samples):
-        length, response = sample.tokens.numel(), sample.engine_logprobs.numel()
-        finish = FINISH_REASONS.index(sample.finish_reason)
-        integers[row, :5] = torch.tensor([sample.prompt_id, sample.sample_index, length, sample.prompt_length, finish])
-        integers[row, 5 : 5 + length] = sample.tokens
-        integers[row, 5 + width : 5 + width + response] = sample.weight_versions
-        logprobs[row, :response] = sample.engine_logprobs
-    return integers, logprobs
+def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """What `samples_from_tensors` makes the same samples of, but for their metadata: tensors of all of them, end to end.
+
+    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and tokens with routes.
+    """
+    heads = [
+        (
+            *(sample.prompt_id, sample.sample_index, sample.tokens.numel(), sample.prompt_length),
+            *(FINISH_REASONS.index(sample.finish_reason), 0 if sample.routes is None else len(sample.routes)),
+        )
+        for sample in samples
+    ]
+    none = torch.empty(0, dtype=torch.int64)
+    tensors = {
+        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
+        "tokens": torch.cat([none, *(sample.tokens for sample in samples)]),
+        "versions": torch.cat([none, *(sample.weight_versions for sample in samples)]),
+        "logprobs": torch.cat([torch.empty(0), *(sample.engine_logprobs for sample in samples)]),
+    }
+    if (kept := kept_by(samples)) is not None:
+        tensors |= {"kept_counts": kept.counts, "kept_ids": kept.ids}
+    if routes := [sample.routes for sample in samples if sample.routes is not None]:
+        tensors["routes"] = torch.cat(routes)
+    return tensors
 
 
-def samples_from_tensors(integers: Tensor, logprobs: Tensor) -> list[Sample]:
-    """The samples that `samples_to_tensors` made these of."""
-    samples, width = [], logprobs.shape[1]
-    for row, scores in zip(integers, logprobs, strict=True):
-        prompt_id, sample_index, length, prompt_length, finish = row[:5].tolist()
-        response = length - prompt_length
-        tokens, versions, reason = row[5 : 5 + length], row[5 + width : 5 + width + response], FINISH_REASONS[finish]
-        samples.append(Sample(prompt_id, sample_index, tokens, prompt_length, scores[:response], versions, reason))
-    return samples
+def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The samples that `samples_to_tensors` made these of, without metadata."""
+    heads = tensors["heads"]
+    lengths, responses = heads[:, 2].tolist(), (heads[:, 2] - heads[:, 3]).tolist()
+    parts = {name: tensors[name].split(responses) for name in ("versions", "logprobs")}
+    tokens = tensors["tokens"].split(lengths)
+    kept = routes = None
+    if "kept_counts" in tensors:
+        of_all = KeptTokens.in_order(tensors["kept_counts"], tensors["kept_ids"])
+        places = torch.arange(len(of_all.counts)).split(responses)
+        kept = [of_all.at(place) for place in places]
+    if "routes" in tensors:
+        routes = tensors["routes"].split(heads[:, 5].tolist())
+    return [
+        Sample(
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            tokens=tokens[row],
+            prompt_length=prompt_length,
+            engine_logprobs=parts["logprobs"][row],
+            weight_versions=parts["versions"][row],
+            finish_reason=FINISH_REASONS[finish],
+            kept=None if kept is None else kept[row],
+            routes=routes[row] if routes is not None and routed else None,
+        )
+        for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(heads.tolist())
+    ]

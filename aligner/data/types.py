@@ -34,6 +34,44 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """What tokens were drawn among where sampling left some of the vocabulary out, as top-k and top-p do."""
+
+    counts: Tensor
+    """int64 [...]: to how many each one's choice was left; 0: to all"""
+    starts: Tensor
+    """int64 [...]: where in `ids` these begin"""
+    ids: Tensor
+    """int32 [K]: token ids"""
+
+    @classmethod
+    def in_order(cls, counts: Tensor, ids: Tensor) -> Self:
+        """Of counts [N], whose ids are one after another."""
+        return cls(counts, counts.cumsum(0) - counts, ids)
+
+    @classmethod
+    def of_all(cls, tokens: int) -> Self:
+        """Of so many tokens, each drawn among all."""
+        none = torch.zeros(tokens, dtype=torch.int64)
+        return cls(none, none, none[:0].int())
+
+    def at(self, index: Any) -> Self:
+        """Those of some tokens: `index` is one of `counts`."""
+        return replace(self, counts=self.counts[index], starts=self.starts[index])
+
+    def in_rows(self) -> tuple[Tensor, Tensor]:
+        """Every id that these tokens kept, int64 [M], behind which token's it is, int64 [M], counted over their flat order."""
+        counts = self.counts.flatten()
+        token = torch.repeat_interleave(counts)
+        place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
+        return token, self.ids[self.starts.flatten()[token] + place].long()
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return replace(self, counts=self.counts.to(device), starts=self.starts.to(device), ids=self.ids.to(device))
+
+
+@dataclass(frozen=True)
 class Sample:
     """One generated response with its prompt. It has a token at least, unless it is unfinished."""
 
@@ -48,11 +86,29 @@ class Sample:
     """int64 [R]: version of the weights that drew each response token."""
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    kept: KeptTokens | None = None
+    """[R]: what each response token was drawn among, where log-probs are of these alone; None: everywhere all"""
+    routes: Tensor | None = None
+    """uint8 or int16 [T-1, L, K]: the experts that the engine chose for each token but the last, in each of L layers; those of
+    the weights that drew the token after it. None where the engine does not tell."""
 
     @property
     def response(self) -> Tensor:
         """int64 [R]: the tokens after the prompt."""
         return self.tokens[self.prompt_length :]
+
+    def cut(self, response_tokens: int, finish_reason: FinishReason) -> Self:
+        """The sample with its first so many response tokens."""
+        length = self.prompt_length + response_tokens
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            engine_logprobs=self.engine_logprobs[:response_tokens],
+            weight_versions=self.weight_versions[:response_tokens],
+            finish_reason=finish_reason,
+            kept=None if self.kept is None else self.kept.at(slice(response_tokens)),
+            routes=None if self.routes is None else self.routes[: length - 1],
+        )
 
     def __post_init__(self) -> None:
         response = self.tokens.numel() - self.prompt_length
@@ -62,6 +118,16 @@ class Sample:
             raise ValueError(
                 f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but log-probs"
                 f" {tuple(self.engine_logprobs.shape)} and versions {tuple(self.weight_versions.shape)}"
+            )
+        if self.kept is not None and self.kept.counts.shape != (response,):
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but {tuple(self.kept.counts.shape)}"
+                " sets of kept tokens"
+            )
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1):
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.sample_index}: routes are {tuple(self.routes.shape)}, must be of"
+                f" {self.tokens.numel() - 1} tokens"
             )
 
 
@@ -77,7 +143,10 @@ def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences to learn from, right-padded; subclasses add tensors [B], or [B, S-1] with entry t for token t+1, or None."""
+    """Sequences to learn from, right-padded.
+
+    Subclasses add tensors [B], or [B, S-1, ...] with entry t for token t+1, kept tokens [B, S-1], or None.
+    """
 
     tokens: Tensor
     """int64 [B, S]"""
@@ -90,27 +159,30 @@ class Rows:
         batch, length = self.tokens.shape
         if self.lengths.shape != (batch,):
             raise ValueError(f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}")
-        for name, tensor in self._tensors().items():
-            allowed = (batch,) if tensor.ndim == 1 else (batch, length - 1)
-            if name != "tokens" and tensor.shape != allowed:
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, must be {allowed}")
+        for name, member in self._members().items():
+            shape = member.shape if isinstance(member, Tensor) else member.counts.shape
+            allowed = (batch,) if len(shape) == 1 else (batch, length - 1)
+            if name != "tokens" and shape[:2] != allowed:
+                raise ValueError(f"{name} is {tuple(shape)}, must be {allowed}")
 
     def select(self, rows: Tensor, width: int | None = None) -> Self:
         """Some rows (int64 [N]), in that order, cut to `width` tokens."""
         length = self.tokens.shape[1] if width is None else width
 
-        def picked(name: str, tensor: Tensor) -> Tensor:
-            return tensor[rows] if tensor.ndim == 1 else tensor[rows, : length if name == "tokens" else length - 1]
+        def picked(name: str, member: Any) -> Any:
+            if isinstance(member, KeptTokens):
+                return member.at((rows, slice(length - 1)))
+            return member[rows] if member.ndim == 1 else member[rows, : length if name == "tokens" else length - 1]
 
-        return replace(self, **{name: picked(name, tensor) for name, tensor in self._tensors().items()})
+        return replace(self, **{name: picked(name, member) for name, member in self._members().items()})
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+        return replace(self, **{name: member.to(device) for name, member in self._members().items()})
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _members(self) -> dict[str, Any]:
         members = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: tensor for name, tensor in members.items() if tensor is not None}
+        return {name: member for name, member in members.items() if member is not None}
 
 
 RowsT = TypeVar("RowsT", bound=Rows)
@@ -130,6 +202,10 @@ class SampleBatch(Rows):
     """int64 [B]: places in FINISH_REASONS"""
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
+    kept: KeptTokens | None = field(default=None, kw_only=True)
+    """[B, S-1]: what each response token was drawn among; None: everywhere all"""
+    routes: Tensor | None = field(default=None, kw_only=True)
+    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
 
     @property
     def samples_per_prompt(self) -> int:
@@ -151,7 +227,7 @@ class ScoredSamples(SampleBatch):
     values: Tensor | None
     """float32 [B, S-1]; None without a critic"""
     old_logprobs: Tensor
-    """float32 [B, S-1]: the trainer's, before the step's first update"""
+    """float32 [B, S-1]: the trainer's, before the step's first update; NaN until then where nothing else asks for them"""
     reference_logprobs: Tensor
     """float32 [B, S-1]: the initial model's"""
     cut_values: Tensor | None = field(default=None, kw_only=True)
@@ -182,6 +258,16 @@ def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor
     return (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
 
 
+def kept_by(samples: Sequence[Sample]) -> KeptTokens | None:
+    """What the response tokens of these samples were drawn among, one after another; None where no sample tells."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    kept = [sample.kept or KeptTokens.of_all(len(sample.response)) for sample in samples]
+    return KeptTokens.in_order(
+        torch.cat([each.counts for each in kept]), torch.cat([each.in_rows()[1] for each in kept]).int()
+    )
+
+
 def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     """Pad samples to the longest one, on the right."""
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
@@ -193,4 +279,11 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     versions[mask] = torch.cat([sample.weight_versions for sample in samples])
     reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
     groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
-    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
+    kept, routes = kept_by(samples), None
+    if kept is not None:
+        counts, starts = torch.zeros(mask.shape, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.int64)
+        counts[mask], starts[mask] = kept.counts, kept.starts
+        kept = KeptTokens(counts, starts, kept.ids)
+    if samples[0].routes is not None:
+        routes = pad_sequence([sample.routes for sample in samples if sample.routes is not None], batch_first=True)
+    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups, kept=kept, routes=routes)

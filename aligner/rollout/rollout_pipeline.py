@@ -271,13 +271,14 @@ class RolloutPipeline:
             for prompt, sample in zip(fields["prompts"], samples, strict=True)
         ]
         batch = collate(samples, self._pad_token_id)
-        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), fields["deferred"], fields["skipped"])
+        counts = fields["deferred"], fields["skipped"], tuple(fields["left_out"])
+        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), *counts)
 
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
         """The batch that `_to_tensors` and `_to_json` were given."""
         scored: Future[Tensor] = Future()
         scored.set_result(tensors["scores"])
-        samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+        samples = samples_from_tensors(tensors)
         return self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
 
 
@@ -289,14 +290,12 @@ def _rows(drawn: RolloutBatch) -> Tensor:
 
 def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
     prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
-    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped}
+    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped, "left_out": drawn.left_out}
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
-    integers, logprobs = samples_to_tensors(drawn.samples, max(sample.tokens.numel() for sample in drawn.samples))
     return {
-        "integers": integers,
-        "logprobs": logprobs,
+        **samples_to_tensors(drawn.samples),
         "scores": drawn.all_scores.local(),
         "rows": _rows(drawn).contiguous(),
     }

@@ -46,18 +46,16 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Tensors and JSON that `from_saved` makes the same stragglers of."""
     samples = [sample for straggler in stragglers for sample in straggler.samples]
-    width = max((sample.tokens.numel() for sample in samples), default=0)
-    integers, logprobs = samples_to_tensors(samples, width)
     records = []
     for straggler in stragglers:
         fields = prompt_fields(straggler.prompt)
         records.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
-    return {"integers": integers, "logprobs": logprobs}, records
+    return samples_to_tensors(samples), records
 
 
 def from_saved(tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> tuple[Straggler, ...]:
     """The stragglers as they were."""
-    samples = samples_from_tensors(tensors["integers"], tensors["logprobs"])
+    samples = samples_from_tensors(tensors)
     stragglers, first = [], 0
     for fields in records:
         own = samples[first : first + fields["samples"]]

@@ -85,7 +85,9 @@ class Connection:
     def infer(
         self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float, look_s: float | None = None
     ) -> dict[str, NDArray]:
-        """The endpoint's outputs for these inputs. Raises TransportError, or RemoteError with the server's own words.
+        """The endpoint's outputs for these inputs, of optional ones those that it gives.
+
+        Raises TransportError, or RemoteError with the server's own words.
 
         With `look_s` a server that takes longer is asked for its health, which it tells also while it is at work, and is left
         with a TransportError where it does not within as long again.
@@ -105,7 +107,8 @@ class Connection:
             raise self._told(endpoint, error, timeout_s) from None
         except ValueError as error:  # gRPC's for a call on a channel that was closed before it
             raise self._hung_up() if self._is_closed else error from None
-        return {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
+        answer = {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
+        return {name: array for name, array in answer.items() if array is not None}
 
     def _watched(self, name: str, inputs: list[Any], timeout_s: float, look_s: float) -> Any:
         answered: Future[Any] = Future()

@@ -25,6 +25,7 @@ from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.wire_protocol import (
+    ALSO_DRAWN,
     DRAWN,
     GENERATE,
     PROTOCOL_VERSION,
@@ -147,7 +148,7 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
         "lengths": tensor(arrays["sequence_lengths"])[:, 0],
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
-    request |= {spec.name: tensor(arrays[spec.name]) for spec in DRAWN if spec.name in arrays}
+    request |= {spec.name: tensor(arrays[spec.name]) for spec in (*DRAWN, *ALSO_DRAWN) if spec.name in arrays}
     numbers = {name: int(arrays[name][0]) for name in ("samples_per_prompt", "weight_version", "enough") if name in arrays}
     due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
     samples = caller("generate", request, options=options, due=due, **numbers)

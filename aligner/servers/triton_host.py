@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,8 @@ class TritonHost:
                 # PyTriton tells a model's instances apart by their functions.
                 infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
-                outputs=[_bound(tensor, spec.batching) for tensor in spec.outputs],
+                # PyTriton refuses the word at outputs, and takes answers without them.
+                outputs=[_bound(replace(tensor, optional=False), spec.batching) for tensor in spec.outputs],
                 config=ModelConfig(
                     batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
                 ),

@@ -146,6 +146,32 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
     _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 of a complete response, allowed: at least 1")
+    _check_also_drawn(arrays, limits)
+
+
+def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
+    if ("kept_counts" in arrays) != ("kept_ids" in arrays):
+        raise RequestError("generate: got one of kept_counts and kept_ids, allowed: both or neither")
+    if "kept_counts" in arrays:
+        counts, ids = arrays["kept_counts"], arrays["kept_ids"]
+        _check_range("kept_counts", counts, 0, limits.vocab_size, "the vocabulary")
+        _check_range("kept_ids", ids, 0, limits.vocab_size - 1, "the vocabulary's ids")
+        if max(int(counts.sum()), 1) != len(ids):
+            raise RequestError(f"kept_ids: got {len(ids)}, allowed: as many as kept_counts says, {int(counts.sum())}")
+    if "routes" in arrays:
+        longest = (
+            int(
+                (
+                    np.repeat(arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0)
+                    + arrays["response_lengths"]
+                ).max()
+            )
+            - 1
+        )
+        if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
+            raise RequestError(
+                f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least T={longest} tokens a row"
+            )
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.types import FinishReason, Sample
+from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2
@@ -126,6 +126,13 @@ DRAWN = (
     TensorSpec("weight_versions", np.int64, ("N", "R")),
     TensorSpec("stopped", np.int64, ("N", 1)),
 )
+# Where the engine tells what it drew among (counts, 0 for the whole vocabulary, and the ids one after another), and the
+# experts of every token of a begun response but its last.
+ALSO_DRAWN = (
+    TensorSpec("kept_counts", np.int64, ("N", "R"), optional=True),
+    TensorSpec("kept_ids", np.int32, ("I",), optional=True),
+    TensorSpec("routes", np.int16, ("N", "T", "L", "K"), optional=True),
+)
 GENERATE = EndpointSpec(
     "generate",
     (
@@ -135,13 +142,13 @@ GENERATE = EndpointSpec(
         TensorSpec("samples_per_prompt", np.int64, (1,)),
         TensorSpec("options", np.bytes_, (1,)),
         TensorSpec("weight_version", np.int64, (1,), optional=True),
-        *(replace(spec, optional=True) for spec in DRAWN),
+        *(replace(spec, optional=True) for spec in (*DRAWN, *ALSO_DRAWN)),
         TensorSpec("enough", np.int64, (1,), optional=True),
         TensorSpec("due", np.int64, ("B", 1), optional=True),
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    DRAWN,
+    (*DRAWN, *ALSO_DRAWN),
     batching=False,
 )
 CONTROL = EndpointSpec(
@@ -168,24 +175,40 @@ def array_text(array: NDArray) -> str:
 
 
 def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Their responses, as `DRAWN` names and shapes them; zeros behind a response."""
+    """Their responses, as `DRAWN` and `ALSO_DRAWN` name and shape them; zeros behind a response."""
 
     def padded(rows: Iterable[Tensor]) -> Tensor:
         block = pad_sequence(list(rows), batch_first=True)
         return block if block.shape[1] else block.new_zeros(len(samples), 1)
 
-    return {
+    tensors = {
         "responses": padded(sample.response for sample in samples),
         "response_lengths": torch.tensor([[len(sample.response)] for sample in samples]),
         "logprobs": padded(sample.engine_logprobs for sample in samples),
         "weight_versions": padded(sample.weight_versions for sample in samples),
         "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
     }
+    if (kept := kept_by(samples)) is not None:
+        tensors["kept_counts"] = padded(kept.counts.split([len(sample.response) for sample in samples]))
+        tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)  # Triton knows no empty tensors
+    routed = [sample.routes for sample in samples if sample.routes is not None]
+    if routed:
+        none = routed[0][:0]
+        tensors["routes"] = padded(none if sample.routes is None else sample.routes for sample in samples).short()
+    return tensors
 
 
 def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The same samples with the responses that `response_tensors` made these of."""
     reasons = {code: reason for reason, code in _FINISH_CODES.items()}
+    kept = routes = None
+    if "kept_counts" in tensors:
+        counts = tensors["kept_counts"]
+        flat = KeptTokens.in_order(counts.flatten(), tensors["kept_ids"])
+        kept = replace(flat, counts=counts, starts=flat.starts.view(counts.shape))
+    if "routes" in tensors:
+        routes = tensors["routes"]
+        routes = routes if bool((routes > 255).any()) else routes.byte()
     changed = []
     for row, sample in enumerate(samples):
         length = int(tensors["response_lengths"][row, 0])
@@ -197,6 +220,8 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 engine_logprobs=tensors["logprobs"][row, :length],
                 weight_versions=tensors["weight_versions"][row, :length],
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],
+                kept=None if kept is None else kept.at((row, slice(length))),
+                routes=None if routes is None or not length else routes[row, : len(prompt) + length - 1],
             )
         )
     return changed

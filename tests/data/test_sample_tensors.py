@@ -1,0 +1,110 @@
+"""What engines tell of every token goes with the samples: between ranks, over the wire, into checkpoints and batches."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.types import KeptTokens, Sample, collate
+from aligner.rollout.rollout_builder import truncated
+from aligner.servers.wire_protocol import response_tensors, with_responses
+
+EXPERTS = 3, 2
+"""Layers, and experts a token."""
+
+
+def a_sample(prompt: int, index: int, length: int, kept: list[list[int]] | None, *, routed: bool, seed: int = 0) -> Sample:
+    """A prompt of `prompt` tokens with a response of `length`, unfinished where that is 0."""
+    draw = torch.Generator().manual_seed(seed + 10 * prompt + index)
+    tokens = torch.randint(50, (prompt + length,), generator=draw)
+    tokens[:prompt] = torch.arange(prompt)
+    counts = None if kept is None else torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
+    return Sample(
+        prompt_id=prompt,
+        sample_index=index,
+        tokens=tokens,
+        prompt_length=prompt,
+        engine_logprobs=torch.randn(length, generator=draw),
+        weight_versions=torch.randint(9, (length,), generator=draw),
+        finish_reason="length" if length else "unfinished",
+        kept=None
+        if counts is None
+        else KeptTokens.in_order(counts, torch.tensor([token for ids in kept or [] for token in ids]).int()),
+        routes=torch.randint(8, (prompt + length - 1, *EXPERTS), generator=draw).byte() if routed and length else None,
+    )
+
+
+def samples(*, kept: bool, routed: bool) -> list[Sample]:
+    return [
+        a_sample(2, 0, 3, [[5, 6], [], [7]] if kept else None, routed=routed),
+        a_sample(2, 1, 0, [] if kept else None, routed=routed),
+        a_sample(4, 0, 2, [[], [1, 2, 3]] if kept else None, routed=routed),
+        a_sample(4, 1, 1, [[9]] if kept else None, routed=routed),
+    ]
+
+
+def sets(kept: KeptTokens | None) -> list[list[int]] | None:
+    """The ids, by token."""
+    if kept is None:
+        return None
+    token, ids = kept.in_rows()
+    return [ids[token == place].tolist() for place in range(kept.counts.numel())]
+
+
+def assert_same(got: Sample, expected: Sample) -> None:
+    for member in fields(Sample):
+        value, wanted = getattr(got, member.name), getattr(expected, member.name)
+        if isinstance(wanted, Tensor):
+            assert value.dtype == wanted.dtype, member.name
+            assert torch.equal(value, wanted), member.name
+        elif member.name == "kept":
+            assert sets(value) == sets(wanted)
+        else:
+            assert value == wanted, member.name
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("routed", [False, True])
+def test_samples_come_back_from_their_tensors_and_from_the_wire_as_they_were(kept: bool, routed: bool) -> None:
+    given = samples(kept=kept, routed=routed)
+    for got, expected in zip(samples_from_tensors(samples_to_tensors(given)), given, strict=True):
+        assert_same(got, expected)
+    wired = {name: torch.from_numpy(tensor.numpy().copy()) for name, tensor in response_tensors(given).items()}
+    for got, expected in zip(with_responses(given, wired), given, strict=True):
+        assert_same(got, expected)
+
+
+def test_no_samples_are_no_tensors_of_anything() -> None:
+    assert samples_from_tensors(samples_to_tensors([])) == []
+
+
+def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
+    given = [sample for sample in samples(kept=True, routed=True) if sample.finish_reason != "unfinished"]
+    batch = collate(given, pad_token_id=0)
+    chosen = torch.tensor([2, 0])
+    rows = batch.select(chosen, width=5)
+    assert rows.kept is not None
+    assert rows.routes is not None
+    for row, place in enumerate(chosen.tolist()):
+        sample = given[place]
+        assert sample.routes is not None
+        responses = slice(sample.prompt_length - 1, sample.tokens.numel() - 1)
+        assert sets(rows.kept.at((row, responses))) == sets(sample.kept)
+        assert not rows.kept.counts[row, : sample.prompt_length - 1].any(), "prompts are not drawn"
+        assert torch.equal(rows.routes[row, : len(sample.routes)], sample.routes)
+
+
+def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
+    sample = a_sample(2, 0, 3, [[5, 6], [], [7]], routed=True)
+    cut = truncated(sample, int(sample.tokens[3]), 1)
+    assert (sets(cut.kept), cut.finish_reason) == ([[5, 6], []], "stop")
+    assert sample.routes is not None
+    assert cut.routes is not None
+    assert torch.equal(cut.routes, sample.routes[:3])
+
+
+def test_what_does_not_fit_the_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="sets of kept tokens"):
+        a_sample(2, 0, 3, [[5]], routed=False)
