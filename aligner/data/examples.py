@@ -144,13 +144,21 @@ def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data
     allowed = f"data.max_response_tokens={limit}"
     drawn = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None
     if drawn is not None:
-        _, asked = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
+        asked = _given_prompt(record, tokenizer, data)
         answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
     else:
         prompt, response = exchange(record, answer, tokenizer)
         _, asked = prompt_tokens(record, prompt, tokenizer, data)
         answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
     return Demonstration(torch.cat([asked, answered]), asked.numel())
+
+
+def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
+    """The prompt of a response that was drawn: the tokens that the record says it was given as, else as any other."""
+    given, limit = drawn_tokens(record.values, "prompt", record.origin, tokenizer), data.max_prompt_tokens
+    if given is None:
+        return prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]
+    return within(given, record.text("prompt"), "prompt", record.origin, limit, f"data.max_prompt_tokens={limit}")
 
 
 def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:

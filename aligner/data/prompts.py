@@ -194,8 +194,9 @@ def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowe
 def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer) -> Tensor | None:
     """int64 [R]: what a response was drawn as, its end included where it has one; None where only its text is known.
 
-    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them.
-    Raises BadRecord where they are no tokens, or do not say what the text does.
+    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them; the
+    prompt's are those that it was given as, a chat template's special tokens and the tokenizer's own included. Raises
+    BadRecord where they are no tokens, or do not say what the text does.
     """
     field = f"{name}_tokens"
     if field not in values and name == "response" and "finish_reason" in values:
@@ -206,7 +207,10 @@ def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: T
     is_list = isinstance(tokens, list) and bool(tokens)
     if not is_list or not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
         raise BadRecord(f"{origin}: `{field}` must be a list of the model's tokens, 0 to {tokenizer.vocab_size - 1}")
-    if (said := tokenizer.decode(tokens)) != values.get(name):
+    text = values.get(name)
+    if name == "prompt" and isinstance(text, str):
+        text = tokenizer.decode(encoded(text, origin, tokenizer))
+    if (said := tokenizer.decode(tokens)) != text:
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by which the tokens say {said!r};"
             f" where another model drew them, give data.drawn_tokens=false, or leave them out"

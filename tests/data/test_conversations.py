@@ -18,13 +18,17 @@ from aligner.data.examples import Demonstration, open_demonstrations, open_prefe
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts, read_prompts, to_prompt
 from aligner.data.tokenizer import Tokenizer, read_tokenizer
+from aligner.data.types import Sample, collate
 from aligner.errors import ConfigError
 from aligner.rewards.sources import ModelSource, WeightedSum
+from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig, EvaluationConfig
 from aligner.schema.reward_sources import ModelSource as ModelSettings
 from aligner.servers.reward_server import Scoring
 from aligner.servers.validation import Limits
 from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.preference_sampling import preferences
 
 BOS, EOS, END, HEAD, HEAD_END = "<|begin|>", "<|end|>", "<|im_end|>", "<|im_start|>", "<|head_end|>"
 CHATML = (
@@ -165,6 +169,32 @@ def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_
     (serve,) = scoring.endpoints(call).values()  # type: ignore[arg-type]
     serve({"sentences": sentences})
     assert scored[0].tolist() == [tokenizer.encode(f"{BOS}one and two").tolist()] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"), [(CHATML, {}), (LLAMA3, {}), ("", {"long_prompts": "cut_end", "max_prompt_tokens": 5})]
+)
+def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
+    tmp_path: Path, template: str, settings: dict[str, Any]
+) -> None:
+    tokenizer = model(tmp_path, template=template, post=f"{BOS} $A")
+    row = {"prompt": TURNS[:2] if template else "one, it is one and two more"}
+    (prompt,) = open_prompts(records(tmp_path, row, **settings), tokenizer, 1).take(0, 1)
+    samples = []
+    for index, text in enumerate(("two", "four")):
+        response = tokenizer.encode(text)
+        length, tokens = response.numel(), torch.cat([prompt.tokens, response])
+        zeros = torch.zeros(length)
+        samples.append(Sample(0, index, tokens, prompt.tokens.numel(), zeros, zeros.long(), "length"))
+    pending = PendingRows(())
+    rollout = RolloutBatch([prompt] * 2, samples, collate(samples, 0), pending, pending)
+    pairs, _ = preferences(rollout, torch.tensor([1.0, 0.0]), 2, tokenizer)
+    (pair,) = open_preferences(records(tmp_path, *pairs), tokenizer, 1).take(0, 1)
+    for member, sample in zip((pair.chosen, pair.rejected), samples, strict=True):
+        assert member.prompt_length == sample.prompt_length and torch.equal(member.tokens, sample.tokens)
+    wrong = pairs[0] | {"prompt_tokens": tokenizer.encode("four").tolist()}
+    with pytest.raises(ConfigError, match="`prompt_tokens` and `prompt` are not the same with this model's tokenizer"):
+        open_preferences(records(tmp_path, wrong), tokenizer, 1)
 
 
 def test_a_long_prompt_is_an_error_left_out_or_cut_behind_its_beginning(tmp_path: Path) -> None:
