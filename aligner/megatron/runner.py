@@ -104,11 +104,14 @@ class ModelRunner:
         layout = world.layout
         self._cut = Cut(
             sequence=layout.tensor if layout.sequence else 1,
+            sequence_rank=world.place.tensor if layout.sequence else 0,
             context=layout.context,
             context_rank=world.place.context,
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
+        self.routes_differing: float | None = None
+        """Of the last `rows` with routes: the share of choices (token × layer) that the router would have made otherwise."""
         self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:
@@ -133,10 +136,10 @@ class ModelRunner:
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
-        """`pack_share` of a whole batch, tokens int64 [B, S] and lengths int64 [B], for this rank's data rank.
+    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1, routes: Tensor | None = None) -> list[PackedBatch]:
+        """`pack_share` of a whole batch for this rank's data rank: int64 [B, S], int64 [B] and routes [B, S-1, L, K].
 
-        Raises AlignerError for a sequence that is longer than the model's positions.
+        Raises AlignerError for a sequence that is longer than the model's positions, and for routes of another model.
         """
         place, layout = self.world.place, self.world.layout
         longest = int(lengths.max())
@@ -145,6 +148,8 @@ class ModelRunner:
                 f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model has"
                 f" {self.shape.max_positions} positions; shorten the prompts or the responses"
             )
+        if routes is not None:
+            self._check_routes(routes)
         return pack_share(
             tokens,
             lengths,
@@ -156,19 +161,41 @@ class ModelRunner:
             # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many as there are stages.
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             group=group,
+            routes=routes,
         )
 
-    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput) -> Tensor:
+    def _check_routes(self, routes: Tensor) -> None:
+        """Experts that are not there would fail on some rank alone, while the others wait for it."""
+        shape = self.shape
+        wanted, most = (shape.num_layers, shape.experts_per_token), int(routes.max()) if routes.numel() else 0
+        if routes.shape[2:] != wanted or not 0 <= most < shape.num_experts:
+            raise AlignerError(
+                f"routes of {tuple(routes.shape[2:])} layers and experts a token, up to expert {most}: the model has {wanted},"
+                f" of {shape.num_experts} experts"
+            )
+
+    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput, routes: Tensor | None = None) -> Tensor:
         """What `read` makes of each sequence, for the whole batch and on every rank: float32 [B, width].
 
         `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
         """
-        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths)
+        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths, routes=routes)
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
                 collected[batch.batch_rows, : part.shape[1]] = part.cpu()
+        if routes is not None:
+            self.routes_differing = self._differing_share(batches)
         return self.world.sum_(collected)
+
+    def _differing_share(self, batches: Sequence[PackedBatch]) -> float:
+        counts = torch.zeros(2, dtype=torch.float64)
+        for routes in (batch.sequences.routes for batch in batches):
+            if routes is not None and routes.differing:
+                choices = len(routes.places) * len(routes.differing)
+                counts += torch.tensor([float(torch.stack(routes.differing).sum()), choices], dtype=torch.float64)
+        differing, choices = self.world.sum_(counts).tolist()
+        return differing / max(choices, 1)
 
     def forward(self, batches: Sequence[PackedBatch], read: ReadOutput) -> list[Tensor]:
         """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list elsewhere."""

@@ -86,8 +86,9 @@ class OnlineTrainer(TrainingLoop):
         """Make experience of the samples, and learn from it."""
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
-            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
-            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
+            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, routes=batch.routes)
+            differing = self.policy.runner.routes_differing
+            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, routes=batch.routes)
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
@@ -102,6 +103,8 @@ class OnlineTrainer(TrainingLoop):
         if not len(experience.tokens):
             return {}
         stats = experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
+        if differing is not None:
+            stats["mismatch/routes"] = differing
         stats |= self._update(step, experience, timer)
         self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats
@@ -135,7 +138,8 @@ class OnlineTrainer(TrainingLoop):
         updates: list[dict[str, float]] = []
         for part in minibatches:
             loss = algorithm.loss(part, self.kl_controller.coefficient)
-            stats = self.policy.train(part, loss, denominator=algorithm.denominator(part), group=algorithm.group)
+            shared = algorithm.denominator(part)
+            stats = self.policy.train(part, loss, denominator=shared, group=algorithm.group, routes=part.routes)
             updates.append(stats)
             if limit is not None and stats.get("approx_kl", 0.0) > limit:
                 break
