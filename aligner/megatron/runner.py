@@ -111,7 +111,7 @@ class ModelRunner:
         )
         self.updates = 0
         self.routes_differing: float | None = None
-        """Of the last `rows` with routes: the share of choices (token × layer) that the router would have made otherwise."""
+        """Of the last `rows` with routes: the share of choices, in a layer each, that the router would have made otherwise."""
         self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:

@@ -234,7 +234,11 @@ def attend(
     from aligner.megatron.layers import PackedAttention
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
-    cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())
+    cut = Cut(
+        context=world.layout.context,
+        context_rank=world.place.context,
+        context_group=parallel_state.get_context_parallel_group(),
+    )
     rows, width = len(lengths), max(lengths)
     # Tokens that tell where each packed token comes from.
     batch = pack(torch.arange(rows * width).view(rows, width), torch.tensor(lengths), torch.arange(rows), world.device, cut)
