@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.data.export import Source
@@ -78,13 +79,16 @@ class Policy(CheckpointedModel):
         *,
         denominator: float | None = None,
         group: int = 1,
+        before: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
-        together, in their order. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
+        together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
+        on every rank; zero outside the mask. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
         """
+        seen = torch.zeros(minibatch.mask.shape)
         tokens = max(float(minibatch.mask.sum()), 1.0)
         shared = tokens if denominator is None else denominator
 
@@ -93,11 +97,16 @@ class Policy(CheckpointedModel):
             batch = _only_targets(batch, rows.mask)
             logprobs, entropy = _score(self.runner, output, batch, self.temperature, self._chunk_tokens, with_entropy=True)
             assert entropy is not None
-            entropies = batch.unpack_targets(entropy)
-            value, stats = loss(batch.unpack_targets(logprobs), entropies, rows, shared)
+            entropies, unpacked = batch.unpack_targets(entropy), batch.unpack_targets(logprobs)
+            if self.runner.world.speaks_for_outputs:
+                seen[batch.batch_rows, : unpacked.shape[1]] = unpacked.detach().cpu()
+            value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
+        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
+        if before is not None:
+            before.copy_(self.runner.world.sum_(seen))
+        return stats
 
 
 def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ class ModelRunner:
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
-        self.routes_differing: float | None = None
-        """Of the last `rows` with routes: the share of choices, in a layer each, that the router would have made otherwise."""
+        self.routes_differing = math.nan
+        """Of the last pass with routes: the share of choices, in a layer each, that the router would have made otherwise."""
         self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:
@@ -184,18 +184,17 @@ class ModelRunner:
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
                 collected[batch.batch_rows, : part.shape[1]] = part.cpu()
-        if routes is not None:
-            self.routes_differing = self._differing_share(batches)
+        self._count_differing(batches)
         return self.world.sum_(collected)
 
-    def _differing_share(self, batches: Sequence[PackedBatch]) -> float:
-        counts = torch.zeros(2, dtype=torch.float64)
-        for routes in (batch.sequences.routes for batch in batches):
-            if routes is not None and routes.differing:
-                choices = len(routes.places) * len(routes.differing)
-                counts += torch.tensor([float(torch.stack(routes.differing).sum()), choices], dtype=torch.float64)
-        differing, choices = self.world.sum_(counts).tolist()
-        return differing / max(choices, 1)
+    def _count_differing(self, batches: Sequence[PackedBatch]) -> None:
+        passed = [batch.sequences.routes for batch in batches if batch.sequences.routes is not None]
+        if not passed:
+            return
+        counts = [[float(sum(each.differing)), float(len(each.places) * len(each.differing))] for each in passed]
+        # What ranks have in common, and a pass that recomputes, counts several times, above and below the line.
+        differing, choices = self.world.sum_(torch.tensor(counts, dtype=torch.float64).sum(0)).tolist()
+        self.routes_differing = differing / max(choices, 1)
 
     def forward(self, batches: Sequence[PackedBatch], read: ReadOutput) -> list[Tensor]:
         """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list elsewhere."""
@@ -234,6 +233,7 @@ class ModelRunner:
         self.optimizer.zero_grad()
         parts = self._run_schedule(self.ddp, step, batches, forward_only=False)
         taken = self._take_step()
+        self._count_differing(batches)
         self.updates += 1
         stats = self._reduce_stats(parts)
         if taken["skipped"]:

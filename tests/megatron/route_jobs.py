@@ -60,9 +60,9 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
     differing = actor.runner.routes_differing
     stats, gradients = jobs.observed_train(actor, experience)
-    after = jobs.slices(actor.runner.weights)
+    result = {"logprobs": logprobs, "stats": stats, "gradients": gradients, "after": jobs.slices(actor.runner.weights)}
     worlds.shutdown()
-    return {"logprobs": logprobs, "stats": stats, "gradients": gradients, "after": after, "differing": differing}
+    return result | {"differing": differing, "updating": actor.runner.routes_differing}
 
 
 def sampled(directory: str) -> SampleBatch:
@@ -97,14 +97,19 @@ def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
     return result
 
 
-def told_and_logprobs(directory: str, layout: dict[str, Any], routes: Tensor) -> tuple[float | None, Tensor, Tensor]:
-    """The share of routes that differ, and log-probs of policy and reference."""
-    actor = jobs.policy(directory, layout)
+def told_and_logprobs(directory: str, layout: dict[str, Any], routes: Tensor) -> tuple[list[float], Tensor, Tensor]:
+    """The share of routes that differ, of each pass, and log-probs of policy and reference."""
+    actor = jobs.policy(directory, layout, {"recompute": "full"})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    told = []
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=routes)
+    told.append(actor.runner.routes_differing)
     reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
+    told.append(actor.runner.routes_differing)
+    actor.train(experience, jobs.loss, routes=routes)
+    told.append(actor.runner.routes_differing)
     worlds.shutdown()
-    return actor.runner.routes_differing, logprobs, reference
+    return told, logprobs, reference
 
 
 def refused_routes(directory: str, routes: Tensor) -> str:
