@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.errors import AlignerError
@@ -34,6 +35,8 @@ class SamplingOptions:
     """Take the most probable token."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these, which it includes."""
+    routes: bool = False
+    """Tell the experts that were chosen for each token: of mixtures of experts alone, by an engine that can."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -76,6 +79,8 @@ def request_problems(requests: Sequence[GenerationRequest], options: SamplingOpt
     problems = [problem for request in requests for problem in _problems(request, options, shape)]
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
         problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
+    if options.routes and not shape.num_experts:
+        problems.append("routes=true: the model has no experts")
     return list(dict.fromkeys(problems))
 
 
@@ -132,6 +137,8 @@ class PartialResponse:
     versions: list[int] = field(default_factory=list)
     """Of the weights that drew each token."""
     finish_reason: FinishReason | None = None
+    routes: list[Tensor] = field(default_factory=list)
+    """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
 
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
@@ -145,6 +152,7 @@ class PartialResponse:
             weight_versions=torch.tensor(self.versions, dtype=torch.int64),
             finish_reason=self.finish_reason or "unfinished",
             metadata=prompt.metadata,
+            routes=torch.cat(self.routes) if self.tokens and self.routes else None,
         )
 
 

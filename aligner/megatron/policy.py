@@ -52,20 +52,25 @@ class Policy(CheckpointedModel):
         self._reference = runner.host_copy() if keeps_copy else {}
         runner.start_training()
 
-    def logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
+    def logprobs(
+        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, routes: Tensor | None = None
+    ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-        `temperature` is the sampling temperature where None.
+        `temperature` is the sampling temperature where None. Tokens go through the experts of `routes` [B, S-1, L, K] where
+        given; `runner.routes_differing` then says how many would have gone elsewhere.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens)
+        return _logprobs(self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens, routes=routes)
 
-    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None) -> Tensor:
+    def reference_logprobs(
+        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, routes: Tensor | None = None
+    ) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, temperature=temperature)
+            return self.logprobs(tokens, lengths, temperature=temperature, routes=routes)
 
     def train(
         self,
@@ -75,12 +80,13 @@ class Policy(CheckpointedModel):
         denominator: float | None = None,
         group: int = 1,
         before: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
         together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
-        on every rank; zero outside the mask.
+        on every rank; zero outside the mask. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
         """
         seen = torch.zeros(minibatch.mask.shape)
         tokens = max(float(minibatch.mask.sum()), 1.0)
@@ -97,7 +103,7 @@ class Policy(CheckpointedModel):
             value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
+        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
         if before is not None:
             before.copy_(self.runner.world.sum_(seen))
         return stats
@@ -120,11 +126,19 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         worlds.shutdown()
 
 
-def _logprobs(runner: ModelRunner, tokens: Tensor, lengths: Tensor, *, temperature: float, chunk_tokens: int) -> Tensor:
+def _logprobs(
+    runner: ModelRunner,
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    routes: Tensor | None = None,
+) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
         return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens)[0])
 
-    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
+    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read, routes)
 
 
 def _score(

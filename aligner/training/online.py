@@ -88,10 +88,11 @@ class OnlineTrainer(TrainingLoop):
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
             if self._asks_before_update(step):
-                old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths)
+                old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, routes=batch.routes)
             else:
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
-            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths)
+            differing = self.policy.runner.routes_differing
+            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, routes=batch.routes)
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
@@ -107,6 +108,9 @@ class OnlineTrainer(TrainingLoop):
             return {}
         stats, experience = self._update(step, experience, timer)
         stats |= experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
+        if batch.routes is not None:
+            asked = self._asks_before_update(step)
+            stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
         self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats
 
@@ -150,7 +154,12 @@ class OnlineTrainer(TrainingLoop):
         for part in minibatches:
             loss = algorithm.loss(part, self.kl_controller.coefficient)
             stats = self.policy.train(
-                part, loss, denominator=algorithm.denominator(part), group=algorithm.group, before=before
+                part,
+                loss,
+                denominator=algorithm.denominator(part),
+                group=algorithm.group,
+                before=before,
+                routes=part.routes,
             )
             updates.append(stats)
             if limit is not None and stats.get("approx_kl", 0.0) > limit:

@@ -91,6 +91,8 @@ class TensorRTLLMEngine(GenerationEngine):
             raise AlignerError(
                 "engine.kind=tensorrt_llm: a response cannot go on from tokens that it is given; allowed: embedded"
             )
+        if options.routes:
+            raise AlignerError("engine.kind=tensorrt_llm: it does not tell which experts it chose; allowed: embedded")
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
         self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
