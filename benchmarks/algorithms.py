@@ -7,8 +7,9 @@ included; exits 1 unless all do.
 minibatches are drawn at once, so that the last update of a step is N - 1 updates off-policy, at the same number of samples and
 updates in all. `--figure FILE.svg` draws it (needs matplotlib: the figures extra).
 
-`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples up to 1 and 4 versions old.
-It exits 1 unless every such run ends within 0.05 of its algorithm's run in turn.
+`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples up to `--staleness`
+versions old, whose age the loss accounts for, or does not (`--uncorrected`). It exits 1 unless the mean over `--seeds` of
+every algorithm that does is within 0.05 of its mean in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,14 @@ OFF_POLICY = ("ppo", "rloo", "proximal_rloo", "online_dpo")
 MINIBATCHES = (1, 4, 16)
 BESIDE = ("online_dpo", "ppo_decoupled", "dapo")
 STALENESS = (0, 1, 4)
-_CORRECTED = ("copg", "dapo", "online_dpo", "ppo_decoupled")
-"""What accounts for the age of samples by itself; others are told to in runs beside training."""
-_OF_RESPONSES = ("proximal_rloo", "rloo")
+_NEVER_MINDS = "copg"
+"""Its gradient is right whoever drew the samples."""
+_CORRECTIONS = {
+    **dict.fromkeys(("copg", "dapo", "online_dpo", "ppo_decoupled"), ()),
+    "proximal_rloo": ("algorithm.ratio_against=sampler",),
+    "rloo": ("algorithm.truncated_importance=sequence",),
+}
+"""What has an algorithm account for the age of samples; the others weigh each token."""
 _CLOSE = 0.05
 _PROMPTS = 64
 """Prompts of one optimizer step in the off-policy study."""
@@ -72,9 +79,9 @@ def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[
     }
 
 
-def off_policy(algorithms: Sequence[str], updates: int, seeds: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+def off_policy(algorithms: Sequence[str], updates: int, seeds: Sequence[int], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The off-policy study, a run at a time."""
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         for count in MINIBATCHES:
             for algorithm in algorithms:
                 overrides = (
@@ -88,20 +95,31 @@ def off_policy(algorithms: Sequence[str], updates: int, seeds: int, timeout_s: f
                 yield {"minibatches": count, "seed": seed} | measure(algorithm, overrides, timeout_s)
 
 
-def beside(algorithms: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+def beside(
+    algorithms: Sequence[str], staleness: Sequence[int], seeds: Sequence[int], uncorrected: bool, timeout_s: float
+) -> Iterator[dict[str, Any]]:
     """Generation in turn with training and beside it, a run at a time."""
-    for algorithm in algorithms:
-        for max_staleness in STALENESS:
-            overrides = ["engine.placement=server", f"rollout.max_staleness={max_staleness}"]
-            if max_staleness and algorithm not in _CORRECTED:
-                overrides.append(f"algorithm.truncated_importance={'sequence' if algorithm in _OF_RESPONSES else 'token'}")
-            yield {"max_staleness": max_staleness} | measure(algorithm, overrides, timeout_s)
+    for seed in seeds:
+        for algorithm in algorithms:
+            for age in staleness:
+                for corrected in (True, False) if uncorrected and age and algorithm != _NEVER_MINDS else (True,):
+                    overrides = (f"seed={seed}", "engine.placement=server", f"rollout.max_staleness={age}")
+                    if age and corrected:
+                        overrides += _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",))
+                    elif age:
+                        overrides += ("algorithm.truncated_importance=none", "algorithm.uncorrected_staleness=true")
+                    told = {"max_staleness": age, "corrected": corrected, "seed": seed}
+                    yield told | measure(algorithm, overrides, timeout_s)
 
 
 def are_close(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether every run beside training ends where its algorithm's run in turn does."""
-    in_turn = {row["algorithm"]: row["pass_at_1_after"] for row in rows if row["max_staleness"] == 0}
-    return all(abs(row["pass_at_1_after"] - in_turn[row["algorithm"]]) <= _CLOSE for row in rows)
+    """Whether every corrected algorithm beside training ends, on average over its seeds, where it does in turn."""
+    passed: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        if row["corrected"]:
+            passed[row["algorithm"], row["max_staleness"]].append(row["pass_at_1_after"])
+    means = {run: sum(values) / len(values) for run, values in passed.items()}
+    return all(abs(mean - means.get((algorithm, 0), mean)) <= _CLOSE for (algorithm, _), mean in means.items())
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -141,16 +159,20 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=4.0, help="in which it must (4)")
     parser.add_argument("--off-policy", action="store_true", help="run the off-policy study instead")
     parser.add_argument("--beside", action="store_true", help="run the study of generation beside training instead")
+    parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS, help="in which samples may be so old (0 1 4)")
+    parser.add_argument("--uncorrected", action="store_true", help="and without accounting for it, too")
     parser.add_argument("--updates", type=int, default=96, help="optimizer steps of a run of the study (96)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point of the study (1)")
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the study")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
     parsed = parser.parse_args()
+    seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
     timeout_s = 60 * max(parsed.minutes, 1) * 3  # a first run trains the start too
     if parsed.off_policy:
-        runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, parsed.seeds, timeout_s)
+        runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, seeds, timeout_s)
     elif parsed.beside:
-        runs = beside(parsed.algorithms or BESIDE, timeout_s)
+        runs = beside(parsed.algorithms or BESIDE, parsed.staleness, seeds, parsed.uncorrected, timeout_s)
     else:
         measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)  # what all start from
         runs = (measure(algorithm, (), timeout_s) for algorithm in parsed.algorithms or online_algorithms())

@@ -16,7 +16,7 @@ from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import FINISH_REASONS, Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
 from aligner.schema import AlgorithmConfig, Config
-from aligner.schema.derived import overlong_buffer, rows_together
+from aligner.schema.derived import asks_before_update, overlong_buffer, rows_together
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class OnlineAlgorithm:
     group: int
     """The loss must see so many rows in a row together."""
     max_response_tokens: int
+    asks_before_update: bool
+    """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss takes its own."""
 
     def scored_samples(
         self,
@@ -49,14 +51,17 @@ class OnlineAlgorithm:
 
         A KL penalty in the reward is taken token by token, the score on the last response token.
         """
-        kl, cut_values = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator), None
+        coefficient = 0.0 if self._kl_in_loss else kl_coefficient
+        kl, cut_values = torch.zeros_like(reference_logprobs), None
+        if coefficient:
+            kl = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator)
         if values is not None and self.settings.bootstrap_cut:
             after_last = values.gather(1, batch.lengths[:, None] - 1)[:, 0]
             cut_values = torch.where(has_ended(batch), 0.0, after_last)
         samples = ScoredSamples(
             **vars(batch),
             scores=scores,
-            rewards=penalized_rewards(scores, kl, 0.0 if self._kl_in_loss else kl_coefficient, batch.mask),
+            rewards=penalized_rewards(scores, kl, coefficient, batch.mask),
             values=None if values is None else torch.where(batch.mask, values[:, :-1], 0.0),
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
@@ -117,6 +122,7 @@ class OnlineAlgorithm:
         tokens_a_row: float,
         kl_coefficient: float,
     ) -> tuple[Tensor, Stats]:
+        rows = replace(rows, old_logprobs=torch.where(rows.old_logprobs.isnan(), logprobs.detach(), rows.old_logprobs))
         mask, aggregation = rows.mask, self.settings.aggregation
         weights = None
         if aggregation == "sequence":
@@ -157,6 +163,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         shaping=build_shaping(config),
         group=rows_together(config),
         max_response_tokens=config.rollout.max_response_tokens,
+        asks_before_update=asks_before_update(config),
     )
 
 

@@ -21,6 +21,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _loss_problems(config.algorithm)
         yield from _sample_problems(config)
         yield from _penalty_problems(config)
+        yield from _replay_problems(config, model)
 
 
 def _preference_problems(config: Config) -> Iterator[str]:
@@ -63,6 +64,18 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.ratio_against=sampler: truncated_importance={settings.truncated_importance} would correct for the"
             " sampler twice; give truncated_importance=none, or ratio_against=trainer"
+        )
+
+
+def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+    if not config.algorithm.replay_routes:
+        return
+    if model is not None and not model.num_experts:
+        yield "algorithm.replay_routes=true: the model has no experts; give false"
+    if config.engine.kind == "tensorrt_llm":
+        yield (
+            "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts it chose; give false, or use"
+            " engine=embedded"
         )
 
 

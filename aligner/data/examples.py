@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.prompts import asked_part, drawn_tokens, exchange, prompt_text, tokenize_text, within
+from aligner.data.conversations import all_turns, exchange, prompt_text
+from aligner.data.prompts import drawn_tokens, encoded, prompt_tokens, tokenize_text, within
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ class Demonstration:
     """int64 [T]: prompt and response"""
     prompt_length: int
     """In tokens, at least 1, as the response has."""
+    learned: Tensor | None = None
+    """bool [T]: which tokens are learned from, behind the prompt; None for all there."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
     notices = examples.notices
     examples, held_out = examples.hold_out(data.held_out)
+    if held_out:
+        drawn = f"drawn by seed={config.seed}" if data.shuffle else "the last ones, as data.shuffle=false"
+        notices = (*notices, f"data.held_out={data.held_out}: of each source's rows, {drawn}")
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
     # Samples have the prompts that the policy was given, cut by then.
@@ -102,10 +108,13 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
 def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
     """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
 
+    With `data.learned_turns` of all a conversation's response begins with its first answer, and only answers are learned from.
+
     All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
     to be skipped, a record that is not as it must be or too long, with its place.
     """
-    return _open(data, seed, lambda record: _demonstration(record, "response", tokenizer, data))
+    parse = _conversation if data.learned_turns == "all" else _demonstration
+    return _open(data, seed, lambda record: parse(record, "response", tokenizer, data))
 
 
 def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
@@ -135,18 +144,45 @@ def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data
     allowed = f"data.max_response_tokens={limit}"
     drawn = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None
     if drawn is not None:
-        asked = _prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
+        asked = _given_prompt(record, tokenizer, data)
         answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
     else:
         prompt, response = exchange(record, answer, tokenizer)
-        asked = _prompt_tokens(record, prompt, tokenizer, data)
+        _, asked = prompt_tokens(record, prompt, tokenizer, data)
         answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
     return Demonstration(torch.cat([asked, answered]), asked.numel())
 
 
-def _prompt_tokens(record: Record, text: str, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
-    text, limit = asked_part(text, data, record.origin), data.max_prompt_tokens
-    return tokenize_text(text, "prompt", record.origin, tokenizer, limit, f"data.max_prompt_tokens={limit}")
+def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
+    """The prompt of a response that was drawn: the tokens that the record says it was given as, else as any other."""
+    given, limit = drawn_tokens(record.values, "prompt", record.origin, tokenizer), data.max_prompt_tokens
+    if given is None:
+        return prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]
+    return within(given, record.text("prompt"), "prompt", record.origin, limit, f"data.max_prompt_tokens={limit}")
+
+
+def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
+    """All of a conversation's answers, each with its end; a response that was drawn is learned from alone."""
+    if data.drawn_tokens and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None:
+        return _demonstration(record, answer, tokenizer, data)
+    prompt, segments = all_turns(record, answer, tokenizer)
+    _, asked = prompt_tokens(record, prompt, tokenizer, data)
+    parts = [encoded(segment.text, record.origin, tokenizer) for segment in segments]
+    learned = [torch.zeros(part.numel(), dtype=torch.bool) for part in parts]
+    for segment, part, mask in zip(segments, parts, learned, strict=True):
+        mask[: tokenizer.end_of(part)] = segment.is_answer
+    tokens, mask = torch.cat(parts), torch.cat(learned)
+    # A template may have an answer's end behind what it marks as the answer.
+    mask[1:] |= tokenizer.ends(tokens)[1:] & mask[:-1]
+    if data.end_of_sequence:
+        tokens = tokenizer.ended(tokens)
+        mask = torch.cat([mask, mask.new_ones(1)])[: tokens.numel()]
+        mask[-1] = True
+    limit = data.max_response_tokens
+    allowed = f"data.max_response_tokens={limit}, which all that follows the first prompt shares"
+    within(tokens, segments[0].text, answer, record.origin, limit, allowed)
+    mask = torch.cat([torch.zeros(asked.numel(), dtype=torch.bool), mask])
+    return Demonstration(torch.cat([asked, tokens]), asked.numel(), mask)
 
 
 def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
@@ -177,7 +213,7 @@ def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> La
             raise BadRecord(f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one")
         if label not in (0, 1):
             raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
-    tokens = [_prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)]
+    tokens = [prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]]
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}, which all steps share"
     for index, step in enumerate(steps):

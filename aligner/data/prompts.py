@@ -1,8 +1,7 @@
-"""Prompts and responses of records, plain texts or chat messages, and prompts as an endless stream.
+"""Prompts and responses of records as tokens, and prompts as an endless stream.
 
-Plain texts are taken as they are. Messages are a list of `{"role": …, "content": …}`; what a response is then, its
-end-of-turn marker included, is what the model's chat template adds to the prompt once it is answered. Of a conversation of
-several turns only the last answer is learned from; the earlier ones are part of the prompt.
+A plain prompt begins with the special tokens that the model's tokenizer itself puts before a text, such as a
+beginning-of-sequence token; a chat template has them in its words. Nothing is put before a response.
 """
 
 import json
@@ -14,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.data.conversations import PromptText, prompt_text
 from aligner.data.records import (
     BadRecord,
+    LongPrompt,
     Record,
     convert,
     given_examples,
@@ -26,11 +27,10 @@ from aligner.data.records import (
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError
 from aligner.schema import DataConfig, EvaluationConfig
 from aligner.schema.data_sources import DataSource
 
-_ASSISTANT = "assistant"
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
 
@@ -47,7 +47,7 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStr
     """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
 
     Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
-    a usable prompt of at most `data.max_prompt_tokens` tokens, with its place.
+    a usable prompt of at most `data.max_prompt_tokens` tokens, with its place; of longer ones as `data.long_prompts` says.
     """
 
     def parse(record: Record) -> Prompt:
@@ -83,11 +83,40 @@ def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokeni
 
 
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
-    text, limit = asked_part(prompt_text(record, tokenizer), data, record.origin), data.max_prompt_tokens
-    return to_prompt(record, text, tokenizer, limit, f"data.max_prompt_tokens={limit}")
+    text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
+    return Prompt(0, text, tokens, _metadata(record))
 
 
-def asked_part(text: str, data: DataConfig, origin: str) -> str:
+def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig) -> tuple[str, Tensor]:
+    """What the model is given of a prompt, as text and as tokens, int64 [P].
+
+    Raises BadRecord for one that cannot be tokenized, or, unless it is to be cut, is longer than `data.max_prompt_tokens`.
+    """
+    text, limit, origin = _asked_part(prompt.text, data, record.origin), data.max_prompt_tokens, record.origin
+    tokens = encoded(text, origin, tokenizer, begins=not prompt.is_worded)
+    if tokens.numel() > limit and data.long_prompts.startswith("cut") and not prompt.is_worded:
+        text, tokens = _cut(text, tokens, limit, tokenizer, keeps_end=data.long_prompts == "cut_start")
+    try:
+        return text, within(tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}")
+    except BadRecord as error:
+        if data.long_prompts == "drop" and tokens.numel():
+            raise LongPrompt(str(error)) from error
+        if data.long_prompts != "error" and prompt.is_worded:
+            raise BadRecord(f"{error}; data.long_prompts={data.long_prompts} would break the chat template's words") from error
+        raise
+
+
+def _cut(text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keeps_end: bool) -> tuple[str, Tensor]:
+    """The end, or the beginning, of a text with more tokens than `limit`, behind the special ones that it begins with."""
+    before = tokens.numel() - tokenizer.encode(text).numel()
+    room, own = limit - before, tokens[before:]
+    if room < 1:
+        return text, tokens
+    own = own[-room:] if keeps_end else own[:room]
+    return tokenizer.decode(own, skip_special_tokens=False), torch.cat([tokens[:before], own])
+
+
+def _asked_part(text: str, data: DataConfig, origin: str) -> str:
     """What of a prompt's text lies behind the first `data.prompt_after` and before the last `data.prompt_before` there.
 
     Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord where either is missing, or
@@ -122,8 +151,9 @@ def read_prompts(path: Path, key: str, kind: str | None = None) -> list[Record]:
 
 
 def to_prompt(record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
-    """The prompt that a record's text is, with what else the record has as its metadata; raises as `tokenize_text` does."""
-    return Prompt(id, text, tokenize_text(text, "prompt", record.origin, tokenizer, limit, allowed), _metadata(record))
+    """The prompt that a record's plain text is, with what else the record has as its metadata; raises as `within` does."""
+    tokens = encoded(text, record.origin, tokenizer, begins=True)
+    return Prompt(id, text, within(tokens, text, "prompt", record.origin, limit, allowed), _metadata(record))
 
 
 def _metadata(record: Record) -> dict[str, Any]:
@@ -140,15 +170,17 @@ def _metadata(record: Record) -> dict[str, Any]:
 def tokenize_text(
     text: str, name: str, origin: str, tokenizer: Tokenizer, limit: int, allowed: str, *, ended: bool = False
 ) -> Tensor:
-    """A record's field as tokens, int64 [P], with an end of sequence last if it is to be `ended`.
+    """A response as tokens, int64 [R], with an end of sequence last if it is to be `ended`; raises as `within` does."""
+    tokens = encoded(text, origin, tokenizer)
+    return within(tokenizer.ended(tokens) if ended else tokens, text, name, origin, limit, allowed)
 
-    Raises BadRecord for none, and for more than `limit`, which messages call `allowed`.
-    """
+
+def encoded(text: str, origin: str, tokenizer: Tokenizer, *, begins: bool = False) -> Tensor:
+    """As `Tokenizer.encode`. Raises BadRecord for a text that cannot be tokenized."""
     try:
-        tokens = tokenizer.ended(tokenizer.encode(text)) if ended else tokenizer.encode(text)
+        return tokenizer.encode(text, begins=begins)
     except AlignerError as error:
         raise BadRecord(f"{origin}: {error}") from error
-    return within(tokens, text, name, origin, limit, allowed)
 
 
 def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowed: str) -> Tensor:
@@ -162,8 +194,9 @@ def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowe
 def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer) -> Tensor | None:
     """int64 [R]: what a response was drawn as, its end included where it has one; None where only its text is known.
 
-    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them.
-    Raises BadRecord where they are no tokens, or do not say what the text does.
+    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them; the
+    prompt's are those that it was given as, a chat template's special tokens and the tokenizer's own included. Raises
+    BadRecord where they are no tokens, or do not say what the text does.
     """
     field = f"{name}_tokens"
     if field not in values and name == "response" and "finish_reason" in values:
@@ -174,75 +207,12 @@ def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: T
     is_list = isinstance(tokens, list) and bool(tokens)
     if not is_list or not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
         raise BadRecord(f"{origin}: `{field}` must be a list of the model's tokens, 0 to {tokenizer.vocab_size - 1}")
-    if (said := tokenizer.decode(tokens)) != values.get(name):
+    text = values.get(name)
+    if name == "prompt" and isinstance(text, str):
+        text = tokenizer.decode(encoded(text, origin, tokenizer))
+    if (said := tokenizer.decode(tokens)) != text:
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by which the tokens say {said!r};"
             f" where another model drew them, give data.drawn_tokens=false, or leave them out"
         )
     return torch.tensor(tokens, dtype=torch.int64)
-
-
-def prompt_text(record: Record, tokenizer: Tokenizer) -> str:
-    """A record's `prompt`, a text or messages, or else its `messages`; an assistant's message at the end is left out.
-
-    Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the model has no template.
-    """
-    name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
-    if name == "prompt" and not isinstance(record.values.get(name), list):
-        return record.text(name)
-    messages = _messages(record, name)
-    if messages[-1]["role"] == _ASSISTANT:
-        messages = messages[:-1]
-    return _prompt(record, name, messages, tokenizer)
-
-
-def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """The prompt's and the response's text; `answer` is the response's field.
-
-    The response is a text or one assistant's message to the `prompt`, or the end of a whole conversation, for which
-    `messages` is another name of `response`. Raises as `prompt_text` does.
-    """
-    name = "messages" if answer == "response" and answer not in record.values and "messages" in record.values else answer
-    prompt, response = record.values.get("prompt"), record.values.get(name)
-    if not isinstance(prompt, list) and not isinstance(response, list):
-        return record.text("prompt"), record.text(name)
-    asked_first = _messages(record, "prompt") if isinstance(prompt, list) else []
-    last = _messages(record, name) if isinstance(response, list) else [{"role": _ASSISTANT, "content": record.text(name)}]
-    said = [*asked_first, *last]
-    if said[-1]["role"] != _ASSISTANT:
-        raise BadRecord(f"{record.origin}: {name}: the last message is of the {said[-1]['role']}, must be of the {_ASSISTANT}")
-    if not said[-1]["content"].strip():
-        raise BadRecord(f"{record.origin}: the {answer} is empty")
-    asked = _prompt(record, name, said[:-1], tokenizer)
-    answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
-    if not answered.startswith(asked):
-        raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template words the prompt differently once it is answered, so that no"
-            " response can be told from it; give plain text"
-        )
-    return asked, answered[len(asked) :]
-
-
-def _messages(record: Record, name: str) -> list[dict[str, Any]]:
-    messages = record.items(name)
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise BadRecord(f"{record.origin}: {name}[{index}]: a message needs a `role` and a `content`, both texts")
-    return messages
-
-
-def _prompt(record: Record, name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
-    if not messages or messages[-1]["role"] == _ASSISTANT:
-        raise BadRecord(f"{record.origin}: {name}: the {_ASSISTANT}'s last message answers none of another role")
-    return _rendered(record, name, messages, tokenizer, add_generation_prompt=True)
-
-
-def _rendered(
-    record: Record, name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, *, add_generation_prompt: bool
-) -> str:
-    try:
-        return tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-    except ConfigError:
-        raise
-    except AlignerError as error:
-        raise BadRecord(f"{record.origin}: {name}: {error}") from error

@@ -21,6 +21,10 @@ class BadRecord(ConfigError):
     """A record is not as it must be; says where it was read, and which field is wrong."""
 
 
+class LongPrompt(BadRecord):
+    """A prompt is longer than those that are wanted; its record is left out whatever becomes of bad ones."""
+
+
 @dataclass(frozen=True)
 class Line:
     """A record before it is parsed."""
@@ -120,8 +124,8 @@ def convert(
 ) -> tuple[list[Example], list[str]]:
     """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields to the data's own.
 
-    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`. Raises ConfigError where all
-    were; `what` is where the lines are from.
+    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one always is for LongPrompt.
+    Raises ConfigError where all were; `what` is where the lines are from.
     """
     kept: list[Example] = []
     bad: list[BadRecord] = []
@@ -129,7 +133,7 @@ def convert(
         try:
             kept.append(parse(_record(line, fields or {})))
         except BadRecord as error:
-            if not skip:
+            if not (skip or isinstance(error, LongPrompt)):
                 raise
             bad.append(error)
     if not bad:

@@ -46,16 +46,34 @@ class ExampleStream(Generic[Example]):
         return sum(map(len, self._sources))
 
     def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
-        """A stream without the last `count` examples of each source, and those; ConfigError where a source has no more."""
+        """A stream without `count` examples of each source, and those; ConfigError where a source has no more.
+
+        They are a draw that depends on the seed and the source's size alone, those of a smaller count among those of a larger
+        one; without shuffling they are the last ones.
+        """
         if count == 0:
             return self, []
         for number, source in enumerate(self._sources, start=1):
             if len(source) <= count:
                 which = f"source {number} of {len(self._sources)} has" if len(self._sources) > 1 else "there are"
                 raise ConfigError(f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that some are left")
-        kept, weights = [source[:-count] for source in self._sources], [float(weight) for weight in self._weights]
+        kept, held_out = [], []
+        for number, source in enumerate(self._sources):
+            out = set(self._drawn(number)[:count])
+            kept.append([example for place, example in enumerate(source) if place not in out])
+            held_out += [source[place] for place in sorted(out)]
+        weights = [float(weight) for weight in self._weights]
         rest = ExampleStream(kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices)
-        return rest, [example for source in self._sources for example in source[-count:]]
+        return rest, held_out
+
+    def _drawn(self, source: int) -> list[int]:
+        """A source's places in the order in which they are held out."""
+        size = len(self._sources[source])
+        if not self._shuffle:
+            return list(range(size))[::-1]
+        # The key makes it another draw than any pass's order.
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, source], spawn_key=(1,)))
+        return [int(place) for place in np.random.Generator(bits).permutation(size)]
 
     def take(self, start: int, count: int) -> list[Example]:
         """The `count` examples at positions `start` and up."""

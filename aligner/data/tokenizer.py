@@ -28,7 +28,13 @@ _ACCENTED = "".join(map(chr, range(0xC0, 0x180)))
 CHARACTERS = "".join(dict.fromkeys(_COMMON + string.ascii_uppercase + string.punctuation + "\n" + _ACCENTED))
 
 Messages = Sequence[Mapping[str, Any]]
-"""Turns of a conversation, each with a `role` and a `content`."""
+"""Turns of a conversation, each with a `role` and a `content`, or `tool_calls`."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that an assistant may call, described as JSON schemas."""
+
+_MARKS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
+"""What a template's text has, while it is rendered, where `{% generation %}` begins and ends: no character of any text."""
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -46,8 +52,19 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def with_beginning(encoding: tokenizers.Encoding) -> list[int]:
+    """The tokens of a text with the special ones that its tokenizer puts before it, not with those that it puts behind.
+
+    `encoding` is the tokenizer's own, with special tokens. A text that begins with them itself does not get them again.
+    """
+    ids, added = encoding.ids, "".join(map(str, encoding.special_tokens_mask))
+    before, behind = len(added) - len(added.lstrip("1")), len(added.rstrip("1"))
+    own = ids[before:behind]
+    return own if not own or own[:before] == ids[:before] else ids[:behind]
+
+
 class Tokenizer:
-    """The tokenizer of a model directory; adds no special tokens of its own."""
+    """The tokenizer of a model directory; adds no special tokens but those that it is asked for."""
 
     def __init__(self, directory: Path, date: str | None = None) -> None:
         """`date` is what chat templates that ask for it are told, in ISO 8601; today's where None."""
@@ -75,11 +92,15 @@ class Tokenizer:
         token = self._tokenizer.token_to_id(named) if isinstance(named, str) else None
         return token if token in self.eos_token_ids else self.eos_token_ids[0]
 
-    def encode(self, text: str) -> Tensor:
-        """int64 [P]; AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks."""
+    def encode(self, text: str, *, begins: bool = False) -> Tensor:
+        """int64 [P]; where it `begins` a sequence `with_beginning`, such as a beginning-of-sequence token.
+
+        AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters it lacks.
+        """
         try:
             text.encode()
-            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=begins)
+            tokens = with_beginning(encoding) if begins else encoding.ids
         except UnicodeEncodeError as error:  # JSON can escape half of a character
             raise AlignerError(f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}") from error
         except Exception as error:  # tokenizers raises nothing more specific
@@ -104,21 +125,32 @@ class Tokenizer:
 
         Raises AlignerError where the model has none.
         """
-        end = self.end_token_id
-        ends = torch.isin(tokens, torch.tensor(self.eos_token_ids)).nonzero().flatten().tolist()
-        if ends and not self.decode(tokens[ends[-1] + 1 :]).strip():
-            return tokens[: ends[-1] + 1]
-        return torch.cat([tokens, torch.tensor([end])])
+        end, own = self.end_token_id, self.end_of(tokens)
+        return torch.cat([tokens, torch.tensor([end])]) if own is None else tokens[:own]
 
-    def decode(self, tokens: Tensor | Sequence[int]) -> str:
-        """The text of tokens (int64 [T]), special tokens left out."""
-        return self._tokenizer.decode(torch.as_tensor(tokens, dtype=torch.int64).tolist(), skip_special_tokens=True)
+    def ends(self, tokens: Tensor) -> Tensor:
+        """bool [T]: which tokens are end-of-sequence tokens."""
+        return torch.isin(tokens, torch.tensor(self.eos_token_ids, dtype=torch.int64))
+
+    def end_of(self, tokens: Tensor) -> int | None:
+        """Behind how many tokens a response has ended: those up to an end-of-sequence token that only space follows.
+
+        None where there is no such token.
+        """
+        ends = self.ends(tokens).nonzero().flatten().tolist()
+        return ends[-1] + 1 if ends and not self.decode(tokens[ends[-1] + 1 :]).strip() else None
+
+    def decode(self, tokens: Tensor | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens (int64 [T]), special tokens left out or not."""
+        ids = torch.as_tensor(tokens, dtype=torch.int64).tolist()
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class ChatTemplate:
     """The chat template of a model directory, rendered in a sandbox: `chat_template.jinja` where there is one.
 
-    Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one called `default`.
+    Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one called `default`, or for
+    messages with tools, where there is one, `tool_use`.
     """
 
     def __init__(self, directory: Path, date: str | None = None) -> None:
@@ -127,28 +159,40 @@ class ChatTemplate:
         Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
         settings = _settings(directory)
         self._special_tokens = _special_tokens(settings)
-        text = _template_text(directory, settings)
+        texts = _template_texts(directory, settings)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: _date(date).strftime(form)}
         try:
-            self._template = environment.from_string(text)
+            self._templates = {name: environment.from_string(text) for name, text in texts.items()}
         except jinja2.TemplateError as error:
             raise ConfigError(f"{directory}: its chat template cannot be read: {error}") from error
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool) -> str:
         """The conversation as text; with a generation prompt it ends where the assistant is to answer.
 
         Raises AlignerError for messages that the template refuses.
         """
+        return "".join(self.marked(messages, tools, add_generation_prompt=add_generation_prompt))
+
+    def marked(self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool = False) -> list[str]:
+        """The text in parts, of which every second, from the second on, is what `{% generation %}` marks as the assistant's.
+
+        Raises as `render` does.
+        """
+        text = self._rendered(messages, tools, add_generation_prompt)
+        return [part for marked in text.split(_MARKS[0]) for part in marked.split(_MARKS[1])]
+
+    def _rendered(self, messages: Messages, tools: Tools | None, add_generation_prompt: bool) -> str:
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         try:
             # Templates ask whether there are tools or documents by comparing with none.
-            return self._template.render(
+            return self._templates[name].render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **self._special_tokens,
             )
@@ -178,23 +222,30 @@ def _json_object(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _template_text(directory: Path, settings: Mapping[str, Any]) -> str:
+def _template_texts(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of `default` and what other templates there are."""
     file = directory / "chat_template.jinja"
-    text = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(text, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in text if isinstance(entry, dict)}
-        text = named.get("default")
-    if not isinstance(text, str):
+    given = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    named = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    entries = [(str(entry.get("name")), entry.get("template")) for entry in named if isinstance(entry, dict)]
+    texts = {name: text for name, text in entries if isinstance(text, str)}
+    if "default" not in texts:
         raise ConfigError(
             f"{directory}: the data has chat messages, but the model has no chat template, neither chat_template.jinja nor a"
             " `chat_template` in tokenizer_config.json; add one, or give plain text"
         )
-    return text
+    return texts
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as it is: Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _date(text: str | None) -> datetime:
@@ -206,13 +257,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what an assistant says and changes no text."""
+    """`{% generation %}…{% endgeneration %}`, which puts `_MARKS` around what an assistant says."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begins, ends = (nodes.Output([nodes.TemplateData(mark)]) for mark in _MARKS)
+        return [begins, *parser.parse_statements(("name:endgeneration",), drop_needle=True), ends]
 
 
 def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:

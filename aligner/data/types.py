@@ -233,7 +233,7 @@ class ScoredSamples(SampleBatch):
     values: Tensor | None
     """float32 [B, S-1]; None without a critic"""
     old_logprobs: Tensor
-    """float32 [B, S-1]: the trainer's, before the step's first update"""
+    """float32 [B, S-1]: the trainer's, before the step's first update; NaN until then where nothing else asks for them"""
     reference_logprobs: Tensor
     """float32 [B, S-1]: the initial model's"""
     cut_values: Tensor | None = field(default=None, kw_only=True)

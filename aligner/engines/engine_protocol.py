@@ -39,6 +39,8 @@ class SamplingOptions:
     """Take the most probable token."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these, which it includes."""
+    routes: bool = False
+    """Tell the experts that were chosen for each token: of mixtures of experts alone, by an engine that can."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -92,6 +94,8 @@ def request_problems(requests: Sequence[GenerationRequest], options: SamplingOpt
     problems = [problem for request in requests for problem in _problems(request, options, shape)]
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
         problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
+    if options.routes and not shape.num_experts:
+        problems.append("routes=true: the model has no experts")
     return list(dict.fromkeys(problems))
 
 
@@ -150,6 +154,8 @@ class PartialResponse:
     kept: list[Tensor] = field(default_factory=list)
     """int32 ids that each token was drawn among, none where among all; empty where the engine does not tell."""
     finish_reason: FinishReason | None = None
+    routes: list[Tensor] = field(default_factory=list)
+    """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
 
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
@@ -165,6 +171,7 @@ class PartialResponse:
             finish_reason=self.finish_reason or "unfinished",
             metadata=prompt.metadata,
             kept=KeptTokens.in_order(counts, torch.cat(self.kept)) if counts.any() else None,
+            routes=torch.cat(self.routes) if self.tokens and self.routes else None,
         )
 
 

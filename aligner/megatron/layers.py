@@ -1,5 +1,6 @@
 """The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention and our heads."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from aligner.data.types import KeptTokens
 from aligner.megatron.logprobs import vocab_parallel_logprobs
-from aligner.megatron.packing import PackedSequences
+from aligner.megatron.packing import PackedSequences, Routes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 
@@ -127,6 +128,49 @@ class ParallelResidualLayer(TransformerLayer):
         return self._forward_post_mlp(added, attended), context
 
 
+class _Replay:
+    """What a layer's router asks which experts its tokens take, in the place of megatron-core's RouterReplay.
+
+    That one keeps what to replay in lists of the whole process, in which micro-batches in flight, models beside each other
+    and passes without a backward pass would take each other's.
+    """
+
+    def __init__(self, routes: Routes, layer: int) -> None:
+        self._routes, self._experts = routes, routes.experts[:, layer]
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers of each token's experts, [T, K], of scores [T, experts]; differentiable like the router's own."""
+        _, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        places, experts = self._routes.places, self._experts.to(chosen)
+        elsewhere = (chosen[places].sort(-1).values != experts.sort(-1).values).any(-1)
+        self._routes.differing.append(elsewhere.sum())
+        chosen = chosen.index_copy(0, places, experts)
+        return scores.gather(1, chosen), chosen
+
+
+class ExpertsLayer(TransformerLayer):
+    """A layer with experts, of which the micro-batch may say which its tokens take.
+
+    The micro-batch is an argument of every pass, of one that recomputes too: nothing outlives it.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] to [T, 1, H], with megatron-core's (output, context) convention."""
+        routes = None if packed_seq_params is None else packed_seq_params.routes
+        self.mlp.router.router_replay = None if routes is None else _Replay(routes, self.layer_number - 1)
+        try:
+            output: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, packed_seq_params=packed_seq_params, **kwargs
+            )
+            return output
+        finally:
+            self.mlp.router.router_replay = None
+
+
 def decoder_submodules(shape: ModelShape, config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
     """This pipeline stage's layers, or those of one of its chunks: transformer-engine's where it is, or our own."""
     if HAVE_TE and torch.cuda.is_available():
@@ -137,6 +181,8 @@ def decoder_submodules(shape: ModelShape, config: TransformerConfig, chunk: int 
         layer, norm = _own_layer(shape)
     if shape.parallel_residual:
         layer.module = ParallelResidualLayer
+    if shape.num_experts:
+        layer.module = ExpertsLayer
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 

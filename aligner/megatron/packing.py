@@ -26,6 +26,7 @@ class Cut:
     sequence: int = 1
     """tensor ranks that hold a part each between attention and MLP (sequence parallelism)"""
     context: int = 1
+    sequence_rank: int = 0
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
 
@@ -38,6 +39,18 @@ class Cut:
     def total_unit(self) -> int:
         """A micro-batch's padded length is a multiple of it."""
         return math.lcm(self.sequence_unit, self.context * self.sequence)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts that this rank's tokens of a micro-batch take: those with a successor; the others choose for themselves."""
+
+    places: Tensor
+    """int64 [M]: their places among the tokens between attention and MLP"""
+    experts: Tensor
+    """uint8 or int16 [M, L, K], in host memory: a pipeline stage needs its own layers' alone"""
+    differing: list[Tensor] = field(default_factory=list)
+    """For each pass of a layer, how many of the M the layer's router would have sent elsewhere: int64 []"""
 
 
 @dataclass
@@ -55,6 +68,7 @@ class PackedSequences(PackedSeqParams):
     query_positions: Tensor | None = None
     """int64 [N, L/C]: position of each query in its sequence; None where row and position are the same (C = 1)"""
     context_group: dist.ProcessGroup | None = None
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,18 @@ class PackedBatch:
         return reduce_from_tensor_model_parallel_region(mine, self.sequences.context_group)
 
 
-def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device, cut: Cut | None = None) -> PackedBatch:
-    """Pack the given rows (int64 [N]; none gives a filler) of right-padded tokens [B, S] with lengths [B]."""
+def pack(
+    tokens: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    device: torch.device,
+    cut: Cut | None = None,
+    routes: Tensor | None = None,
+) -> PackedBatch:
+    """Pack the given rows (int64 [N]; none gives a filler) of right-padded tokens [B, S] with lengths [B].
+
+    `routes` [B, S-1, L, K] are the experts that the tokens are to take.
+    """
     cut = cut or Cut()
     counts = lengths[rows]
     width = int(counts.max()) if len(rows) else 1
@@ -122,10 +146,13 @@ def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, device: torch.device, cu
     asked = real & (position + 1 < limit[sequence])
     chosen = torch.zeros_like(position)
     chosen[real] = tokens[rows[sequence[real]], position[real]]
+    sequences = _describe(padded, inside, places, cut, device)
+    if routes is not None:
+        sequences.routes = _routes(asked, routes[rows[sequence[asked]], position[asked]], cut, device)
     return PackedBatch(
         tokens=chosen[None].to(device),
         positions=torch.where(real, position, 0)[None].to(device),
-        sequences=_describe(padded, inside, places, cut, device),
+        sequences=sequences,
         token_index=real.nonzero()[:, 0].to(device),
         token_rows=(sequence[real] * width + position[real]).to(device),
         target_index=asked.nonzero()[:, 0].to(device),
@@ -186,6 +213,14 @@ def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, de
     )
 
 
+def _routes(asked: Tensor, experts: Tensor, cut: Cut, device: torch.device) -> Routes:
+    """Of the experts [A, L, K] of the context rank's tokens where `asked` bool [T], those of this tensor rank's tokens."""
+    each = len(asked) // cut.sequence
+    places = asked.nonzero()[:, 0] - cut.sequence_rank * each
+    mine = (places >= 0) & (places < each)
+    return Routes(places[mine].to(device), experts[mine])
+
+
 def pack_share(
     tokens: Tensor,
     lengths: Tensor,
@@ -197,6 +232,7 @@ def pack_share(
     cut: Cut | None = None,
     multiple: int = 1,
     group: int = 1,
+    routes: Tensor | None = None,
 ) -> list[PackedBatch]:
     """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
 
@@ -211,7 +247,7 @@ def pack_share(
     batches = token_budget_batches(groups[mine].tolist(), budget, count=min(count, len(mine)))
     batches += [[] for _ in range(count - len(batches))]
     members = torch.arange(len(lengths)).view(-1, group)
-    return [pack(tokens, lengths, members[mine[batch]].flatten(), device, cut) for batch in batches]
+    return [pack(tokens, lengths, members[mine[batch]].flatten(), device, cut, routes) for batch in batches]
 
 
 # Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time greedy, Graham 1969). Ties

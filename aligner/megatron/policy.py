@@ -53,34 +53,58 @@ class Policy(CheckpointedModel):
         runner.start_training()
 
     def logprobs(
-        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, kept: KeptTokens | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        *,
+        temperature: float | None = None,
+        kept: KeptTokens | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-        `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were drawn among, which is then
-        what their probabilities sum to 1 over.
+        `temperature` is the sampling temperature where None. `kept` [B, S-1] has what tokens were drawn among, which is then
+        what their probabilities sum to 1 over. Tokens go through the experts of `routes` [B, S-1, L, K] where
+        given; `runner.routes_differing` then says how many would have gone elsewhere.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(self.runner, tokens, lengths, kept, temperature=chosen, chunk_tokens=self._chunk_tokens)
+        return _logprobs(
+            self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens, kept=kept, routes=routes
+        )
 
     def reference_logprobs(
-        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, kept: KeptTokens | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        *,
+        temperature: float | None = None,
+        kept: KeptTokens | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, temperature=temperature, kept=kept)
+            return self.logprobs(tokens, lengths, temperature=temperature, kept=kept, routes=routes)
 
     def train(
-        self, minibatch: Rows, loss: PolicyLoss[Any], *, denominator: float | None = None, group: int = 1
+        self,
+        minibatch: Rows,
+        loss: PolicyLoss[Any],
+        *,
+        denominator: float | None = None,
+        group: int = 1,
+        before: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
-        Log-probs and entropy are among what the minibatch says that tokens were drawn among.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
-        together, in their order.
+        together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
+        on every rank; zero outside the mask. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
+        Log-probs and entropy are of the distributions over what tokens were drawn among (`minibatch.kept`).
         """
+        seen = torch.zeros(minibatch.mask.shape)
         tokens = max(float(minibatch.mask.sum()), 1.0)
         shared = tokens if denominator is None else denominator
 
@@ -91,11 +115,16 @@ class Policy(CheckpointedModel):
                 self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, with_entropy=True
             )
             assert entropy is not None
-            entropies = batch.unpack_targets(entropy)
-            value, stats = loss(batch.unpack_targets(logprobs), entropies, rows, shared)
+            entropies, unpacked = batch.unpack_targets(entropy), batch.unpack_targets(logprobs)
+            if self.runner.world.speaks_for_outputs:
+                seen[batch.batch_rows, : unpacked.shape[1]] = unpacked.detach().cpu()
+            value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        return self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss)
+        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
+        if before is not None:
+            before.copy_(self.runner.world.sum_(seen))
+        return stats
 
 
 def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -110,7 +139,7 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
-        return _logprobs(runner, tokens, lengths, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+        return _logprobs(runner, tokens, lengths, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     finally:
         worlds.shutdown()
 
@@ -119,16 +148,17 @@ def _logprobs(
     runner: ModelRunner,
     tokens: Tensor,
     lengths: Tensor,
-    kept: KeptTokens | None,
     *,
     temperature: float,
     chunk_tokens: int,
+    kept: KeptTokens | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
         its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
         return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens, its)[0])
 
-    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read)
+    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read, routes)
 
 
 def _score(

@@ -104,11 +104,14 @@ class ModelRunner:
         layout = world.layout
         self._cut = Cut(
             sequence=layout.tensor if layout.sequence else 1,
+            sequence_rank=world.place.tensor if layout.sequence else 0,
             context=layout.context,
             context_rank=world.place.context,
             context_group=parallel_state.get_context_parallel_group(),
         )
         self.updates = 0
+        self.routes_differing = math.nan
+        """Of the last pass with routes: the share of choices, in a layer each, that the router would have made otherwise."""
         self._restore: Callable[[], None] | None = None
 
     def start_training(self) -> None:
@@ -133,10 +136,10 @@ class ModelRunner:
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1) -> list[PackedBatch]:
-        """`pack_share` of a whole batch, tokens int64 [B, S] and lengths int64 [B], for this rank's data rank.
+    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1, routes: Tensor | None = None) -> list[PackedBatch]:
+        """`pack_share` of a whole batch for this rank's data rank: int64 [B, S], int64 [B] and routes [B, S-1, L, K].
 
-        Raises AlignerError for a sequence that is longer than the model's positions.
+        Raises AlignerError for a sequence that is longer than the model's positions, and for routes of another model.
         """
         place, layout = self.world.place, self.world.layout
         longest = int(lengths.max())
@@ -145,6 +148,8 @@ class ModelRunner:
                 f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model has"
                 f" {self.shape.max_positions} positions; shorten the prompts or the responses"
             )
+        if routes is not None:
+            self._check_routes(routes)
         return pack_share(
             tokens,
             lengths,
@@ -156,19 +161,40 @@ class ModelRunner:
             # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many as there are stages.
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             group=group,
+            routes=routes,
         )
 
-    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput) -> Tensor:
+    def _check_routes(self, routes: Tensor) -> None:
+        """Experts that are not there would fail on some rank alone, while the others wait for it."""
+        shape = self.shape
+        wanted, most = (shape.num_layers, shape.experts_per_token), int(routes.max()) if routes.numel() else 0
+        if routes.shape[2:] != wanted or not 0 <= most < shape.num_experts:
+            raise AlignerError(
+                f"routes of {tuple(routes.shape[2:])} layers and experts a token, up to expert {most}: the model has {wanted},"
+                f" of {shape.num_experts} experts"
+            )
+
+    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput, routes: Tensor | None = None) -> Tensor:
         """What `read` makes of each sequence, for the whole batch and on every rank: float32 [B, width].
 
         `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
         """
-        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths)
+        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths, routes=routes)
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
                 collected[batch.batch_rows, : part.shape[1]] = part.cpu()
+        self._count_differing(batches)
         return self.world.sum_(collected)
+
+    def _count_differing(self, batches: Sequence[PackedBatch]) -> None:
+        passed = [batch.sequences.routes for batch in batches if batch.sequences.routes is not None]
+        if not passed:
+            return
+        counts = [[float(sum(each.differing)), float(len(each.places) * len(each.differing))] for each in passed]
+        # What ranks have in common, and a pass that recomputes, counts several times, above and below the line.
+        differing, choices = self.world.sum_(torch.tensor(counts, dtype=torch.float64).sum(0)).tolist()
+        self.routes_differing = differing / max(choices, 1)
 
     def forward(self, batches: Sequence[PackedBatch], read: ReadOutput) -> list[Tensor]:
         """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list elsewhere."""
@@ -207,6 +233,7 @@ class ModelRunner:
         self.optimizer.zero_grad()
         parts = self._run_schedule(self.ddp, step, batches, forward_only=False)
         taken = self._take_step()
+        self._count_differing(batches)
         self.updates += 1
         stats = self._reduce_stats(parts)
         if taken["skipped"]:

@@ -34,6 +34,7 @@ _ACTIVITIES = {
 _OTHER = "#b4bac2"
 _FRESH, _STALE = "#9cc3e6", "#b0568f"
 _SHARE = "staleness/share_"
+_LENGTHS = {"response/drawn_to_": "drawn", "response/learned_to_": "learned from"}
 _POINTS, _BARS = 1000, 200
 _UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
 
@@ -106,7 +107,7 @@ PANELS = (
 
 
 def metric_plots(metrics: Metrics) -> Iterator[Plot]:
-    """A plot of every panel of which something was measured, of the tokens' staleness, and of where the steps' time went."""
+    """A plot of every panel of which something was measured, of staleness, lengths, and where the steps' time went."""
     shown, together = thinned(metrics, _POINTS)
     note = f"each point is the mean of {together} steps" if together > 1 else ""
     for panel in PANELS:
@@ -120,6 +121,8 @@ def metric_plots(metrics: Metrics) -> Iterator[Plot]:
         note = f"each bar is the mean of {together} steps" if together > 1 else ""
         if shown:
             yield Plot(key, title, draw(shown), note)
+    if any(key.startswith(tuple(_LENGTHS)) for record in metrics for key in record):
+        yield Plot("lengths", "Responses of the whole run by length, tokens", _length_counts(metrics))
 
 
 def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
@@ -205,6 +208,18 @@ def _staleness_shares(metrics: Metrics) -> go.Figure:
     colors = sample_colorscale([_FRESH, _STALE], [place / max(1, len(lags) - 1) for place in range(len(lags))])
     figure = _stacked(metrics, percent, dict(zip(percent, colors, strict=True)))
     return figure.update_yaxes(range=[0, 100], ticksuffix=" %")
+
+
+def _length_counts(metrics: Metrics) -> go.Figure:
+    """What was drawn beside what was learned from: a length at which they differ is one that is lost."""
+    figure = _figure(barmode="group", bargap=0.2, showlegend=True)
+    whole = _with_every("response/", metrics)
+    edges = sorted({int(key.split("_to_")[1]) for key in whole[0] if key.startswith(tuple(_LENGTHS))})
+    for color, (prefix, name) in zip(_LINES, _LENGTHS.items(), strict=False):
+        counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in whole) for edge in edges]
+        labels = [str(edge) if edge < 3 else f"{edge // 2 + 1}-{edge}" for edge in edges]
+        figure.add_trace(go.Bar(x=labels, y=counts, name=name, marker={"color": color, "line": {"width": 0}}))
+    return figure.update_xaxes(title="tokens", type="category")
 
 
 def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> go.Figure:

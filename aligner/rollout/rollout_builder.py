@@ -45,6 +45,8 @@ class RolloutBatch:
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0
     """Prompts that could not be drawn."""
+    left_out: tuple[int, ...] = ()
+    """Response tokens of each sample that dynamic sampling left out."""
 
     @property
     def all_scores(self) -> PendingRows:
@@ -151,6 +153,7 @@ class RolloutBuilder:
         self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
         self._sampler.rest()  # new weights come before the next step
         samples = [generated.samples[row] for row in rows.tolist()]
+        others = set(range(len(generated.samples))).difference(rows.tolist())
         return RolloutBatch(
             [generated.prompts[row] for row in rows.tolist()],
             samples,
@@ -159,6 +162,7 @@ class RolloutBuilder:
             PendingRows(tuple(generated.values), rows),
             deferred=len(self._under_way),
             skipped=self._skipped,
+            left_out=tuple(len(generated.samples[row].response) for row in sorted(others)),
         )
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:

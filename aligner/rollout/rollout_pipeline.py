@@ -271,7 +271,8 @@ class RolloutPipeline:
             for prompt, sample in zip(fields["prompts"], samples, strict=True)
         ]
         batch = collate(samples, self._pad_token_id)
-        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), fields["deferred"], fields["skipped"])
+        counts = fields["deferred"], fields["skipped"], tuple(fields["left_out"])
+        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), *counts)
 
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
         """The batch that `_to_tensors` and `_to_json` were given."""
@@ -289,7 +290,7 @@ def _rows(drawn: RolloutBatch) -> Tensor:
 
 def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
     prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
-    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped}
+    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped, "left_out": drawn.left_out}
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:

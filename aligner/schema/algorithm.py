@@ -112,6 +112,12 @@ class AlgorithmConfig:
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
     )
+    replay_routes: bool = option(
+        False,
+        "send each token through the experts that the engine chose for it, in the policy's and the reference's log-probs and"
+        " in the updates (routing replay); for mixtures of experts",
+        read=".trainer=online",
+    )
     uncorrected_staleness: bool = option(
         False,
         "train on samples of older weights without truncated_importance and ratio_against=sampler, as if they were the"

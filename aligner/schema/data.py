@@ -36,7 +36,17 @@ class DataConfig:
         None,
         "a prompt ends before the last occurrence of this text; null: at its end",
     )
-    max_prompt_tokens: int = option(64, "a longer prompt is an error", minimum=1)
+    max_prompt_tokens: int = option(
+        64,
+        "longest prompt, special tokens that the tokenizer begins it with included; of longer ones: data.long_prompts",
+        minimum=1,
+    )
+    long_prompts: str = option(
+        "error",
+        "what becomes of a longer prompt. error: it is a bad record; drop: its record is left out; cut_start, cut_end: it"
+        " loses its start, or its end, which chat messages never do: longer ones are bad",
+        choices=("error", "drop", "cut_start", "cut_end"),
+    )
     max_response_tokens: int = option(
         64,
         "a longer response, its end-of-sequence token included, is an error",
@@ -54,6 +64,13 @@ class DataConfig:
         "a pair's chosen response is to be ahead by its record's margin; false: records' margins are not read",
         read="algorithm.trainer=reward_model",
     )
+    learned_turns: str = option(
+        "last",
+        "of a conversation's answers the last one is learned from, the others are part of its prompt; all: every one is, its"
+        " end of turn included",
+        choices=("last", "all"),
+        read="algorithm.trainer=sft",
+    )
     drawn_tokens: bool = option(
         True,
         "a response of a record that says which tokens it was drawn as is these tokens, no end added; false: its text is"
@@ -64,7 +81,7 @@ class DataConfig:
     batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")
     held_out: int = option(
         0,
-        "the last so many rows of each source are evaluated on and never trained on",
+        "so many rows of each source are evaluated on and never trained on: drawn by the seed; shuffle=false: the last ones",
         minimum=0,
         read="algorithm.trainer=sft|dpo|reward_model",
     )

@@ -1,6 +1,7 @@
 """Quantities that follow from several keys."""
 
 from aligner.schema import Config, EvaluationConfig
+from aligner.schema.options import callable_place
 
 WITHOUT_RATIO = ("reinforce", "copg", "dpo", "cross_entropy")
 """Losses that no ratio to the policy which drew the samples limits."""
@@ -36,6 +37,18 @@ def longest_sequence_keys(config: Config) -> str:
     section = "rollout" if config.algorithm.generates else "data"
     response = longest_sequence(config) - config.data.max_prompt_tokens
     return f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {section}.max_response_tokens={response}"
+
+
+def asks_before_update(config: Config) -> bool:
+    """Whether a step has to know the trainer's log-probs before its update begins.
+
+    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the reward) or a function of
+    the user's own may ask for them.
+    """
+    settings = config.algorithm
+    in_reward = settings.kl_placement == "reward" and settings.kl_coefficient > 0
+    own = callable_place(settings.advantage) is not None or callable_place(settings.train_on) is not None
+    return settings.epochs * settings.minibatches > 1 or in_reward or own
 
 
 def rows_together(config: Config) -> int:

@@ -40,7 +40,7 @@ class RolloutConfig:
         minimum=1,
         read=".spare_prompts>0",
     )
-    max_response_tokens: int = option(16, "longest response, in tokens", minimum=1)
+    max_response_tokens: int = option(128, "longest response, in tokens", minimum=1)
     min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
     top_k: int = option(0, "draw among the k most probable tokens; 0: among all", minimum=0)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.tokenizer import read_tokenizer
+from aligner.data.tokenizer import read_tokenizer, with_beginning
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
 from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
@@ -118,7 +118,7 @@ class Scoring:
         return list(zip(texts[::2], texts[1::2], strict=True))
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        rows = [with_beginning(encoding) for encoding in self._tokenizer.encode_batch(list(texts))]
         lengths, longest = [len(row) for row in rows], self.limits.max_sequence_length
         if min(lengths) < 1 or max(lengths) > longest:
             raise RequestError(f"sentences: got {min(lengths)} to {max(lengths)} tokens, allowed: 1 to {longest}")

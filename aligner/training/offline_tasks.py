@@ -175,13 +175,17 @@ def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
 
 
 def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: int) -> Rows:
-    """Right-padded rows of demonstrations, in their order; the mask is that of the responses."""
+    """Right-padded rows of demonstrations, in their order; the mask is that of the responses, or of what is learned there."""
     lengths = torch.tensor([demonstration.tokens.numel() for demonstration in demonstrations])
     prompt_lengths = torch.tensor([demonstration.prompt_length for demonstration in demonstrations])
     tokens = pad_sequence(
         [demonstration.tokens for demonstration in demonstrations], batch_first=True, padding_value=pad_token_id
     )
-    return Rows(tokens, lengths, response_mask(lengths, prompt_lengths, tokens.shape[1]))
+    mask = response_mask(lengths, prompt_lengths, tokens.shape[1])
+    for row, demonstration in zip(mask, demonstrations, strict=True):
+        if demonstration.learned is not None:
+            row[: demonstration.learned.numel() - 1] &= demonstration.learned[1:]
+    return Rows(tokens, lengths, mask)
 
 
 def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from aligner.algorithms.kl import KLController
@@ -86,8 +87,14 @@ class OnlineTrainer(TrainingLoop):
         """Make experience of the samples, and learn from it."""
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
-            old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, kept=batch.kept)
-            reference_logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, kept=batch.kept)
+            if self._asks_before_update(step):
+                old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, kept=batch.kept, routes=batch.routes)
+            else:
+                old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
+            differing = self.policy.runner.routes_differing
+            reference_logprobs = self.policy.reference_logprobs(
+                batch.tokens, batch.lengths, kept=batch.kept, routes=batch.routes
+            )
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
@@ -101,17 +108,27 @@ class OnlineTrainer(TrainingLoop):
         experience = algorithm.experience(samples)
         if not len(experience.tokens):
             return {}
-        stats = experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
-        stats |= self._update(step, experience, timer)
+        stats, experience = self._update(step, experience, timer)
+        stats |= experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
+        if batch.routes is not None:
+            asked = self._asks_before_update(step)
+            stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
         self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats
+
+    def _asks_before_update(self, step: int) -> bool:
+        """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
+        return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
 
     def _scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B], and shape them."""
         return self.algorithm.shaping(rollout.scores.result(), rollout.samples)
 
-    def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
-        """The policy's updates and, at the same time on the critic's devices, the critic's."""
+    def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> tuple[dict[str, float], Experience]:
+        """The policy's updates and, at the same time on the critic's devices, the critic's; their metrics.
+
+        The experience comes back with log-probs from before the update.
+        """
         settings = self.config.algorithm
         seed = self.config.seed * 1_000_003 + step
         parts = list(self.algorithm.minibatches(experience, settings.epochs, settings.minibatches, seed))
@@ -122,20 +139,30 @@ class OnlineTrainer(TrainingLoop):
                 if part.values is not None and part.returns is not None
             ]
         )
+        before = None if self._asks_before_update(step) else torch.empty_like(experience.old_logprobs)
         with timer.phase("train"):
-            policy_updates = self._train_policy(parts) if step >= settings.policy_starts_after else []
+            policy_updates = self._train_policy(parts, before) if step >= settings.policy_starts_after else []
+        if before is not None:
+            experience = replace(parts[0], old_logprobs=before)  # the only update's, of all rows
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}
-        return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates)
+        return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates), experience
 
-    def _train_policy(self, minibatches: Sequence[Experience]) -> list[dict[str, float]]:
-        """An optimizer step on each minibatch, until the policy has moved too far."""
+    def _train_policy(self, minibatches: Sequence[Experience], before: Tensor | None) -> list[dict[str, float]]:
+        """An optimizer step on each minibatch, until the policy has moved too far; `before` as `Policy.train` has it."""
         algorithm, limit = self.algorithm, self.config.algorithm.early_stop_kl
         updates: list[dict[str, float]] = []
         for part in minibatches:
             loss = algorithm.loss(part, self.kl_controller.coefficient)
-            stats = self.policy.train(part, loss, denominator=algorithm.denominator(part), group=algorithm.group)
+            stats = self.policy.train(
+                part,
+                loss,
+                denominator=algorithm.denominator(part),
+                group=algorithm.group,
+                before=before,
+                routes=part.routes,
+            )
             updates.append(stats)
             if limit is not None and stats.get("approx_kl", 0.0) > limit:
                 break

@@ -28,8 +28,8 @@ Record = dict[str, Any]
 def preferences(
     rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer
 ) -> tuple[list[Record], int]:
-    """Records with `prompt`, `chosen`, `rejected`, the tokens that both were drawn as, both `scores` and their difference,
-    the `margin`; and how many prompts gave none, for want of two texts of which one is better.
+    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, both `scores` and their
+    difference, the `margin`; and how many prompts gave none, for want of two texts of which one is better.
 
     `scores` [B] are those of the rollout's samples, each prompt's in a row.
     """
@@ -43,7 +43,8 @@ def preferences(
             continue
         both = [float(scores[best]), float(scores[worst])]
         pair = {"chosen": texts[0], "rejected": texts[1], "margin": both[0] - both[1], "scores": both}
-        tokens = {"chosen_tokens": drawn[0].tolist(), "rejected_tokens": drawn[1].tolist()}
+        given = {"prompt_tokens": rollout.prompts[best].tokens.tolist()}
+        tokens = given | {"chosen_tokens": drawn[0].tolist(), "rejected_tokens": drawn[1].tolist()}
         records.append({"prompt": rollout.prompts[best].text, **pair, **tokens})
     return records, len(scores) // samples_per_prompt - len(records)
 
@@ -70,7 +71,13 @@ class PairWriter:
         """Record a step's."""
         texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
         responses = [
-            {"prompt": prompt.text, "response": text, "response_tokens": sample.response.tolist(), "reward": float(score)}
+            {
+                "prompt": prompt.text,
+                "response": text,
+                "prompt_tokens": prompt.tokens.tolist(),
+                "response_tokens": sample.response.tolist(),
+                "reward": float(score),
+            }
             for prompt, sample, text, score in zip(rollout.prompts, rollout.samples, texts, scores, strict=True)
             if text.strip()
         ]

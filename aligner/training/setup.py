@@ -1,5 +1,6 @@
 """A trainer rank, put together from the configuration."""
 
+from dataclasses import replace
 from typing import Any
 
 from aligner.algorithms.kl import KLController
@@ -155,7 +156,7 @@ def build_rollout_builder(
         sampler,
         services,
         config.rollout,
-        build_options(config.rollout, policy.runner.shape),
+        replace(build_options(config.rollout, policy.runner.shape), routes=config.algorithm.replay_routes),
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
         compared=build_shaping(config).of_ends,

@@ -1,6 +1,7 @@
 """The numbers of a training step, from its samples and its experience."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +28,23 @@ def epoch_metrics(rollout: RolloutBatch, prompts: int) -> dict[str, float]:
     return {"data/epoch": (1 + max(prompt.id for prompt in rollout.prompts)) / prompts}
 
 
+def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
+    """A histogram of response lengths: `NAME_to_<tokens>` counts those of so many or fewer, and more than half as many.
+
+    Only lengths that occur have one.
+    """
+    counts = Counter(1 << (length - 1).bit_length() for length in lengths)
+    return {f"{name}_to_{edge}": float(counts[edge]) for edge in sorted(counts)}
+
+
 def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them.
 
     `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic sampling has kept;
     scores are those of all that have one. `rollout/skipped` counts the prompts that could not be drawn or scored,
     `rollout/skipped_fraction` is their share of `prompts_per_step`, and `rollout/deferred` counts the prompts that were
-    left to later steps, where they may be. Raises AlignerError when more were skipped than the settings allow.
+    left to later steps, where they may be; `response/drawn_to_…` are the lengths of all that were generated. Raises
+    AlignerError when more were skipped than the settings allow.
     """
     scores, samples = rollout.all_scores.result(), rollout.samples
     unscored = scores.isnan()
@@ -48,10 +59,12 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     counts = {"rollout/skipped": float(skipped), "rollout/skipped_fraction": skipped / settings.prompts_per_step}
     if settings.spare_prompts:
         counts["rollout/deferred"] = float(rollout.deferred)
+    lengths = [sample.tokens.numel() - sample.prompt_length for sample in samples]
+    counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
     return counts | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
-        "response/length": sum(sample.tokens.numel() - sample.prompt_length for sample in samples) / len(samples),
+        "response/length": sum(lengths) / len(samples),
         "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
         "rollout/kept_fraction": kept,
     }
@@ -63,7 +76,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
     engine against the trainer, which is the behavior KL: of the weights that drew each token, however old, against the
     newest; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over trainer, is off from 1
-    by more than 1%.
+    by more than 1%. `response/learned_to_…` are the lengths of the responses that are learned from.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
@@ -77,7 +90,8 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
         if returns.var(unbiased=False) > 0:
             metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
-    return {name: float(value) for name, value in metrics.items()}
+    lengths = length_counts("response/learned", mask.sum(1).tolist())
+    return {name: float(value) for name, value in metrics.items()} | lengths
 
 
 def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:

@@ -55,6 +55,11 @@ def updates(
     for name, config in configs.items():
         algorithm = build_online_algorithm(config)
         loss = algorithm.loss(experience, kl_coefficient=0.05)
-        found[name] = actor.train(experience, loss, denominator=algorithm.denominator(experience), group=algorithm.group)
+        before = torch.full_like(experience.engine_logprobs, torch.nan)
+        found[name] = actor.train(
+            experience, loss, denominator=algorithm.denominator(experience), group=algorithm.group, before=before
+        )
+        expected = torch.where(experience.mask, actor.logprobs(experience.tokens, experience.lengths), 0.0)
+        torch.testing.assert_close(before, expected, atol=1e-5, rtol=0)
     worlds.shutdown()
     return found

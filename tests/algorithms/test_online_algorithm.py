@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,39 @@ def test_how_a_minibatch_is_cut_changes_neither_gradient_nor_statistics(name):
     assert whole[2].abs().max() > 0 and bool(whole[2].isfinite().all())
 
 
+def test_an_only_updates_own_log_probs_are_those_from_before_it(name):
+    algorithm, experience, _, _ = step(composed(name))
+    at_the_start = torch.where(experience.mask, experience.old_logprobs, 0.0)
+    rows = [torch.arange(experience.tokens.shape[0])]
+    known = gradient(algorithm, experience, at_the_start, rows)
+    experience = replace(experience, old_logprobs=torch.full_like(experience.old_logprobs, math.nan))
+    found = gradient(algorithm, experience, at_the_start, rows)
+    assert torch.equal(found[0], known[0])
+    assert torch.equal(found[2], known[2])
+    assert found[1] == known[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "asks"),
+    [
+        ("grpo", [], False),
+        ("rloo", ["algorithm.kl_coefficient=0"], False),
+        ("rloo", [], True),
+        ("grpo", ["algorithm.minibatches=2"], True),
+        ("grpo", ["algorithm.epochs=2"], True),
+    ],
+)
+def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(algorithm, overrides, asks):
+    given = ["algorithm.minibatches=1", "algorithm.epochs=1", *overrides]
+    algorithm, experience, scores, _ = step(composed(algorithm, *given))
+    assert algorithm.asks_before_update == asks
+    if not asks:
+        batch = SampleBatch(**{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__})
+        unknown = torch.full_like(experience.old_logprobs, math.nan)
+        samples = algorithm.scored_samples(batch, scores, None, unknown, experience.reference_logprobs, 0.0)
+        assert torch.equal(algorithm.experience(samples).advantages, experience.advantages)
+
+
 def test_nothing_outside_the_responses_has_a_gradient(name):
     algorithm, experience, _, after = step(composed(name))
     _, _, slope = gradient(algorithm, experience, after, [torch.arange(experience.tokens.shape[0])])
@@ -184,7 +218,7 @@ def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
     ],
 )
 def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(name, baseline, weight, low, high):
-    algorithm, experience, scores, after = step(composed(name, "algorithm.truncated_importance=none"))
+    algorithm, experience, scores, after = step(composed(name))
     if name == "dapo":
         lengths = experience.mask.sum(1)
         scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)  # a fifth of 6 tokens is one

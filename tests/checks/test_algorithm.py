@@ -56,6 +56,11 @@ def composed(*overrides):
             ["algorithm=preferences", "reward.missing_end_score=-1"],
             "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
         ),
+        (["algorithm.replay_routes=true"], "algorithm.replay_routes=true: the model has no experts; give false"),
+        (
+            ["algorithm.replay_routes=true", "engine=tensorrt_llm"],
+            "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts it chose; give false, or use",
+        ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
         (["algorithm=rloo", "algorithm.epochs=4"], "algorithm.epochs=4: loss=reinforce takes samples as the policy's own"),

@@ -170,7 +170,9 @@ def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) ->
 
 def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun: {steps: 3}\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nrun: {steps: 3}\nrollout: {max_response_tokens: 16}\n"
+    )
     done, _ = aligner(tmp_path, "validate", "experiment=mine", "--config-dir", ".", "seed=2")
     assert done.returncode == 0, done.stderr
     done, _ = aligner(tmp_path, "validate", "--confg-dir", ".", "experiment=mine")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
 
@@ -112,6 +113,12 @@ def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
     directory = _own_experiment(tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n")
     config = compose_config(["experiment=mine"], directory)
     assert (config.run.steps, config.run.experiment) == (7, "mine")
+
+
+def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_those_of_generate(tmp_path: Path) -> None:
+    config = compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 7}\n"))
+    assert config.rollout.max_response_tokens == 128
+    check(config)
 
 
 @pytest.mark.parametrize(

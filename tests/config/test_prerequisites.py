@@ -14,7 +14,7 @@ from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
 from aligner.schema.references import Reference, parse_reference
 
-PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3}}
+PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3, "max_response_tokens": 16}}
 JUDGE = {
     "defaults": ["override /algorithm: reward_model"],
     "data": {"path": "experiment:pairs", "normalization": "experiment:pairs/responses.jsonl"},

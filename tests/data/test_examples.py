@@ -275,11 +275,23 @@ def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunDat
     return open_run_data(Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)), tokenizer)
 
 
-def test_the_last_rows_are_held_out_and_never_taken(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    data = opened("dpo", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS), held_out=2)
-    answers = [tokenizer.decode(pair.chosen.tokens[2:]) for pair in data.held_out]
-    assert answers == ["f", "g"]
-    assert {tokenizer.decode(pair.chosen.tokens[2:]) for pair in data.examples.take(0, 9)} == set("cde")
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_that_are_held_out_are_drawn_told_and_never_taken(
+    tokenizer: Tokenizer, tmp_path: Path, trainer: str, shuffle: bool
+) -> None:
+    path = written(tmp_path / "rows.jsonl", [pair | {"response": pair["chosen"]} for pair in PAIRS])
+    data = opened(trainer, tokenizer, path, held_out=2, shuffle=shuffle)
+    again = opened(trainer, tokenizer, path, held_out=2, shuffle=shuffle)
+
+    def answers(rows: Sequence[Any]) -> list[str]:
+        return [tokenizer.decode((row if trainer == "sft" else row.chosen).tokens[2:]) for row in rows]
+
+    kept = answers(data.held_out)
+    assert kept == answers(again.held_out) and len(kept) == 2 and (kept == ["f", "g"]) != shuffle
+    assert set(answers(data.examples.take(0, 9))) == set("cdefg") - set(kept)
+    how = "drawn by seed=1" if shuffle else "the last ones, as data.shuffle=false"
+    assert data.notices == (f"data.held_out=2: of each source's rows, {how}",)
 
 
 def test_a_file_with_too_few_rows_to_hold_out_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -70,6 +70,20 @@ def test_sources_of_one_size_are_shuffled_differently_and_by_the_seed():
     assert [index for name, index in in_order if name == 0] == list(range(20))
 
 
+def test_what_is_held_out_is_drawn_from_everywhere_in_each_source_by_the_seed_alone():
+    examples = stream(1000, 500)
+    rest, kept = examples.hold_out(100)
+    assert Counter(source for source, _ in kept) == {0: 100, 1: 100} and len(rest) == 1300
+    assert not set(kept) & set(rest.take(0, 3000)) and len(set(kept)) == 200
+    for source, size in ((0, 1000), (1, 500)):
+        places = [place for name, place in kept if name == source]
+        assert abs(sum(places) / 100 - size / 2) < 0.1 * size  # three deviations of the mean
+    assert kept == stream(1000, 500).hold_out(100)[1] != stream(1000, 500, seed=2).hold_out(100)[1]
+    assert set(examples.hold_out(40)[1]) < set(kept)
+    assert kept == [each for each in stream(1000, 500, 700).hold_out(100)[1] if each[0] < 2]
+    assert stream(6, shuffle=False).hold_out(2)[1] == [(0, 4), (0, 5)]
+
+
 def test_examples_are_counted_over_all_sources_and_none_are_refused():
     assert len(stream(3, 4)) == 7
     for sources in ([], [[]], [[1], []]):

@@ -33,10 +33,15 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
-    samples = generate(engine, requests, SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE))
+    options = SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE, routes=bool(shape.num_experts))
+    samples = generate(engine, requests, options)
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())
+
+
+def routes_of(sample: Sample) -> list[list[list[int]]] | None:
+    return None if sample.routes is None else sample.routes.sort(-1).values.tolist()
 
 
 @pytest.mark.parametrize("family", families.CONFIGS)
@@ -47,5 +52,7 @@ def test_logprobs_are_megatrons(pool, tmp_path, family):
     for samples, error in pool.run(sample_and_score, 2, directory, 2):
         assert error < 1e-4
         assert [sample.tokens.tolist() for sample in samples] == [sample.tokens.tolist() for sample in alone]
+        assert [routes_of(sample) for sample in samples] == [routes_of(sample) for sample in alone]
     assert [len(sample.engine_logprobs) for sample in alone] == list(NEW_TOKENS)
     assert len({tuple(sample.tokens.tolist()) for sample in alone}) == len(alone)
+    assert [sample.routes is not None for sample in alone] == [family in families.MIXTURES] * len(alone)

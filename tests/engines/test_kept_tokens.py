@@ -83,13 +83,15 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
         assert batch.kept is not None and (batch.kept.counts[batch.mask] > 0).all()
         both = [scorer(batch.tokens, batch.lengths, kept=batch.kept) for scorer in (actor.logprobs, actor.reference_logprobs)]
         found[name] = [*(error(batch, scored) for scored in both), error(batch, actor.logprobs(batch.tokens, batch.lengths))]
-    found["step"] = trained_step(actor, drawn[0], LENGTHS)
+    found["step"] = trained_step(actor, drawn[0], LENGTHS, asks_before_update="pipeline" in layout)
     worlds.shutdown()
     return found
 
 
-def trained_step(actor: Policy, samples: list[Sample], prompts: tuple[int, ...]) -> dict[str, float]:
-    """What the online trainer says of a step on these samples."""
+def trained_step(
+    actor: Policy, samples: list[Sample], prompts: tuple[int, ...], *, asks_before_update: bool
+) -> dict[str, float]:
+    """What the online trainer says of a step on these samples, with log-probs before its update or out of it."""
     config = compose_config(
         [
             *("experiment=arithmetic", "algorithm=grpo", "algorithm.epochs=1", "algorithm.minibatches=1"),
@@ -108,7 +110,7 @@ def trained_step(actor: Policy, samples: list[Sample], prompts: tuple[int, ...])
         policy=actor,
         pipeline=unused,
         services=Services(None, None),
-        algorithm=build_online_algorithm(config),
+        algorithm=dataclasses.replace(build_online_algorithm(config), asks_before_update=asks_before_update),
         prompts=len(prompts),
         kl_controller=KLController(0.1),
         evaluator=None,

@@ -20,6 +20,7 @@ PAIRS = """# @package _global_
 defaults:
   - override /algorithm: preferences
 run: {steps: 7}
+rollout: {max_response_tokens: 16}
 cluster: {stop_timeout_s: 2}
 """
 JUDGE = """# @package _global_

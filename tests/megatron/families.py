@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,19 @@ def save(family: str, directory: Path) -> Path:
     return directory
 
 
-def reference_steps(directory: Path) -> dict[str, Any]:
-    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the weight table."""
+def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, Any]:
+    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the weight table.
+
+    Tokens go through the experts of `routes` [B, S-1, L, K] where given.
+    """
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    if routes is not None:
+        force_routes(model, routes)
     adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.epsilon, weight_decay=0.0
@@ -122,6 +128,26 @@ def reference_steps(directory: Path) -> dict[str, Any]:
     return result | {"weights": revert_weight_conversion(model, weights)}
 
 
+def force_routes(model: Any, routes: Tensor) -> None:
+    """Have transformers' routers send the tokens of row after row, over and over, through the experts of `routes`."""
+
+    def force(layer: int) -> Callable[..., Any]:
+        rows = itertools.cycle(routes[:, :, layer].long())
+
+        def chosen(gate: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            logits, _, experts = output
+            experts = torch.cat((next(rows)[: len(experts) - 1], experts[-1:]))
+            weights = logits.softmax(-1).gather(-1, experts)
+            if getattr(gate, "norm_topk_prob", True):
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights, experts
+
+        return chosen
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(force(number))
+
+
 @torch.no_grad()
 def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     """[B, S, V], zeros past each sequence, one row at a time."""
@@ -131,15 +157,15 @@ def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     return result
 
 
-def family_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def family_steps(directory: str, layout: dict[str, Any], *, routes: Tensor | None = None, **settings: Any) -> dict[str, Any]:
     """The same on this rank of a layout: whole logits, statistics, and slices of gradients and weights."""
     settings["optimizer"] = {**OPTIMIZER, **settings.get("optimizer", {})}
     actor = jobs.policy(directory, layout, settings)
-    experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    experience = dataclasses.replace(jobs.make_experience(actor.runner.shape.vocab_size), routes=routes)
     result: dict[str, Any] = {"logits": jobs.policy_logits(actor, experience).numpy()}
     result["stats"], gradients = jobs.observed_train(actor, experience)
     for _ in range(STEPS - 1):
-        actor.train(experience, jobs.loss)
+        actor.train(experience, jobs.loss, routes=routes)
     result |= {"gradients": _arrays(gradients), "weights": _arrays(jobs.slices(actor.runner.weights))}
     worlds.shutdown()
     return result

@@ -111,7 +111,7 @@ def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, flo
 
     optimizer.prepare_grads = observed_prepare
     try:
-        return actor.train(experience, loss), seen
+        return actor.train(experience, loss, routes=experience.routes), seen
     finally:
         del optimizer.prepare_grads
 
@@ -156,7 +156,7 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
         head = runner.chunks[-1].output_layer
         return batch.unpack_tokens(ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float())
 
-    batches = runner.share(experience.tokens, experience.lengths)
+    batches = runner.share(experience.tokens, experience.lengths, routes=experience.routes)
     whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)
     mine = whole.chunk(world.layout.tensor, -1)[world.place.tensor]
     parts = runner.forward(batches, read)
@@ -234,7 +234,11 @@ def attend(
     from aligner.megatron.layers import PackedAttention
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
-    cut = Cut(1, world.layout.context, world.place.context, parallel_state.get_context_parallel_group())
+    cut = Cut(
+        context=world.layout.context,
+        context_rank=world.place.context,
+        context_group=parallel_state.get_context_parallel_group(),
+    )
     rows, width = len(lengths), max(lengths)
     # Tokens that tell where each packed token comes from.
     batch = pack(torch.arange(rows * width).view(rows, width), torch.tensor(lengths), torch.arange(rows), world.device, cut)

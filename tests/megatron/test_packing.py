@@ -24,7 +24,7 @@ def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Ten
 def parts(tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int) -> list[PackedBatch]:
     """The micro-batch as each context rank has it."""
     chosen = torch.tensor(rows, dtype=torch.int64)
-    return [pack(tokens, lengths, chosen, CPU, Cut(sequence, context, rank)) for rank in range(context)]
+    return [pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank)) for rank in range(context)]
 
 
 @settings(deadline=None)
@@ -39,6 +39,23 @@ def test_the_parts_of_all_context_ranks_unpack_to_the_rows(lengths, cut):
     assert torch.equal(sum(part.unpack_targets(part.targets) for part in ranks), tokens[:, 1:])
     asked = sum(part.unpack_targets(part.tokens[0, part.target_index]) for part in ranks)
     assert torch.equal(asked, torch.where(tokens[:, 1:] > 0, tokens[:, :-1], 0))
+
+
+@settings(deadline=None)
+@given(LENGTHS, CUTS)
+def test_each_token_with_a_successor_has_its_own_routes_on_one_rank_of_a_cut(lengths, cut):
+    (tokens, counts), (context, sequence) = rows_of(lengths), cut
+    routes = tokens[:, :-1, None, None].expand(-1, -1, 2, 3)  # a token's experts are its own number
+    seen = []
+    for context_rank in range(context):
+        for rank in range(sequence):
+            place = Cut(sequence, context, sequence_rank=rank, context_rank=context_rank)
+            part = pack(tokens, counts, torch.arange(len(lengths)), CPU, place, routes)
+            mine = part.tokens[0].chunk(sequence)[rank]
+            told = part.sequences.routes
+            assert torch.equal(told.experts, mine[told.places, None, None].expand(-1, 2, 3))
+            seen += mine[told.places].tolist()
+    assert sorted(seen) == sorted(tokens[:, :-1][tokens[:, 1:] > 0].tolist())
 
 
 @settings(deadline=None)

@@ -25,6 +25,7 @@ STEPS = 30
 HOSTILE = "</td><script>alert('sample')</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
 PHASES = {"generate": 0.5, "logprobs": 0.2, "server_wait": 0.1, "train": 0.6, "reshard": 0.05}
 SHARES = ({"staleness/share_0": 1.0}, {"staleness/share_0": 0.25, "staleness/share_1": 0.5, "staleness/share_10": 0.25})
+LENGTHS = ({"response/drawn_to_2": 3.0, "response/learned_to_2": 3.0}, {"response/drawn_to_8": 2.0})
 """By turns, so that what a step lacks is none."""
 
 
@@ -41,7 +42,7 @@ def write_metrics(paths: RunPaths, keys: list[str], steps: int = STEPS) -> None:
     for step in range(1, steps + 1):
         stats = {key: 0.5 + 0.4 * math.sin(step / 5 + place) for place, key in enumerate(keys)}
         stats |= {f"time/{phase}": seconds for phase, seconds in PHASES.items()} | {"time/step": 1.5}
-        writer.write(step, stats | (SHARES[step % 2] if "staleness/max" in keys else {}))
+        writer.write(step, stats | ({**SHARES[step % 2], **LENGTHS[step % 2]} if "staleness/max" in keys else {}))
 
 
 def write_timeline(paths: RunPaths, steps: int) -> None:
@@ -104,7 +105,8 @@ def plots_of(page: str) -> set[str]:
 def test_a_browser_draws_every_plot_and_has_nothing_to_complain_of(run: RunPaths, tmp_path: Path) -> None:
     shown, expected = show(run.report, tmp_path), plots(run)
     assert expected.keys() == {
-        f"plot-{key}" for key in ("utilization", "timeline", "staleness_shares", "step_time", *(p.key for p in PANELS))
+        f"plot-{key}"
+        for key in ("utilization", "timeline", "staleness_shares", "lengths", "step_time", *(p.key for p in PANELS))
     }
     assert shown.console == []
     assert shown.traces() == expected
@@ -156,6 +158,13 @@ def test_the_tokens_of_every_step_add_up_whichever_staleness_it_lacks(
 ) -> None:
     shares = next(plot for plot in metric_plots(read_metrics(run.metrics) * times) if plot.key == "staleness_shares")
     assert {bar.name: list(bar.y) for bar in shares.figure.data} == expected
+
+
+def test_a_length_at_which_responses_are_lost_is_seen(run: RunPaths) -> None:
+    (figure,) = [plot.figure for plot in metric_plots(read_metrics(run.metrics)) if plot.key == "lengths"]
+    drawn, learned = figure.data
+    assert (drawn.name, list(drawn.x), list(drawn.y)) == ("drawn", ["2", "5-8"], [45, 30])
+    assert (learned.name, list(learned.x), list(learned.y)) == ("learned from", ["2", "5-8"], [45, 0])
 
 
 def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def examples(task: str) -> list[Any]:
     for index in range(6):
         prompt = whole(1 + index)
         if task == "sft":
-            made.append(answered(prompt, 9 - index))
+            demonstration = answered(prompt, 9 - index)
+            # Some are conversations, of which another turn lies between what is learned.
+            learned = torch.arange(demonstration.tokens.numel()) % 3 != 0 if index % 2 else None
+            made.append(replace(demonstration, learned=learned))
         elif task == "steps":
             labels = torch.tensor([1.0, 0.0, 1.0][: 1 + index % 3])
             positions = index + torch.tensor([2, 5, 6][: 1 + index % 3])

@@ -58,13 +58,19 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return tokens, torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
+def learned_places(answer: Demonstration) -> Tensor:
+    """int64 [R]: where the tokens lie that are learned from."""
+    places = torch.arange(answer.prompt_length, len(answer.tokens))
+    return places if answer.learned is None else places[answer.learned[places]]
+
+
 def answer_logprobs(model: Any, answers: list[Demonstration]) -> Tensor:
     """[B]: summed over each answer's own tokens."""
     tokens, attended = padded([answer.tokens for answer in answers])
     logprobs = model(tokens, attention_mask=attended).logits.log_softmax(-1)
     of_rows = []
     for row, answer in enumerate(answers):
-        places = torch.arange(answer.prompt_length, len(answer.tokens))
+        places = learned_places(answer)
         of_rows.append(logprobs[row, places - 1, answer.tokens[places]].sum())
     return torch.stack(of_rows)
 
@@ -79,7 +85,7 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
     """The loss of all examples, by the formulas of the papers."""
     made = examples(task)
     if task == "sft":
-        return -answer_logprobs(model, made).sum() / sum(len(each.tokens) - each.prompt_length for each in made)
+        return -answer_logprobs(model, made).sum() / sum(map(len, map(learned_places, made)))
     if task == "steps":
         found = values(model.model, head, [example.tokens for example in made])
         at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])
@@ -250,7 +256,8 @@ def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
     assert torch.equal(model.score.weight, trained.whole("score.weight"))
     normalizer = RewardNormalizer(**json.loads((tmp_path / "model" / NORMALIZATION).read_text()))
     # The stream's own answers but those of the held-out pairs.
-    answers = [answer for pair in examples("reward_model")[:-2] for answer in (pair.chosen, pair.rejected)]
+    stream = offline_jobs.run_data(examples("reward_model"), held_out=2, shuffle=True).examples
+    answers = [answer for pair in stream.take(0, len(stream)) for answer in (pair.chosen, pair.rejected)]
     with torch.no_grad():
         rewards = normalizer(torch.cat([model(answer.tokens[None]).logits[:, 0] for answer in answers]))
     (served,) = pool.run(offline_jobs.served_scores, 1, str(tmp_path / "model"), answers)
@@ -259,10 +266,11 @@ def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
     assert float(rewards.std(correction=0)) == pytest.approx(1, rel=1e-4)
 
 
-def test_responses_alone_are_learned_from() -> None:
+def test_responses_alone_are_learned_from_and_of_these_what_is_said_to_be() -> None:
     made = examples("sft")
     for row, example in zip(demonstration_rows(made, pad_token_id=0).mask, made, strict=True):
-        assert row.nonzero()[:, 0].tolist() == list(range(example.prompt_length - 1, len(example.tokens) - 1))
+        assert row.nonzero()[:, 0].tolist() == (learned_places(example) - 1).tolist()
+    assert len(learned_places(made[0])) == 9 and learned_places(made[1]).tolist() == [2, 4, 5, 7, 8]
 
 
 def test_a_steps_label_lies_on_its_last_token() -> None:

@@ -54,6 +54,7 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
                 "rejected": "333",
                 "margin": 3.0,
                 "scores": [2.0, -1.0],
+                "prompt_tokens": tokenizer.encode("ab").tolist(),
                 "chosen_tokens": [*tokenizer.encode("22").tolist(), end],
                 "rejected_tokens": tokenizer.encode("333").tolist(),
             }

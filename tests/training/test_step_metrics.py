@@ -14,7 +14,14 @@ from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.training.online import announcement
-from aligner.training.step_metrics import epoch_metrics, experience_metrics, rollout_metrics, staleness_metrics, update_metrics
+from aligner.training.step_metrics import (
+    epoch_metrics,
+    experience_metrics,
+    length_counts,
+    rollout_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 
 
 def measured(engine_over_trainer: list[float]) -> dict[str, float]:
@@ -49,6 +56,7 @@ def measured(engine_over_trainer: list[float]) -> dict[str, float]:
 def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():
     metrics = measured([1.0, 1.009, 1.011, 0.989])
     assert metrics["mismatch/fraction_above_1pct"] == 0.5
+    assert metrics["response/learned_to_4"] == 1
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
     assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)
     assert metrics["mismatch/kl"] == pytest.approx(sum(math.exp(-log) - 1 + log for log in logs) / 4, rel=1e-2)
@@ -83,6 +91,11 @@ def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_vers
     }
 
 
+def test_lengths_are_counted_up_to_powers_of_two():
+    counts = length_counts("of", [1, 2, 3, 4, 5, 8, 9, 1024])
+    assert counts == {"of_to_1": 1, "of_to_2": 1, "of_to_4": 2, "of_to_8": 2, "of_to_16": 1, "of_to_1024": 1}
+
+
 def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     def future(value):
         done: Future = Future()
@@ -100,7 +113,9 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
     # Three prompts are taken of a data set of two: one and a half passes.
     assert epoch_metrics(whole, 2) == {"data/epoch": 1.5} and epoch_metrics(whole, 3) == {"data/epoch": 1.0}
-    metrics = rollout_metrics(scored, settings)
+    metrics = rollout_metrics(dataclasses.replace(scored, left_out=(7, 8)), settings)
+    # What dynamic sampling has left out was drawn, too.
+    assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (4.0, 2.0)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
     # Of six samples four have a score: what is gone is not told as kept.
     assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (3 / 12, 4 / 6)

@@ -45,6 +45,8 @@ class Step:
     columns: int
     """Columns of the cache that matter: above every position."""
     prompts: Prompts | None = None
+    routes: list[Tensor] | None = None
+    """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,9 @@ class Decoder:
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         attended = self._row_parallel(attended, name + "self_attention.linear_proj")
         if self._shape.parallel_residual:
-            return x + attended + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.")
+            return x + attended + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step)
         x = x + attended
-        return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp."))
+        return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self._weights[name + ".weight"]
@@ -229,10 +231,10 @@ class Decoder:
         cache.write_prompts(layer, len(step.tokens), prompts.copies, keys, values)
         return attended.transpose(1, 2)[at].flatten(1)
 
-    def _mlp(self, x: Tensor, name: str) -> Tensor:
+    def _mlp(self, x: Tensor, name: str, step: Step) -> Tensor:
         """Feed-forward network of x [N, hidden]."""
         if self._shape.num_experts:
-            return self._sum(self._experts(x, name))
+            return self._sum(self._experts(x, name, step))
         inner = F.linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
         return self._row_parallel(self._activate(inner), name + "linear_fc2")
 
@@ -242,11 +244,13 @@ class Decoder:
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
 
-    def _experts(self, x: Tensor, name: str) -> Tensor:
+    def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
         """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
         shape = self._shape
         probabilities = F.linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
         weights, chosen = probabilities.topk(shape.experts_per_token, -1)
+        if step.routes is not None:
+            step.routes.append(chosen.to(torch.uint8 if shape.num_experts <= 256 else torch.int16))
         if shape.normalize_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         first, second = self._weights[name + "experts.linear_fc1.weight"], self._weights[name + "experts.linear_fc2.weight"]

@@ -41,6 +41,8 @@ class _Response(PartialResponse):
     prompt: tuple[int, ...] = ()
     numbers: np.ndarray | None = None
     """float64 [limit]: what its tokens are drawn with"""
+    read: Tensor | None = None
+    """The routes of its tokens, or of the prompt at least, when their keys and values were computed: [n, L, K]"""
 
     @property
     def length(self) -> int:
@@ -113,6 +115,8 @@ class EmbeddedGeneration:
             with torch.inference_mode():
                 tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache))
             self._check_finite(logprobs)
+            if step.routes is not None:
+                self._record_routes(step, torch.stack(step.routes, 1).cpu())
         except BaseException:
             self.restart_rows()  # who steps on must not build on keys and values that may not be there
             raise
@@ -143,6 +147,7 @@ class EmbeddedGeneration:
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
                 cache.copy_rows([sibling], [len(self._rows) + len(joining)], len(response.prompt) - 1)
+                response.read = self._rows[sibling].read
                 joining.append(self._waiting.popleft())
                 continue
             context = (*response.prompt, *response.tokens)
@@ -173,6 +178,7 @@ class EmbeddedGeneration:
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             columns=max(positions, default=0) + 1,
             prompts=prompts,
+            routes=[] if self._options.routes else None,
         )
 
     def _draw(self, share: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -200,6 +206,19 @@ class EmbeddedGeneration:
             parts = self._machine.decoder.broadcast(ids).cpu().split(counts.long().tolist())
             each = [part.clone() for part in parts]  # a response that goes on holds no other's
         return tokens.long(), logprobs.float(), each
+
+    def _record_routes(self, step: Step, routes: Tensor) -> None:
+        """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
+        for row, newest in zip(self._rows, routes[: len(step.tokens)].unbind(), strict=False):
+            if not row.tokens and row.read is not None:  # it has joined the prompt of a sibling
+                row.routes = [row.read[: len(row.prompt) - 1]]
+            row.routes.append(newest[None])
+        if step.prompts is None:
+            return
+        contexts = routes[len(step.tokens) :].split(step.prompts.lengths.tolist())
+        for row, context in zip(self._rows[len(step.tokens) :], step.prompts.copies.tolist(), strict=True):
+            row.read = contexts[context]
+            row.routes.append(row.read[sum(map(len, row.routes)) :])
 
     def _record(self, row: _Response, token: int, logprob: float) -> None:
         assert self._machine.version is not None
@@ -236,4 +255,6 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
         response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
+        if options.routes and request.begun.routes is not None:
+            response.routes = [request.begun.routes]
     return response

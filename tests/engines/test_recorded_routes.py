@@ -1,0 +1,166 @@
+"""The experts that the embedded engine tells: those of the weights that drew the token after each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
+from tests.engines.engines import generate, prompts, requests
+from tests.engines.test_embedded import load_transformers, make_engine, save_model
+from tests.engines.test_generation import begin
+from tests.megatron import families
+
+OPTIONS = SamplingOptions(12, routes=True)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def directory(request, tmp_path_factory) -> Path:
+    return families.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def other_directory(directory, tmp_path_factory) -> Path:
+    """Other weights of the same shape."""
+    model = load_transformers(directory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(-1).contiguous()
+    path = tmp_path_factory.mktemp("other")
+    model.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def routes_of(model: Any, tokens: Tensor) -> Tensor:
+    """What transformers' routers choose for each token but the last, in ascending order: [T-1, L, K]."""
+    chosen: list[Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, inputs, output: chosen.append(output[2]))
+        for layer in model.model.layers
+    ]
+    model(tokens[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)[:-1].sort(-1).values
+
+
+def told(sample: Sample) -> Tensor:
+    assert sample.routes is not None
+    assert sample.routes.dtype == torch.uint8
+    return sample.routes.long().sort(-1).values
+
+
+def small_requests(samples: int = 4) -> list[GenerationRequest]:
+    """Limits from 2 to 12 tokens, in no order, and tokens that the families' vocabulary has."""
+    return [
+        dataclasses.replace(
+            one,
+            prompt=dataclasses.replace(one.prompt, tokens=one.prompt.tokens % 72),
+            max_new_tokens=2 + 7 * index % 11,
+        )
+        for index, one in enumerate(requests(samples))
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_the_experts_told_are_those_that_transformers_chooses(directory, rows):
+    """With three rows samples begin beside siblings that still run, and copy what their prompt's tokens took."""
+    model = load_transformers(directory)
+    for sample in generate(make_engine(directory, batch_size=rows), small_requests(), OPTIONS):
+        assert torch.equal(told(sample), routes_of(model, sample.tokens))
+
+
+def test_no_experts_are_told_unless_they_are_asked_for(directory, tmp_path):
+    silent = dataclasses.replace(OPTIONS, routes=False)
+    asked, unasked = (generate(make_engine(directory), small_requests(1), options) for options in (OPTIONS, silent))
+    assert [sample.routes for sample in unasked] == [None] * 4
+    assert [sample.tokens.tolist() for sample in asked] == [sample.tokens.tolist() for sample in unasked]
+    with pytest.raises(AlignerError, match="routes=true: the model has no experts"):
+        generate(make_engine(save_model(tmp_path, "llama")), [GenerationRequest(prompts(1)[0], 0)], OPTIONS)
+
+
+def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
+    """By transformers: each token's routes under the weights that drew the token after it, the prompt's under the first."""
+    versions = torch.cat([sample.weight_versions[:1].expand(sample.prompt_length - 1), sample.weight_versions])
+    under = torch.stack([routes_of(model, sample.tokens) for model in models])
+    return under[versions, torch.arange(len(versions))]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_prefix_that_is_read_again_keeps_the_routes_of_the_weights_that_drew_it(directory, other_directory, steps):
+    engine = make_engine(directory, batch_size=3)
+    generation = engine.start(small_requests(), OPTIONS)
+    samples = dict(pair for _ in range(steps) for pair in generation.step())
+    begin(engine, other_directory, 1, "interrupt").commit()
+    while not generation.done:
+        samples |= generation.step()
+    models = [load_transformers(path) for path in (directory, other_directory)]
+    for sample in samples.values():
+        assert torch.equal(told(sample), expected_of_versions(models, sample))
+    assert any(len(set(sample.weight_versions.tolist())) == 2 for sample in samples.values())
+
+
+def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_these(directory, other_directory):
+    """The sibling's own are older: it had begun before."""
+    prompt = Prompt(0, "", torch.arange(2, 9))
+    wanted = [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 12, 6))]
+    engine = make_engine(directory, batch_size=2)
+    generation = engine.start(wanted, OPTIONS)
+    samples = dict(generation.step())
+    begin(engine, other_directory, 1, "interrupt").commit()
+    while not generation.done:
+        samples |= generation.step()
+    models = [load_transformers(path) for path in (directory, other_directory)]
+    assert [set(samples[place].weight_versions.tolist()) for place in range(3)] == [{0, 1}, {0, 1}, {1}]
+    for sample in samples.values():
+        assert torch.equal(told(sample), expected_of_versions(models, sample))
+    assert not torch.equal(told(samples[1])[:6], told(samples[2])[:6])
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(64, 5), (3, 7)])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_responses_that_are_handed_over_go_on_with_their_routes(directory, other_directory, rows, steps, renewed):
+    engine, wanted = make_engine(directory, batch_size=rows), small_requests()
+    generation = engine.start(wanted, OPTIONS)
+    samples = dict(pair for _ in range(steps) for pair in generation.step())
+    begun = dict(generation.unfinished())
+    generation.cancel()
+    assert all((sample.routes is None) == (not len(sample.response)) for sample in begun.values())
+    if renewed:
+        begin(engine, other_directory, 1).commit()
+    rest = [dataclasses.replace(wanted[place], begun=sample) for place, sample in begun.items()]
+    samples |= zip(begun, generate(engine, rest, OPTIONS), strict=True)
+    models = [load_transformers(path) for path in (directory, other_directory)]
+    for sample in samples.values():
+        assert torch.equal(told(sample), expected_of_versions(models, sample))
+
+
+def test_a_step_that_failed_leaves_no_routes(directory):
+    engine = make_engine(directory, batch_size=3)
+    generation = engine.start(small_requests(), OPTIONS)
+    samples: dict[int, Sample] = {}
+    forward, runs = engine._machine.forward, 0
+
+    def fail_now_and_then(step, cache):
+        nonlocal runs
+        runs += 1
+        result = forward(step, cache)
+        if runs % 3 == 2:
+            raise RuntimeError("out of memory")
+        return result
+
+    engine._machine.forward = fail_now_and_then
+    while not generation.done:
+        with contextlib.suppress(RuntimeError):
+            samples |= generation.step()
+    model = load_transformers(directory)
+    for sample in samples.values():
+        assert torch.equal(told(sample), routes_of(model, sample.tokens))

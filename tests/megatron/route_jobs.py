@@ -1,0 +1,125 @@
+"""What the worker ranks run for the tests of replayed routes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.data.types import Prompt, SampleBatch, collate
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.megatron import world as worlds
+from aligner.megatron.packing import PackedBatch
+from aligner.megatron.policy import Policy
+from aligner.models.model_source import directory_shape
+from aligner.schema import EngineConfig
+from tests.engines.engines import generate, load_directory
+from tests.megatron import jobs
+
+
+def random_routes(batch: int, tokens: int, layers: int = 4, experts: int = 4, chosen: int = 2) -> Tensor:
+    """uint8 [B, T, L, K], of no router."""
+    draws = torch.rand(batch, tokens, layers, experts, generator=torch.Generator().manual_seed(8))
+    return draws.argsort(-1)[..., :chosen].byte()
+
+
+def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None = None) -> Tensor:
+    """The experts that each token but the last goes through, the likeliest first: uint8 [B, S-1, L, K], 0 at padding."""
+    seen: list[Tensor] = []
+
+    def observe(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
+        seen.append(output[0].topk(router.topk, -1).indices)
+
+    def read(_: Tensor, batch: PackedBatch) -> Tensor:
+        experts = torch.stack(seen, 1)
+        seen.clear()
+        return batch.unpack_targets(experts[batch.target_index])
+
+    routers = [layer.mlp.router for layer in actor.runner.chunks[0].decoder.layers]
+    hooks = [router.register_forward_hook(observe) for router in routers]
+    result = torch.zeros(len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8)
+    batches = actor.runner.share(tokens, lengths, routes=routes)
+    for batch, part in zip(batches, actor.runner.forward(batches, read), strict=True):
+        result[batch.batch_rows, : part.shape[1]] = part.byte()
+    for hook in hooks:
+        hook.remove()
+    return result
+
+
+def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> dict[str, Any]:
+    """Log-probs, an update and the weights after it, with the trainer's own routes forced on it or without."""
+    actor = jobs.policy(directory, {}, settings)
+    experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    if replayed:
+        routes = taken(actor, experience.tokens, experience.lengths)
+        experience = dataclasses.replace(experience, routes=routes)
+    logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
+    differing = actor.runner.routes_differing
+    stats, gradients = jobs.observed_train(actor, experience)
+    result = {"logprobs": logprobs, "stats": stats, "gradients": gradients, "after": jobs.slices(actor.runner.weights)}
+    worlds.shutdown()
+    return result | {"differing": differing, "updating": actor.runner.routes_differing}
+
+
+def sampled(directory: str) -> SampleBatch:
+    """What a bf16 engine draws, with its routes."""
+    generator = torch.Generator().manual_seed(5)
+    shape = directory_shape(Path(directory), "model.path")
+    prompts = [Prompt(at, "", torch.randint(2, shape.vocab_size, (3 + at,), generator=generator)) for at in range(4)]
+    engine = EmbeddedEngine(shape, EngineConfig(precision="bf16", batch_size=5), 0, seed=2)
+    load_directory(engine, Path(directory))
+    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(4)]
+    options = SamplingOptions(40, temperature=jobs.TEMPERATURE, routes=True)
+    return collate(generate(engine, requests, options), pad_token_id=0)
+
+
+def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
+    """How far the trainer is from the engine, with the engine's routes and without."""
+    batch = sampled(directory)
+    actor = jobs.policy(directory, {}, {"micro_batch_tokens": 128})
+    assert batch.routes is not None
+    inside = torch.arange(batch.routes.shape[1]) < batch.lengths[:, None] - 1
+    result: dict[str, Any] = {}
+    for name, routes in (("own", None), ("replayed", batch.routes)):
+        logprobs = actor.logprobs(batch.tokens, batch.lengths, routes=routes)
+        experts = taken(actor, batch.tokens, batch.lengths, routes)
+        elsewhere = (experts.sort(-1).values != batch.routes.sort(-1).values).any(-1)
+        result[name] = {
+            "differing": float(elsewhere[inside].float().mean()),
+            "mismatch": float((logprobs - batch.engine_logprobs)[batch.mask].abs().mean()),
+        }
+    result["told"] = actor.runner.routes_differing
+    worlds.shutdown()
+    return result
+
+
+def told_and_logprobs(directory: str, layout: dict[str, Any], routes: Tensor) -> tuple[list[float], Tensor, Tensor]:
+    """The share of routes that differ, of each pass, and log-probs of policy and reference."""
+    actor = jobs.policy(directory, layout, {"recompute": "full"})
+    experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    told = []
+    logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=routes)
+    told.append(actor.runner.routes_differing)
+    reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
+    told.append(actor.runner.routes_differing)
+    actor.train(experience, jobs.loss, routes=routes)
+    told.append(actor.runner.routes_differing)
+    worlds.shutdown()
+    return told, logprobs, reference
+
+
+def refused_routes(directory: str, routes: Tensor) -> str:
+    """The error that such routes give."""
+    actor = jobs.policy(directory, {})
+    experience = jobs.make_experience(actor.runner.shape.vocab_size)
+    try:
+        actor.logprobs(experience.tokens, experience.lengths, routes=routes)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        worlds.shutdown()
+    return "no error"

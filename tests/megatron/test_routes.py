@@ -1,0 +1,106 @@
+"""Routes that the engine chose, replayed by the trainer at every layout."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.schema import ParallelConfig
+from tests.megatron import families, jobs, route_jobs
+from tests.megatron.families import MIXTURES
+from tests.megatron.test_families import MIXTURE_LAYOUTS, TOLERANCE, largest_errors
+
+EXPERIENCE = jobs.make_experience(72)
+ROUTES = route_jobs.random_routes(len(EXPERIENCE.tokens), EXPERIENCE.tokens.shape[1] - 1)
+LAYOUTS = ("single", "TP2+SPxEP2", "CP2xEP2", "PP2", "VPP2", "TP2+SPxPP2")
+TYPICAL = [(LAYOUTS[0], "none"), *((name, "full") for name in LAYOUTS[1:4])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A family's directory and what transformers makes of it with the routes forced, computed once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            directory = families.save(family, tmp_path_factory.mktemp(family))
+            made[family] = directory, families.reference_steps(directory, ROUTES)
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param(name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow)
+        for name in LAYOUTS
+        for recompute in ("none", "selective", "full")
+    ],
+)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradients_and_trained_weights_under_forced_routes_equal_those_of_transformers(pool, model, family, name, recompute):
+    """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when it is recomputed too."""
+    directory, expected = model(family)
+    layout = dict(MIXTURE_LAYOUTS[name])
+    ranks = ParallelConfig(**layout).ranks
+    results = pool.run(families.family_steps, ranks, str(directory), layout, routes=ROUTES, recompute=recompute)
+    errors = largest_errors(directory, results, expected)
+    assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def test_forced_routes_are_not_what_the_routers_choose(model):
+    directory, forced = model("mixtral")
+    own = families.reference_steps(directory)
+    assert families.relative_error(forced["logits"], own["logits"], own["logits"]) > 0.1
+
+
+@pytest.mark.parametrize("name", ["TP2+SPxEP2", "CP2xEP2", "PP2"])
+def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_reference_too(pool, model, name):
+    directory, _ = model("qwen3_moe")
+    layout = dict(MIXTURE_LAYOUTS[name])
+    ((told, logprobs, reference),) = pool.run(route_jobs.told_and_logprobs, 1, str(directory), {}, ROUTES)
+    assert told == [told[0]] * 3
+    assert 0.5 < told[0] < 1, "of six pairs of four experts the router's is one"
+    torch.testing.assert_close(reference, logprobs, rtol=0, atol=0)
+    for result in pool.run(route_jobs.told_and_logprobs, ParallelConfig(**layout).ranks, str(directory), layout, ROUTES):
+        assert result[0] == pytest.approx(told, abs=1e-9)
+        torch.testing.assert_close(result[1], logprobs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result[2], logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_trainers_own_routes_forced_on_it_change_nothing(pool, model, family, recompute):
+    directory, settings = str(model(family)[0]), {"recompute": recompute}
+    (own,) = pool.run(route_jobs.replay_own, 1, directory, settings, replayed=False)
+    (replayed,) = pool.run(route_jobs.replay_own, 1, directory, settings, replayed=True)
+    assert math.isnan(own["differing"])
+    assert replayed["differing"] == replayed["updating"] == 0
+    assert torch.equal(own["logprobs"], replayed["logprobs"])
+    assert own["stats"] == replayed["stats"]
+    for kind in ("gradients", "after"):
+        for name, (_, tensor) in own[kind].items():
+            assert torch.equal(tensor, replayed[kind][name][1]), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, family):
+    (seen,) = pool.run(route_jobs.bf16_engine_and_fp32_trainer, 1, str(model(family)[0]))
+    assert seen["own"]["differing"] > 0 == seen["replayed"]["differing"]
+    assert 0 < seen["told"] < 1
+    assert seen["replayed"]["mismatch"] < seen["own"]["mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (ROUTES[:, :, :3], r"routes of (3, 2) layers and experts a token, up to expert 3: the model has (4, 2), of 4 experts"),
+        (ROUTES + 1, r"routes of (4, 2) layers and experts a token, up to expert 4: the model has (4, 2), of 4 experts"),
+    ],
+)
+def test_routes_of_another_model_are_refused(pool, model, routes, message):
+    (error,) = pool.run(route_jobs.refused_routes, 1, str(model("mixtral")[0]), routes)
+    assert error == f"AlignerError: {message}"

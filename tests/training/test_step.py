@@ -1,0 +1,36 @@
+"""Whole training steps with what the configuration asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training import step_jobs
+
+MIXTURE = [
+    "experiment=tiny_ppo",
+    "model.config.architectures=[MixtralForCausalLM]",
+    "+model.config.num_local_experts=8",
+    "+model.config.num_experts_per_tok=2",
+    "model.initializer_std=0.3",
+    "rollout.prompts_per_step=8",
+    "engine.precision=bf16",
+    "checkpoint.every=0",
+    "actor.optimizer.learning_rate=1e-9",
+]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_whose_routes_are_replayed_is_nearer_to_the_engine_and_says_how_many_differ(pool, tmp_path, minibatches):
+    """With a single update, which computes the log-probs from before it itself, and with several."""
+    overrides = [*MIXTURE, "algorithm=grpo", "algorithm.kl_coefficient=0.1", f"algorithm.minibatches={minibatches}"]
+    runs = {}
+    for replayed in (False, True):
+        more = [f"run.dir={tmp_path / str(replayed)}", *(["algorithm.replay_routes=true"] if replayed else [])]
+        (runs[replayed],) = pool.run(step_jobs.steps, 1, [*overrides, *more], 2)
+    for without, replayed in zip(runs[False], runs[True], strict=True):
+        assert "mismatch/routes" not in without
+        assert 0 < replayed["mismatch/routes"] < 0.2
+        assert replayed["mismatch/logprob_abs"] < without["mismatch/logprob_abs"]
+        # Nothing to speak of is learned: an update, or a reference, that took other experts would be off.
+        assert abs(replayed["kl/reference"]) < 1e-4
+        assert replayed["policy/ratio_max"] < 1 + 1e-4
