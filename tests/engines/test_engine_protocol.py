@@ -82,6 +82,26 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine,
         )
 
 
+@pytest.mark.parametrize("keys", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, kind, model, keys):
+    options = SamplingOptions(8, temperature=1.3, renormalize=True, **keys)
+    if kind == "tensorrt_llm":
+        told = "min_p=0.1" if "min_p" in keys else "to tell among which tokens it drew"
+        with pytest.raises(
+            AlignerError, match=f"tensorrt_llm: asked for {told}, which not every release can; allowed: embedded"
+        ):
+            engine.start(requests(), options)
+        return
+    for sample in generate(engine, requests(2), options):
+        assert sample.kept is not None
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1] / options.temperature
+        for row, token, logprob, ids in zip(logits, sample.response, sample.engine_logprobs, sample.kept.each(), strict=True):
+            assert token in ids
+            among = row[ids].log_softmax(-1)[ids == token]
+            torch.testing.assert_close(logprob[None], among, atol=1e-4, rtol=0)
+
+
 def test_a_sample_depends_on_its_prompt_and_index_alone(kind, directory, engine):
     wanted = requests(3)
     together = generate(engine, wanted, SamplingOptions(8))
