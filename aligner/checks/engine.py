@@ -25,6 +25,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _cache_problems(config, model)
     if config.cluster.kind == "local":
         yield from engine_machine_problems(config.engine)
+    yield from _drawing_problems(config)
     yield from _update_problems(config)
     yield from _start_problems(config)
 
@@ -49,6 +50,20 @@ def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
         yield (
             f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest} tokens"
             f" ({longest_sequence_keys(config)}), need {needed / 2**20:.1f} MiB"
+        )
+
+
+def _drawing_problems(config: Config) -> Iterator[str]:
+    """How tokens are drawn, against what TensorRT-LLM can do and tell."""
+    rollout = config.rollout
+    if config.engine.kind != "tensorrt_llm":
+        return
+    if rollout.min_p:
+        yield f"rollout.min_p={rollout.min_p:g}: not every sampler of TensorRT-LLM's reads it; allowed: 0; or {_ELSE}"
+    elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1):
+        yield (
+            "rollout.renormalize=true: TensorRT-LLM does not tell among which tokens it drew with"
+            f" rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p:g}; give rollout.renormalize=false, or {_ELSE}"
         )
 
 

@@ -99,6 +99,7 @@ _SAMPLING = (
     _add("--min-new-tokens", type=int, default=0, metavar="N", help="no end-of-sequence token before so many tokens (0)"),
     _add("--top-k", type=int, default=0, metavar="K", help="draw among the K most probable tokens; 0: among all (0)"),
     _add("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens whose probabilities reach P (1)"),
+    _add("--min-p", type=float, default=0.0, metavar="P", help="draw among those with P times the greatest probability (0)"),
     _add("--greedy", action="store_true", help="take the most probable token instead of drawing"),
     _add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token"),
     _add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)"),

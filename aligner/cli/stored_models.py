@@ -57,7 +57,8 @@ def _prompts(parsed: argparse.Namespace) -> list[Record]:
 
 
 def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "greedy", "stop_at_eos", "seed", "samples")
+    drawing = ("temperature", "top_k", "top_p", "min_p", "greedy")
+    names = ("max_new_tokens", "min_new_tokens", *drawing, "stop_at_eos", "seed", "samples")
     return {name: getattr(parsed, name) for name in names}
 
 

@@ -66,9 +66,15 @@ class KeptTokens:
         place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
         return token, self.ids[self.starts.flatten()[token] + place].long()
 
+    def each(self) -> list[Tensor]:
+        """The ids of every token, int32, in flat order."""
+        return list(self.in_rows()[1].int().split(self.counts.flatten().tolist()))
+
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        return replace(self, counts=self.counts.to(device), starts=self.starts.to(device), ids=self.ids.to(device))
+        """The same on a device, with no ids but these tokens'."""
+        own = self.in_order(self.counts.flatten(), self.in_rows()[1].int())
+        starts = own.starts.view(self.counts.shape)
+        return replace(self, counts=self.counts.to(device), starts=starts.to(device), ids=own.ids.to(device))
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,10 @@ class Rows:
     """int64 [B]"""
     mask: Tensor
     """bool [B, S-1]: true where token t+1 is learned from"""
+    kept: KeptTokens | None = field(default=None, kw_only=True)
+    """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None: everywhere all"""
+    routes: Tensor | None = field(default=None, kw_only=True)
+    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape
@@ -202,10 +212,6 @@ class SampleBatch(Rows):
     """int64 [B]: places in FINISH_REASONS"""
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
-    kept: KeptTokens | None = field(default=None, kw_only=True)
-    """[B, S-1]: what each response token was drawn among; None: everywhere all"""
-    routes: Tensor | None = field(default=None, kw_only=True)
-    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
 
     @property
     def samples_per_prompt(self) -> int:

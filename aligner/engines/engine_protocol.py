@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.types import FinishReason, Prompt, Sample
+from aligner.data.types import FinishReason, KeptTokens, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
@@ -21,7 +21,7 @@ SpanListener = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn. Log-probs are always those of the whole distribution at `temperature`."""
+    """How responses are drawn. Log-probs are those of the whole distribution at `temperature`, but with `renormalize`."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -29,6 +29,10 @@ class SamplingOptions:
     """Draw among the k most probable tokens; 0: among all."""
     top_p: float = 1.0
     """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Draw among tokens whose probability at `temperature` is at least this share of the greatest one's."""
+    renormalize: bool = False
+    """Where tokens are left out, log-probs are those of the distribution over the others, and samples tell which these are."""
     min_new_tokens: int = 0
     """No stop token is drawn before so many tokens."""
     greedy: bool = False
@@ -50,11 +54,22 @@ class SamplingOptions:
                 (self.temperature > 0, f"temperature={self.temperature}: must be above 0; for the likeliest token: greedy"),
                 (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0, which keeps all tokens"),
                 (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
+                (0 <= self.min_p <= 1, f"min_p={self.min_p}: must be at least 0, which keeps all tokens, and at most 1"),
             )
             if not good
         ]
         if wrong:
             raise AlignerError("\n".join(wrong))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out of what is drawn from."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def tells_kept(self) -> bool:
+        """Whether samples tell what each token was drawn among."""
+        return self.truncates and self.renormalize
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,8 @@ class PartialResponse:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of the weights that drew each token."""
+    kept: list[Tensor] = field(default_factory=list)
+    """int32 ids that each token was drawn among, none where among all; empty where the engine does not tell."""
     finish_reason: FinishReason | None = None
     routes: list[Tensor] = field(default_factory=list)
     """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
@@ -143,6 +160,7 @@ class PartialResponse:
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
         prompt = self.request.prompt
+        counts = torch.tensor([len(ids) for ids in self.kept])
         return Sample(
             prompt_id=prompt.id,
             sample_index=self.request.sample_index,
@@ -152,6 +170,7 @@ class PartialResponse:
             weight_versions=torch.tensor(self.versions, dtype=torch.int64),
             finish_reason=self.finish_reason or "unfinished",
             metadata=prompt.metadata,
+            kept=KeptTokens.in_order(counts, torch.cat(self.kept)) if counts.any() else None,
             routes=torch.cat(self.routes) if self.tokens and self.routes else None,
         )
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from aligner.data.types import KeptTokens
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes
 from aligner.models.shape import ModelShape
@@ -244,8 +245,10 @@ class VocabularyHead(ColumnParallelLinear):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool = False,
+        kept: KeptTokens | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and entropies if asked for.
+        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and entropies if asked for, among
+        what they were drawn among (`kept` [M]; None: all).
 
         `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are float32 [M], equal on
         every tensor rank and differentiable.
@@ -262,6 +265,7 @@ class VocabularyHead(ColumnParallelLinear):
             chunk_tokens=chunk_tokens,
             group=self.tp_group,
             with_entropy=with_entropy,
+            kept=kept,
         )
 
 

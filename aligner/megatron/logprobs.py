@@ -18,8 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from aligner.data.types import KeptTokens
+
 # On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
 _BLOCK_ELEMENTS = 1 << 21
+_LEFT_OUT = -1e30
+"""Score of what a target was not drawn among. Finite: a rank that has none of its tokens has it as the peak, and a share of
+exactly 0 once the ranks' peaks are known."""
 
 
 class _VocabParallelLogprobs(Function):
@@ -35,6 +40,7 @@ class _VocabParallelLogprobs(Function):
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `vocab_parallel_logprobs`."""
         local, here = _local_targets(targets, len(weight), group)
@@ -45,6 +51,7 @@ class _VocabParallelLogprobs(Function):
         spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy else None
         for tokens in _chunks(len(targets), chunk_tokens):
             scores = _scores(hidden[tokens], weight, temperature, buffer)
+            _leave_out(scores, kept, tokens, group)
             for part, block in _blocks(scores, tokens.start):
                 peak[part] = block.amax(-1)
                 block.sub_(peak[part, None])
@@ -64,7 +71,7 @@ class _VocabParallelLogprobs(Function):
         log_normalizer = normalizer.log()
         entropy = log_normalizer - weighted / normalizer
         context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
-        context.temperature, context.chunk_tokens = temperature, chunk_tokens
+        context.temperature, context.chunk_tokens, context.kept, context.group = temperature, chunk_tokens, kept, group
         context.set_materialize_grads(False)
         return chosen - log_normalizer, entropy if with_entropy else None
 
@@ -90,6 +97,7 @@ class _VocabParallelLogprobs(Function):
                 gradient = buffer[: tokens.stop - tokens.start]
             else:
                 gradient = _scores(hidden[tokens], weight, temperature, buffer)
+                _leave_out(gradient, context.kept, tokens, context.group)
             for part, block in _blocks(gradient, tokens.start):
                 if tokens is not chunks[-1]:
                     block.sub_(peak[part, None]).exp_()
@@ -104,7 +112,7 @@ class _VocabParallelLogprobs(Function):
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
         if context.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -128,6 +136,18 @@ def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) 
     if hidden.dtype == torch.float32:
         return torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature, out=scores)
     return scores.copy_(torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature))
+
+
+def _leave_out(scores: Tensor, kept: KeptTokens | None, tokens: slice, group: dist.ProcessGroup | None) -> None:
+    """Overwrite this rank's scores [m, V/TP] of what these targets were not drawn among."""
+    if kept is None:
+        return
+    row, ids = kept.at(tokens).in_rows()
+    local, here = _local_targets(ids, scores.shape[1], group)
+    row, local = row[here], local[here]
+    inside = scores[row, local]
+    scores.masked_fill_((kept.counts[tokens] > 0)[:, None], _LEFT_OUT)
+    scores[row, local] = inside
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -162,12 +182,14 @@ def vocab_parallel_logprobs(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if asked for, entropy of each distribution, at a sampling temperature.
 
     `hidden` [M, H] are final hidden states, `weight` [V/TP, H] is this tensor rank's part of the vocabulary projection,
     `targets` int64 [M] are global token ids; both results are float32 [M], equal on every rank of `group`, and both can be
-    differentiated, once. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
+    differentiated, once. `kept` [M] has what each target was drawn among: the distribution, and so the entropy, is then that
+    of these tokens alone. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
     Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist.
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy)
+    return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy, kept)

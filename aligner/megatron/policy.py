@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.types import PolicyLoss, Rows, Stats
+from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
@@ -53,24 +53,37 @@ class Policy(CheckpointedModel):
         runner.start_training()
 
     def logprobs(
-        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, routes: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        *,
+        temperature: float | None = None,
+        kept: KeptTokens | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-        `temperature` is the sampling temperature where None. Tokens go through the experts of `routes` [B, S-1, L, K] where
-        given; `runner.routes_differing` then says how many would have gone elsewhere.
+        `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were drawn among, which is then
+        what their probabilities sum to 1 over. Tokens go through the experts of `routes` [B, S-1, L, K] where given;
+        `runner.routes_differing` then says how many would have gone elsewhere.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens, routes=routes)
+        return _logprobs(self.runner, tokens, lengths, kept, routes, temperature=chosen, chunk_tokens=self._chunk_tokens)
 
     def reference_logprobs(
-        self, tokens: Tensor, lengths: Tensor, *, temperature: float | None = None, routes: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        *,
+        temperature: float | None = None,
+        kept: KeptTokens | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """The same under the initial weights: swapped in from host memory, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, temperature=temperature, routes=routes)
+            return self.logprobs(tokens, lengths, temperature=temperature, kept=kept, routes=routes)
 
     def train(
         self,
@@ -80,13 +93,13 @@ class Policy(CheckpointedModel):
         denominator: float | None = None,
         group: int = 1,
         before: Tensor | None = None,
-        routes: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
+        Log-probs and entropy are among what tokens were drawn among and through their experts, where the minibatch has these.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
         together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
-        on every rank; zero outside the mask. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
+        on every rank; zero outside the mask.
         """
         seen = torch.zeros(minibatch.mask.shape)
         tokens = max(float(minibatch.mask.sum()), 1.0)
@@ -95,7 +108,9 @@ class Policy(CheckpointedModel):
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
-            logprobs, entropy = _score(self.runner, output, batch, self.temperature, self._chunk_tokens, with_entropy=True)
+            logprobs, entropy = _score(
+                self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, with_entropy=True
+            )
             assert entropy is not None
             entropies, unpacked = batch.unpack_targets(entropy), batch.unpack_targets(logprobs)
             if self.runner.world.speaks_for_outputs:
@@ -103,7 +118,9 @@ class Policy(CheckpointedModel):
             value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
+        stats = self.runner.update(
+            self.runner.share(minibatch.tokens, minibatch.lengths, group, minibatch.routes), packed_loss
+        )
         if before is not None:
             before.copy_(self.runner.world.sum_(seen))
         return stats
@@ -121,7 +138,7 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
-        return _logprobs(runner, tokens, lengths, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+        return _logprobs(runner, tokens, lengths, None, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     finally:
         worlds.shutdown()
 
@@ -130,13 +147,15 @@ def _logprobs(
     runner: ModelRunner,
     tokens: Tensor,
     lengths: Tensor,
+    kept: KeptTokens | None,
+    routes: Tensor | None,
     *,
     temperature: float,
     chunk_tokens: int,
-    routes: Tensor | None = None,
 ) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
-        return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens)[0])
+        its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
+        return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens, its)[0])
 
     return runner.rows(tokens, lengths, tokens.shape[1] - 1, read, routes)
 
@@ -147,9 +166,11 @@ def _score(
     batch: PackedBatch,
     temperature: float,
     chunk_tokens: int,
+    kept: KeptTokens | None,
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of the micro-batch's targets; `kept` is [N, L-1]."""
     head: VocabularyHead = runner.chunks[-1].output_layer
     return head.logprobs(
         output[0],
@@ -158,6 +179,7 @@ def _score(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        kept=None if kept is None else kept.at(torch.unravel_index(batch.target_rows, kept.counts.shape)),
     )
 
 

@@ -43,12 +43,20 @@ class RolloutConfig:
     max_response_tokens: int = option(128, "longest response, in tokens", minimum=1)
     min_response_tokens: int = option(0, "no end-of-sequence token is drawn before so many tokens", minimum=0)
     temperature: float = option(1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3)
-    top_k: int = option(0, "draw among the k most probable tokens; 0: among all, which is what the losses assume", minimum=0)
+    top_k: int = option(0, "draw among the k most probable tokens; 0: among all", minimum=0)
     top_p: float = option(
         1.0,
-        "draw among the fewest tokens whose probabilities reach this; below 1 the losses' ratios are biased",
+        "draw among the fewest tokens whose probabilities reach this",
         above=0,
         maximum=1,
+    )
+    min_p: float = option(
+        0.0, "draw among tokens at least this share as probable as the likeliest one; 0: among all", minimum=0, maximum=1
+    )
+    renormalize: bool = option(
+        True,
+        "log-probs, the trainer's too, are of the tokens that are left to draw among; false: of all, and ratios are biased",
+        read=".top_k>0 or .top_p!=1.0 or .min_p>0",
     )
     stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
     truncate_token: str | None = option(

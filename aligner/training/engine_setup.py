@@ -102,5 +102,7 @@ def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
+        min_p=settings.min_p,
+        renormalize=settings.renormalize,
         stop_token_ids=shape.eos_token_ids if settings.stop_at_eos else (),
     )

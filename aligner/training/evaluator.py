@@ -198,6 +198,7 @@ def build_evaluator(
             build_options(config.rollout, policy.runner.shape),
             greedy=draws_greedily(settings),
             temperature=settings.temperature,
+            renormalize=False,
         ),
         tokenizer=tokenizer,
         policy=policy,

@@ -218,10 +218,12 @@ def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
     assert float(loss) == pytest.approx(4 * (-1.1 - 2.5 + 0.8) / 3)
     loss, _ = objective(truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop")
     assert float(loss) == pytest.approx((-2.2 - 1.92) / 3)
-    settings = RolloutConfig(top_k=7, top_p=0.9, min_response_tokens=3, max_response_tokens=12, temperature=0.5)
+    drawing = {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5}
+    settings = RolloutConfig(**drawing, min_response_tokens=3, max_response_tokens=12)
     shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
-    expected = SamplingOptions(12, min_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(1, 3))
+    expected = SamplingOptions(12, min_new_tokens=3, **drawing, stop_token_ids=(1, 3), renormalize=True)
     assert build_options(settings, shape) == expected
+    assert not build_options(dataclasses.replace(settings, renormalize=False), shape).renormalize
     assert build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
 
 

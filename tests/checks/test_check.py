@@ -25,6 +25,16 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["algorithm.gamma=1.5"], "algorithm.gamma=1.5: must be at most 1"),
         (["rollout.top_p=0"], "rollout.top_p=0.0: must be above 0"),
         (["rollout.top_p=1.1"], "rollout.top_p=1.1: must be at most 1"),
+        (["rollout.min_p=1.1"], "rollout.min_p=1.1: must be at most 1"),
+        (
+            ["engine=tensorrt_llm", "rollout.top_p=0.95"],
+            "rollout.renormalize=true: TensorRT-LLM does not tell among which tokens it drew with rollout.top_k=0 and"
+            " rollout.top_p=0.95; give rollout.renormalize=false, or use engine=embedded",
+        ),
+        (
+            ["engine=tensorrt_llm", "rollout.min_p=0.05", "rollout.renormalize=false"],
+            "rollout.min_p=0.05: not every sampler of TensorRT-LLM's reads it; allowed: 0; or use engine=embedded",
+        ),
         (["rollout.min_response_tokens=17"], "min_response_tokens=17: it is above rollout.max_response_tokens=16"),
         (["algorithm.truncated_importance=row"], "algorithm.truncated_importance=row: allowed: none, token, sequence"),
         (

@@ -53,6 +53,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic_sft", "rollout.samples_per_prompt=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("arithmetic_sft", "rollout.temperature=0.5", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("tiny_ppo", "rollout.truncate_after=4", "rollout.truncate_token=null", "rollout.truncate_token given"),
+    ("tiny_ppo", "rollout.renormalize=false", "rollout.top_k=0", "rollout.top_k above 0"),
     ("tiny_ppo rollout.max_skipped_prompts=0", "rollout.max_skipped_fraction=1", "max_skipped_prompts=0", "above 0"),
     ("tiny_ppo", "rollout.max_deferrals=2", "rollout.spare_prompts=0", "rollout.spare_prompts above 0"),
     # The algorithm.

@@ -50,7 +50,9 @@ def sets(kept: KeptTokens | None) -> list[list[int]] | None:
     if kept is None:
         return None
     token, ids = kept.in_rows()
-    return [ids[token == place].tolist() for place in range(kept.counts.numel())]
+    found = [ids[token == place].tolist() for place in range(kept.counts.numel())]
+    assert found == [each.tolist() for each in kept.each()]
+    return found
 
 
 def assert_same(got: Sample, expected: Sample) -> None:
@@ -94,6 +96,10 @@ def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
         assert sets(rows.kept.at((row, responses))) == sets(sample.kept)
         assert not rows.kept.counts[row, : sample.prompt_length - 1].any(), "prompts are not drawn"
         assert torch.equal(rows.routes[row, : len(sample.routes)], sample.routes)
+    moved = rows.to(torch.device("cpu")).kept
+    assert moved is not None
+    assert sets(moved) == sets(rows.kept)
+    assert len(moved.ids) == int(rows.kept.counts.sum()) < len(rows.kept.ids), "other rows' ids stay where they are"
 
 
 def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:

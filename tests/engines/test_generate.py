@@ -158,7 +158,7 @@ def test_the_samples_of_a_prompt_differ_and_come_in_order_the_same_whatever_the_
 def test_every_sampling_option_reaches_the_engine(model, prompts, tmp_path, aligner_generate):
     common = ("--prompts", prompts, "--samples", 5, "--max-new-tokens", 12)
     expected = [greedily(model("llama3"), prompt["prompt"], 12, stop=1)[0] for prompt in PROMPTS for _ in range(5)]
-    for name, option in enumerate((("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-3))):
+    for name, option in enumerate((("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1.0), ("--temperature", 1e-3))):
         output = tmp_path / str(name)
         assert aligner_generate(model("llama3"), *common, *option, "--output", output)[0] == 0
         assert [record["tokens"] for record in records(output)] == expected

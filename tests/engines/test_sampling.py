@@ -27,7 +27,7 @@ def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
 def test_the_token_is_the_inverse_of_the_cumulative_distribution():
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1)) * 3
     numbers = torch.linspace(0, 1, 65, dtype=torch.float64)[:-1]
-    tokens, logprobs = choose(logits.clone(), SamplingOptions(1), numbers)
+    tokens, logprobs, _ = choose(logits.clone(), SamplingOptions(1), numbers)
     cumulative = logits.double().softmax(-1).cumsum(-1)
     above = cumulative.gather(1, tokens[:, None]).squeeze(1)
     below = torch.where(tokens > 0, cumulative.gather(1, (tokens[:, None] - 1).clamp_min(0)).squeeze(1), 0.0)
@@ -40,14 +40,14 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution():
 def test_a_token_of_probability_zero_is_never_drawn(number, allowed):
     logits = torch.full((1, 300), float("-inf"))
     logits[0, allowed] = 1.0
-    token, logprob = choose(logits, SamplingOptions(1), torch.tensor([number], dtype=torch.float64))
+    token, logprob, _ = choose(logits, SamplingOptions(1), torch.tensor([number], dtype=torch.float64))
     assert int(token) in allowed
     assert float(logprob) == pytest.approx(-np.log(len(allowed)))
 
 
 def test_greedy_takes_the_best_token_and_its_logprob_at_the_temperature():
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2))
-    token, logprob = choose(logits.clone(), SamplingOptions(1, 0.5, greedy=True), None)
+    token, logprob, _ = choose(logits.clone(), SamplingOptions(1, 0.5, greedy=True), None)
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logprob, (logits / 0.5).log_softmax(-1).amax(-1))
 
@@ -64,6 +64,7 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
     """float64 [V], worked out with a sort of the whole vocabulary."""
     probabilities = (logits.double() / options.temperature).softmax(-1)
     order = sorted(range(len(logits)), key=lambda token: -float(probabilities[token]))
+    order = [token for token in order if probabilities[token] >= options.min_p * probabilities[order[0]]]
     kept = order[: options.top_k or None]
     whole = sum(float(probabilities[token]) for token in kept)
     mass, nucleus = 0.0, []
@@ -85,15 +86,17 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
         SamplingOptions(1, temperature=1.5, top_k=1),
         SamplingOptions(1, top_p=0.8),
         SamplingOptions(1, temperature=2.5, top_p=0.97),  # more tokens than are sorted at first
-        SamplingOptions(1, temperature=0.8, top_k=50, top_p=0.9),
+        SamplingOptions(1, temperature=1.7, min_p=0.05),
+        SamplingOptions(1, temperature=1.7, min_p=0.02, top_p=0.9),
+        SamplingOptions(1, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01),
     ],
-    ids=["temperature", "top-k", "top-1", "top-p", "wide-top-p", "all"],
+    ids=["temperature", "top-k", "top-1", "top-p", "wide-top-p", "min-p", "min-p-top-p", "all"],
 )
 def test_ten_thousand_samples_follow_the_exact_distribution(options):
     count, logits = 10_000, 2 * torch.randn(900, generator=torch.Generator().manual_seed(5))
     streams = [uniforms(11, prompt, sample, 1) for prompt in range(100) for sample in range(100)]
     numbers = torch.from_numpy(np.concatenate(streams))
-    drawn, logprobs = choose(logits.repeat(count, 1), options, numbers)
+    drawn, logprobs, kept = choose(logits.repeat(count, 1), options, numbers)
     exact = exact_distribution(logits, options)
     observed = torch.bincount(drawn, minlength=900).double()
     assert float(observed[exact == 0].sum()) == 0
@@ -105,13 +108,69 @@ def test_ten_thousand_samples_follow_the_exact_distribution(options):
     chi_square = float(((found - expected).square() / expected)[expected > 0].sum())
     assert chi_square <= degrees + 4 * (2 * degrees) ** 0.5
     # Log-probs are those of all tokens at the temperature, whatever was cut off.
+    assert kept is None
     torch.testing.assert_close(logprobs, (logits / options.temperature).log_softmax(-1)[drawn], atol=1e-5, rtol=0)
+
+
+TRUNCATED = {
+    "top-p": {"top_p": 0.95},
+    "top-k": {"top_k": 20},
+    "both": {"top_p": 0.95, "top_k": 20},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_p": 0.9, "top_k": 50, "min_p": 0.01, "temperature": 1.7},
+    "wide-top-p": {"top_p": 0.97, "temperature": 2.5},
+    "one": {"top_k": 1},
+}
+
+
+@pytest.mark.parametrize("keys", TRUNCATED.values(), ids=TRUNCATED)
+def test_what_was_drawn_among_is_told_and_log_probs_are_of_exactly_that(keys):
+    options = SamplingOptions(1, renormalize=True, **keys)
+    rows = 2 * torch.randn(3, 900, generator=torch.Generator().manual_seed(6))
+    exact = [exact_distribution(row, options) for row in rows]
+    numbers = torch.linspace(0, 1, 5001, dtype=torch.float64)[:-1]
+    for row, distribution in zip(rows, exact, strict=True):
+        drawn, logprobs, kept = choose(row.repeat(len(numbers), 1), options, numbers)
+        assert kept is not None and kept.ids.dtype == torch.int32
+        inside = distribution.nonzero()[:, 0].tolist()
+        assert [sorted(ids.tolist()) for ids in kept.each()] == [inside] * len(numbers)
+        torch.testing.assert_close(logprobs.double(), distribution.log()[drawn], atol=1e-5, rtol=0)
+        found = torch.full((900,), -torch.inf, dtype=torch.float64).index_copy(0, drawn, logprobs.double()).exp()
+        if len(inside) <= 50:
+            assert float(found.sum()) == pytest.approx(1, abs=1e-5), "every one of them was drawn"
+    # Rows of one call have sets of their own.
+    _, _, kept = choose(rows.clone(), options, numbers[:3])
+    assert [sorted(ids.tolist()) for ids in kept.each()] == [each.nonzero()[:, 0].tolist() for each in exact]
+
+
+def test_sets_are_told_only_where_tokens_are_left_out_and_change_no_draw():
+    logits, numbers = 2 * torch.randn(64, 900, generator=torch.Generator().manual_seed(7)), torch.rand(64).double()
+    may_stop = torch.arange(64) % 2 == 0
+    for keys in ({}, {"min_new_tokens": 1, "stop_token_ids": (3, 5)}):
+        plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
+        expected, got = (choose(logits.clone(), options, numbers, may_stop) for options in (plain, asked))
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
+    greedy = SamplingOptions(1, greedy=True, top_k=5, renormalize=True)
+    assert choose(logits.clone(), greedy, None)[2] is None
+    for keys in TRUNCATED.values():
+        plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
+        assert torch.equal(choose(logits.clone(), plain, numbers)[0], choose(logits.clone(), asked, numbers)[0])
+
+
+def test_a_stop_token_that_may_not_come_is_not_among_the_tokens_that_are_left():
+    options = SamplingOptions(2, top_k=3, renormalize=True, stop_token_ids=(0,))
+    logits, numbers = torch.tensor([5.0, 1.0, 0.0, -1.0, -2.0]).repeat(2, 1), torch.zeros(2, dtype=torch.float64)
+    token, logprob, kept = choose(logits.clone(), options, numbers, torch.tensor([True, False]))
+    assert token.tolist() == [0, 1]
+    assert [ids.tolist() for ids in kept.each()] == [[0, 1, 2], [1, 2, 3]]
+    wanted = torch.stack([logits[0, :3].log_softmax(-1)[0], logits[0, 1:4].log_softmax(-1)[0]])
+    torch.testing.assert_close(logprob, wanted)
 
 
 def test_a_stop_token_may_be_forbidden_row_by_row():
     logits = torch.tensor([5.0, 1.0, 0.0]).repeat(4, 1)
     options = SamplingOptions(2, stop_token_ids=(0,), greedy=True)
-    token, logprob = choose(logits.clone(), options, None, torch.tensor([True, False, True, False]))
+    token, logprob, _ = choose(logits.clone(), options, None, torch.tensor([True, False, True, False]))
     assert token.tolist() == [0, 1, 0, 1]
     torch.testing.assert_close(logprob, logits[0].log_softmax(-1)[token])
 
@@ -124,6 +183,7 @@ def test_a_stop_token_may_be_forbidden_row_by_row():
         ({"max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"max_new_tokens": 4, "top_k": -1}, "top_k=-1: must be at least 0"),
         ({"max_new_tokens": 4, "top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
+        ({"max_new_tokens": 4, "min_p": -0.5}, "min_p=-0.5: must be at least 0, which keeps all tokens, and at most 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

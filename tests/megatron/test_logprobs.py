@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aligner.data.types import KeptTokens
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
@@ -20,23 +21,43 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, 2 * weight, torch.tensor([0, 1, 2, 4, 5, 6, 7]), torch.randint(0, VOCABULARY, (7,), generator=generator)
 
 
+def kept_tokens() -> KeptTokens:
+    """Sets of the 7 targets: all tokens, the target alone, one half of the vocabulary, and anything; all with the target."""
+    targets, halves = inputs()[3].tolist(), (range(8), range(8, 16))
+    draw = torch.Generator().manual_seed(9)
+    sets: list[list[int]] = [[], [targets[1]]]
+    sets += [[token for token in halves[targets[place] // 8] if token % 3 or token == targets[place]] for place in (2, 3)]
+    sets += [sorted({targets[place], *torch.randperm(16, generator=draw)[:5].tolist()}) for place in (4, 5, 6)]
+    counts = torch.tensor([len(ids) for ids in sets])
+    return KeptTokens.in_order(counts, torch.tensor([token for ids in sets for token in ids]).int())
+
+
+def outside() -> Tensor:
+    """bool [7, V]: what `kept_tokens` leave out."""
+    left = torch.ones(7, VOCABULARY, dtype=torch.bool)
+    left[kept_tokens().in_rows()] = False
+    left[kept_tokens().counts == 0] = False
+    return left
+
+
 def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     """A different upstream gradient for each token; the entropy takes part when it is there."""
     total = (logprobs * torch.linspace(-1, 2, 7)).sum()
     return total if entropy is None else total + (entropy * torch.linspace(3, -1, 7)).sum()
 
 
-def dense(with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dense(with_entropy: bool, *, kept: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropies, and gradients of hidden states and weight."""
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
-    scores = (hidden[index] @ weight.t() / TEMPERATURE).log_softmax(-1)
-    logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+    left = outside() if kept else torch.zeros(7, VOCABULARY, dtype=torch.bool)
+    scores = (hidden[index] @ weight.t() / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
+    logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores.masked_fill(left, 0)).sum(-1)
     objective(logprobs, entropy if with_entropy else None).backward()
     return tuple(tensor.detach().float() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
 
 
-def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+def head_results(sequence: bool, with_entropy: bool, kept: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """What a head of this rank's part of the vocabulary gives at every chunk size."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -67,7 +88,8 @@ def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tenso
     for chunk in CHUNKS:
         head.weight.grad, states = None, hidden.clone().requires_grad_()
         options = {"temperature": TEMPERATURE, "chunk_tokens": chunk, "with_entropy": with_entropy}
-        logprobs, entropy = head.logprobs(head(states)[0], index, targets, **options)
+        sets = kept_tokens() if kept else None
+        logprobs, entropy = head.logprobs(head(states)[0], index, targets, kept=sets, **options)
         objective(logprobs, entropy).backward()
         results.append((logprobs.detach(), None if entropy is None else entropy.detach(), states.grad, head.weight.grad))
     worlds.shutdown()
@@ -75,10 +97,11 @@ def head_results(sequence: bool, with_entropy: bool) -> list[tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (4, False), (2, True)], ids=["1", "tp2", "tp4", "sp2"])
-def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, size, sequence, with_entropy):
-    logprobs, entropy, grad_hidden, grad_weight = dense(with_entropy)
-    ranks = pool.run(head_results, size, sequence, with_entropy)
+def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, size, sequence, kept, with_entropy):
+    logprobs, entropy, grad_hidden, grad_weight = dense(with_entropy, kept=kept)
+    ranks = pool.run(head_results, size, sequence, with_entropy, kept)
     for results in zip(*ranks, strict=True):  # one chunk size, every rank
         for result in results:
             torch.testing.assert_close(result[0], logprobs, rtol=1e-5, atol=1e-5)
@@ -89,6 +112,39 @@ def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, siz
         for part in parts:
             torch.testing.assert_close(part, grad_hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5)
+
+
+def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What this rank's half of the vocabulary gives where only tokens of the first half are left, and its two gradients."""
+    import torch.distributed as dist
+
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(5, HIDDEN, generator=generator), 100 * torch.randn(2, 8, HIDDEN, generator=generator)
+    hidden.requires_grad_()
+    mine = weight[dist.get_rank()].requires_grad_()
+    kept = KeptTokens.in_order(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden,
+        mine,
+        torch.tensor([0, 2, 5, 0, 2]),
+        temperature=TEMPERATURE,
+        chunk_tokens=2,
+        group=dist.group.WORLD,
+        with_entropy=with_entropy,
+        kept=kept,
+    )
+    (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
+    return logprobs.detach(), None if entropy is None else entropy.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+def test_a_rank_that_has_no_token_of_a_set_adds_exactly_nothing(pool, with_entropy):
+    first, second = pool.run(half_results, 2, with_entropy)
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and (first[0] <= 0).all()
+    if with_entropy:
+        assert torch.equal(first[1], second[1]) and first[1].isfinite().all()
+    assert first[2].any() and first[3].any()
+    assert not second[2].any() and not second[3].any()
 
 
 def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_do():

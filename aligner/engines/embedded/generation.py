@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import Sample
+from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
 from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
 
+_ALL = torch.empty(0, dtype=torch.int32)
+"""The ids of a token that was drawn among all."""
 _PROMPT_TOKENS = 8192
 """Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
 
@@ -111,14 +113,15 @@ class EmbeddedGeneration:
         self._rows += joining + beginning
         try:
             with torch.inference_mode():
-                tokens, logprobs = self._draw(self._machine.forward(step, self._machine.cache))
+                tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache))
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
         except BaseException:
             self.restart_rows()  # who steps on must not build on keys and values that may not be there
             raise
-        for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for row, token, logprob, ids in zip(self._rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
+            row.kept.append(ids)
             self._record(row, token, logprob)
         self._release()
         if beginning and self._machine.listener is not None:
@@ -178,21 +181,31 @@ class EmbeddedGeneration:
             routes=[] if self._options.routes else None,
         )
 
-    def _draw(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [R] and log-probs float32 [R]: the first rank draws, so that all ranks agree to the last bit."""
+    def _draw(self, share: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Tokens int64 [R], log-probs float32 [R] and the ids that each was drawn among, int32 on the host, none where among
+        all: the first rank draws, so that all ranks agree to the last bit.
+        """
         options, device = self._options, self._machine.device
         logits = self._machine.decoder.gather_logits(share)
-        both = torch.empty(2, len(share), dtype=torch.float64, device=device)
+        drawn = torch.zeros(3, len(share), dtype=torch.float64, device=device)
+        kept = None
         if logits is not None:
             numbers = may_stop = None
             if not options.greedy:
-                drawn = [row.numbers[len(row.tokens)] for row in self._rows if row.numbers is not None]
-                numbers = torch.tensor(drawn, dtype=torch.float64, device=device)
+                next_ones = [row.numbers[len(row.tokens)] for row in self._rows if row.numbers is not None]
+                numbers = torch.tensor(next_ones, dtype=torch.float64, device=device)
             if any(len(row.tokens) < options.min_new_tokens for row in self._rows):
                 may_stop = torch.tensor([len(row.tokens) >= options.min_new_tokens for row in self._rows], device=device)
-            both[0], both[1] = choose(logits, options, numbers, may_stop)
-        tokens, logprobs = self._machine.decoder.broadcast(both)
-        return tokens.long(), logprobs.float()
+            drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
+            if kept is not None:
+                drawn[2] = kept.counts
+        tokens, logprobs, counts = self._machine.decoder.broadcast(drawn)
+        each = [_ALL] * len(share)
+        if options.tells_kept:
+            ids = torch.empty(int(counts.sum()), dtype=torch.int32, device=device) if kept is None else kept.ids
+            parts = self._machine.decoder.broadcast(ids).cpu().split(counts.long().tolist())
+            each = [part.clone() for part in parts]  # a response that goes on holds no other's
+        return tokens.long(), logprobs.float(), each
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
         """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
@@ -241,6 +254,7 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
         response.tokens = request.begun.response.tolist()
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
+        response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
         if options.routes and request.begun.routes is not None:
             response.routes = [request.begun.routes]
     return response

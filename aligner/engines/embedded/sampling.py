@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.data.types import KeptTokens
 from aligner.engines.engine_protocol import SamplingOptions
 
 _CHUNK = 128
@@ -21,18 +22,19 @@ def uniforms(seed: int, prompt_id: int, sample_index: int, count: int) -> np.nda
 
 def choose(
     logits: Tensor, options: SamplingOptions, uniform: Tensor | None, may_stop: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Token of each row, and its log-probability among all tokens at the temperature; overwrites `logits`.
+) -> tuple[Tensor, Tensor, KeptTokens | None]:
+    """Token of each row, its log-probability at the temperature, and what it was drawn among; overwrites `logits`.
 
     logits: [B, V]; uniform: float64 [B] in [0, 1), or None for the most probable token; may_stop: bool [B], false where a
     stop token may not come yet, or None where it may everywhere.
-    Returns int64 [B] and float32 [B]. The token is the inverse of the allowed tokens' cumulative distribution at `uniform`,
+    Returns int64 [B], float32 [B] and, where `options.tells_kept`, the tokens [B] that are left: log-probs are then of these
+    alone, and else of all. The token is the inverse of the allowed tokens' cumulative distribution at `uniform`,
     which is summed in float64 above chunks of float32; a token of probability zero is never drawn.
     """
     logits = logits.float()
     if options.temperature != 1.0:
         logits.div_(options.temperature)
-    normalizer = None
+    normalizer = kept = None
     if may_stop is not None and options.stop_token_ids:
         normalizer = logits.logsumexp(-1, keepdim=True)
         stops = torch.tensor(options.stop_token_ids, device=logits.device)
@@ -42,15 +44,16 @@ def choose(
     chunks, cumulative = _cumulate(weights)
     total = cumulative[:, -1:]
     if uniform is not None:
-        drawn_from = weights
-        if options.top_k or options.top_p < 1:
-            drawn_from = _truncate(weights, total, options.top_k, options.top_p)
+        if options.truncates:
+            drawn_from = _truncate(weights, total, options)
             chunks, cumulative = _cumulate(drawn_from)
+            if options.tells_kept:
+                kept, total, normalizer = _kept(drawn_from), cumulative[:, -1:], None
         # Where there is a NaN the last entry is found, which may be padding.
         token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:]).clamp_max_(weights.shape[1] - 1)
     logprob = weights.gather(1, token).double().log_()
     logprob = logprob - total.log() if normalizer is None else logprob + best - normalizer
-    return token.squeeze(1), logprob.squeeze(1).float()
+    return token.squeeze(1), logprob.squeeze(1).float(), kept
 
 
 def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,12 +62,18 @@ def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
     return chunks, chunks.sum(-1).cumsum(-1, dtype=torch.float64)
 
 
-def _truncate(weights: Tensor, total: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights [B, V] with zeros outside the k greatest, and of those outside the fewest that reach the share `top_p`.
+def _truncate(weights: Tensor, total: Tensor, options: SamplingOptions) -> Tensor:
+    """Weights [B, V], the greatest 1, with zeros at what `min_p`, `top_k` and then `top_p` leave out: vLLM's order.
 
-    total: float64 [B, 1], the weights' sum. The share is of the k greatest's sum (Holtzman et al. 2020, "The Curious Case of
-    Neural Text Degeneration", section 3.1, after top-k). Sorts no more of the vocabulary than it must.
+    total: float64 [B, 1], the weights' sum. `top_p` keeps the fewest that reach this share of what the others left (Holtzman
+    et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1). Sorts no more of the vocabulary than it must.
     """
+    top_k, top_p = options.top_k, options.top_p
+    if options.min_p:
+        weights = weights.masked_fill(weights < options.min_p, 0.0)
+        if not top_k and top_p == 1:
+            return weights
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
     size = weights.shape[1]
     width = min(top_k, size) if top_k else min(_SORTED_FIRST, size)
     while True:
@@ -78,6 +87,12 @@ def _truncate(weights: Tensor, total: Tensor, top_k: int, top_p: float) -> Tenso
             break
         width = min(8 * width, size)
     return torch.zeros_like(weights).scatter_(1, tokens, greatest)
+
+
+def _kept(weights: Tensor) -> KeptTokens:
+    """The tokens of each row [B, V] that can be drawn."""
+    inside = weights > 0
+    return KeptTokens.in_order(inside.sum(-1), inside.nonzero()[:, 1].int())
 
 
 def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:

@@ -91,6 +91,9 @@ class TensorRTLLMEngine(GenerationEngine):
             raise AlignerError(
                 "engine.kind=tensorrt_llm: a response cannot go on from tokens that it is given; allowed: embedded"
             )
+        if options.min_p or options.tells_kept:
+            wanted = f"min_p={options.min_p:g}" if options.min_p else "to tell among which tokens it drew"
+            raise AlignerError(f"engine.kind=tensorrt_llm: asked for {wanted}, which not every release can; allowed: embedded")
         if options.routes:
             raise AlignerError("engine.kind=tensorrt_llm: it does not tell which experts it chose; allowed: embedded")
         if problems := request_problems(requests, options, self._shape):
