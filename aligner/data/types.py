@@ -162,6 +162,8 @@ class Rows:
     """bool [B, S-1]: true where token t+1 is learned from"""
     kept: KeptTokens | None = field(default=None, kw_only=True)
     """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None: everywhere all"""
+    routes: Tensor | None = field(default=None, kw_only=True)
+    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape
@@ -210,8 +212,6 @@ class SampleBatch(Rows):
     """int64 [B]: places in FINISH_REASONS"""
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
-    routes: Tensor | None = field(default=None, kw_only=True)
-    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
 
     @property
     def samples_per_prompt(self) -> int:

@@ -63,14 +63,12 @@ class Policy(CheckpointedModel):
     ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
-        `temperature` is the sampling temperature where None. `kept` [B, S-1] has what tokens were drawn among, which is then
-        what their probabilities sum to 1 over. Tokens go through the experts of `routes` [B, S-1, L, K] where
-        given; `runner.routes_differing` then says how many would have gone elsewhere.
+        `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were drawn among, which is then
+        what their probabilities sum to 1 over. Tokens go through the experts of `routes` [B, S-1, L, K] where given;
+        `runner.routes_differing` then says how many would have gone elsewhere.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(
-            self.runner, tokens, lengths, temperature=chosen, chunk_tokens=self._chunk_tokens, kept=kept, routes=routes
-        )
+        return _logprobs(self.runner, tokens, lengths, kept, routes, temperature=chosen, chunk_tokens=self._chunk_tokens)
 
     def reference_logprobs(
         self,
@@ -95,14 +93,13 @@ class Policy(CheckpointedModel):
         denominator: float | None = None,
         group: int = 1,
         before: Tensor | None = None,
-        routes: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
+        Log-probs and entropy are among what tokens were drawn among and through their experts, where the minibatch has these.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
         together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
-        on every rank; zero outside the mask. Tokens go through the experts of `routes` [B, S-1, L, K] where given.
-        Log-probs and entropy are of the distributions over what tokens were drawn among (`minibatch.kept`).
+        on every rank; zero outside the mask.
         """
         seen = torch.zeros(minibatch.mask.shape)
         tokens = max(float(minibatch.mask.sum()), 1.0)
@@ -121,7 +118,9 @@ class Policy(CheckpointedModel):
             value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}
 
-        stats = self.runner.update(self.runner.share(minibatch.tokens, minibatch.lengths, group, routes), packed_loss)
+        stats = self.runner.update(
+            self.runner.share(minibatch.tokens, minibatch.lengths, group, minibatch.routes), packed_loss
+        )
         if before is not None:
             before.copy_(self.runner.world.sum_(seen))
         return stats
@@ -139,7 +138,7 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
-        return _logprobs(runner, tokens, lengths, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+        return _logprobs(runner, tokens, lengths, None, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     finally:
         worlds.shutdown()
 
@@ -148,11 +147,11 @@ def _logprobs(
     runner: ModelRunner,
     tokens: Tensor,
     lengths: Tensor,
+    kept: KeptTokens | None,
+    routes: Tensor | None,
     *,
     temperature: float,
     chunk_tokens: int,
-    kept: KeptTokens | None = None,
-    routes: Tensor | None = None,
 ) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
         its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)

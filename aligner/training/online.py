@@ -87,14 +87,13 @@ class OnlineTrainer(TrainingLoop):
         """Make experience of the samples, and learn from it."""
         algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
         with timer.phase("logprobs"):
+            of, kept, routes = (batch.tokens, batch.lengths), batch.kept, batch.routes
             if self._asks_before_update(step):
-                old_logprobs = self.policy.logprobs(batch.tokens, batch.lengths, kept=batch.kept, routes=batch.routes)
+                old_logprobs = self.policy.logprobs(*of, kept=kept, routes=routes)
             else:
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
             differing = self.policy.runner.routes_differing
-            reference_logprobs = self.policy.reference_logprobs(
-                batch.tokens, batch.lengths, kept=batch.kept, routes=batch.routes
-            )
+            reference_logprobs = self.policy.reference_logprobs(*of, kept=kept, routes=routes)
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
@@ -161,7 +160,6 @@ class OnlineTrainer(TrainingLoop):
                 denominator=algorithm.denominator(part),
                 group=algorithm.group,
                 before=before,
-                routes=part.routes,
             )
             updates.append(stats)
             if limit is not None and stats.get("approx_kl", 0.0) > limit:

@@ -165,7 +165,7 @@ def family_steps(directory: str, layout: dict[str, Any], *, routes: Tensor | Non
     result: dict[str, Any] = {"logits": jobs.policy_logits(actor, experience).numpy()}
     result["stats"], gradients = jobs.observed_train(actor, experience)
     for _ in range(STEPS - 1):
-        actor.train(experience, jobs.loss, routes=routes)
+        actor.train(experience, jobs.loss)
     result |= {"gradients": _arrays(gradients), "weights": _arrays(jobs.slices(actor.runner.weights))}
     worlds.shutdown()
     return result

@@ -111,7 +111,7 @@ def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, flo
 
     optimizer.prepare_grads = observed_prepare
     try:
-        return actor.train(experience, loss, routes=experience.routes), seen
+        return actor.train(experience, loss), seen
     finally:
         del optimizer.prepare_grads
 

@@ -106,7 +106,7 @@ def told_and_logprobs(directory: str, layout: dict[str, Any], routes: Tensor) ->
     told.append(actor.runner.routes_differing)
     reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
     told.append(actor.runner.routes_differing)
-    actor.train(experience, jobs.loss, routes=routes)
+    actor.train(dataclasses.replace(experience, routes=routes), jobs.loss)
     told.append(actor.runner.routes_differing)
     worlds.shutdown()
     return told, logprobs, reference
