@@ -27,7 +27,7 @@ import psutil
 from benchmarks.runs import Launch
 
 _PROCESSES = ("gateway", "tritonserver", "role=critic", "role=reward", "train", "launch")
-"""By a part of their command lines, those whose memory is told apart."""
+"""By a part of their command lines, those whose memory and files are told apart."""
 _RECORD = ("metrics.jsonl", "samples.jsonl", "tensorboard")
 
 
@@ -41,7 +41,8 @@ def observed(launch: Launch) -> dict[str, float]:
             name = next((name for name in _PROCESSES if any(name in part for part in process.cmdline())), "others")
             figures["memory_mib"] += own
             figures[f"memory_mib/{name}"] = figures.get(f"memory_mib/{name}", 0.0) + own
-            figures["files"] += process.num_fds()
+            figures["files"] += (files := process.num_fds())
+            figures[f"files/{name}"] = figures.get(f"files/{name}", 0.0) + files
             segments = Path("/dev/shm").glob(f"pytrtion{process.pid}-*")
             figures["shared_mib"] += sum(file.stat().st_blocks * 512 for file in segments) / 2**20
     sizes = {"record_mib": 0, "disk_mib": 0}

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.roles import device_of, has_gpu
+from aligner.placement.roles import device_of, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
 _ELSE = "use engine=embedded"
+_VECTOR = 32
+"""Numbers that an activation is computed of at a time; what is left over is computed otherwise."""
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -26,6 +28,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if config.cluster.kind == "local":
         yield from engine_machine_problems(config.engine)
     yield from _drawing_problems(config)
+    if config.engine.exact:
+        yield from _exact_problems(config, model)
     yield from _update_problems(config)
     yield from _start_problems(config)
 
@@ -64,6 +68,32 @@ def _drawing_problems(config: Config) -> Iterator[str]:
         yield (
             "rollout.renormalize=true: TensorRT-LLM does not tell among which tokens it drew with"
             f" rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p:g}; give rollout.renormalize=false, or {_ELSE}"
+        )
+
+
+def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+    """What has the bits of a log-prob hang on more than the sequence and the weights."""
+    key, engine, actor, threads = "engine.exact=true", config.engine, config.actor, config.cluster.threads_per_rank
+    if uses_gpus(config):
+        yield f"{key}: it was made for CPUs, and this run's roles have GPUs; give false"
+    for name, section in (("engine", engine), ("actor", actor)):
+        if section.parallel.tensor > 1:
+            yield (
+                f"{name}.parallel.tensor={section.parallel.tensor}: {key} needs layers whole on a rank, whose sums have one"
+                " order; give 1, with data or pipeline parallelism instead"
+            )
+        if section.precision == "bf16":
+            yield f"{name}.precision=bf16: {key} needs float32 in engine and trainer; allowed: auto, fp32"
+    if actor.lora.rank:
+        yield f"actor.lora.rank={actor.lora.rank}: {key} needs one weight, where the trainer adds up two products; give 0"
+    if threads is not None and threads > 1:
+        yield f"cluster.threads_per_rank={threads}: {key} computes with one thread a rank; give 1 or null"
+    if model is not None and model.num_experts:
+        yield f"{key}: the model is a mixture of experts, of which one may get too few tokens at a time; give false"
+    elif model is not None and model.ffn_hidden_size % _VECTOR:
+        yield (
+            f"{key}: the model's feed-forward size, {model.ffn_hidden_size}, is no multiple of {_VECTOR}, so that what is left"
+            " of a vector has other bits; give false"
         )
 
 

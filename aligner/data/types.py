@@ -66,6 +66,11 @@ class KeptTokens:
         place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
         return token, self.ids[self.starts.flatten()[token] + place].long()
 
+    def among(self, size: int) -> Tensor:
+        """bool [N, V]: which tokens of a vocabulary of V each of these [N] was drawn among."""
+        kept = (self.counts == 0)[:, None].repeat(1, size)
+        return kept.index_put_(self.in_rows(), torch.tensor(True, device=kept.device))
+
     def each(self) -> list[Tensor]:
         """The ids of every token, int32, in flat order."""
         return list(self.in_rows()[1].int().split(self.counts.flatten().tolist()))

@@ -138,15 +138,20 @@ def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torc
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[auto if settings.precision == "auto" else settings.precision]
 
 
-def build_model(shape: ModelShape, world: World, head: Head, settings: MegatronModelConfig) -> list[GPTModel]:
-    """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves."""
+def build_model(
+    shape: ModelShape, world: World, head: Head, settings: MegatronModelConfig, *, exact: bool = False
+) -> list[GPTModel]:
+    """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves.
+
+    `exact` is `engine.exact`.
+    """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
     config = transformer_config(shape, world.layout, dtype, recompute)
-    return [_build_chunk(shape, world, head, config, chunk) for chunk in range(world.layout.virtual_pipeline)]
+    return [_build_chunk(shape, world, head, config, chunk, exact) for chunk in range(world.layout.virtual_pipeline)]
 
 
-def _build_chunk(shape: ModelShape, world: World, head: Head, config: TransformerConfig, chunk: int) -> GPTModel:
+def _build_chunk(shape: ModelShape, world: World, head: Head, config: TransformerConfig, chunk: int, exact: bool) -> GPTModel:
     chunks = world.layout.virtual_pipeline
     holds_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
@@ -154,7 +159,7 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
-            transformer_layer_spec=decoder_submodules(shape, config, stage),
+            transformer_layer_spec=decoder_submodules(shape, config, stage, exact=exact),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_positions,
             position_embedding_type={"rotary": "rope", "learned": "learned_absolute"}[shape.position],

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from aligner.data.types import KeptTokens
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes
+from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 
@@ -53,10 +54,11 @@ class LayerNorm(nn.LayerNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels."""
+    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels, or the `exact` one."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+    def __init__(self, config: TransformerConfig, *_: Any, exact: bool = False, **__: Any) -> None:
         super().__init__()
+        self.exact = exact
         self.scale = config.softmax_scale
         self.window = None if config.window_size is None else config.window_size[0]
         """So many keys before its own does a query see."""
@@ -84,15 +86,16 @@ class PackedAttention(nn.Module):
             both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=packed.context_group)
             key, value = both.chunk(2, 1)
         mask = self._mask(packed, query.device)
-        attended = F.scaled_dot_product_attention(
-            _to_rows(query, packed.query_index, packed.query_rows),
-            _to_rows(key, packed.key_index, packed.key_rows),
-            _to_rows(value, packed.key_index, packed.key_rows),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=grouped,
-        )
+        query = _to_rows(query, packed.query_index, packed.query_rows)
+        key, value = (_to_rows(each, packed.key_index, packed.key_rows) for each in (key, value))
+        if self.exact:
+            width = packed.key_rows[1]
+            seen = torch.ones(width, width, dtype=torch.bool, device=query.device).tril() if mask is None else mask[:, 0]
+            attended = batch_invariant.attend(query, key, value, seen, self.scale)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+            )
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)[packed.query_index]
 
     def _mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
@@ -171,14 +174,19 @@ class ExpertsLayer(TransformerLayer):
             self.mlp.router.router_replay = None
 
 
-def decoder_submodules(shape: ModelShape, config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's where it is, or our own."""
+def decoder_submodules(
+    shape: ModelShape, config: TransformerConfig, chunk: int | None = None, *, exact: bool = False
+) -> TransformerBlockSubmodules:
+    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's where it is, or our own.
+
+    `exact` is `engine.exact`.
+    """
     if HAVE_TE and torch.cuda.is_available():
         # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
         norm = TENorm
     else:
-        layer, norm = _own_layer(shape)
+        layer, norm = _own_layer(shape, exact)
     if shape.parallel_residual:
         layer.module = ParallelResidualLayer
     if shape.num_experts:
@@ -186,7 +194,7 @@ def decoder_submodules(shape: ModelShape, config: TransformerConfig, chunk: int 
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 
-def _own_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
+def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
     """megatron-core's local layer around our norms and our attention over packed sequences."""
     norm = {"rms": RMSNorm, "layer": LayerNorm}[shape.normalization]
     layer = get_gpt_layer_local_spec(
@@ -196,7 +204,7 @@ def _own_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"exact": exact})
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     # megatron-core 0.16's router asks whether this is None, but names it only where transformer-engine is.

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from aligner.data.types import KeptTokens
+from aligner.models import batch_invariant
 
 # On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
 _BLOCK_ELEMENTS = 1 << 21
@@ -132,10 +133,14 @@ def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
 
 def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
     """Logits over the temperature in the first rows of a float32 buffer; the product runs in the weight's precision."""
-    scores, unused = buffer[: len(hidden)], hidden.new_empty(())
-    if hidden.dtype == torch.float32:
-        return torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature, out=scores)
-    return scores.copy_(torch.addmm(unused, hidden, weight.t(), beta=0, alpha=1 / temperature))
+    scores = buffer[: len(hidden)]
+    if hidden.dtype == torch.float32 and len(hidden) >= batch_invariant.ROWS:
+        torch.mm(hidden, weight.t(), out=scores)
+    elif hidden.dtype == torch.float32:
+        scores.copy_(batch_invariant.linear(hidden, weight))
+    else:
+        scores.copy_(hidden @ weight.t())
+    return scores if temperature == 1 else scores.mul_(1 / temperature)
 
 
 def _leave_out(scores: Tensor, kept: KeptTokens | None, tokens: slice, group: dist.ProcessGroup | None) -> None:

@@ -29,6 +29,8 @@ class Cut:
     sequence_rank: int = 0
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
+    rows: int = 1
+    """a rank's tokens are a multiple of so many"""
 
     @property
     def sequence_unit(self) -> int:
@@ -38,7 +40,7 @@ class Cut:
     @property
     def total_unit(self) -> int:
         """A micro-batch's padded length is a multiple of it."""
-        return math.lcm(self.sequence_unit, self.context * self.sequence)
+        return math.lcm(self.sequence_unit, self.context * self.sequence * self.rows)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,14 @@ class Policy(CheckpointedModel):
         total_updates: int,
         *,
         with_reference: bool = True,
+        exact: bool = False,
     ) -> None:
-        """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is not there."""
+        """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is not there.
+
+        `exact` is `engine.exact`. Raises ConfigError where that cannot be had on this machine.
+        """
         self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
-        runner = ModelRunner(shape, world, "vocabulary", settings, total_updates)
+        runner = ModelRunner(shape, world, "vocabulary", settings, total_updates, exact=exact)
         super().__init__(runner, directory)
         runner.weights.load_directory(directory)
         # With adapters the initial weights are the model without them.

@@ -21,6 +21,7 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer import GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
+from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, weight_table
@@ -91,9 +92,14 @@ class ModelRunner:
         head: Head,
         settings: MegatronModelConfig | TrainedModelConfig,
         total_steps: int = 1,
+        *,
+        exact: bool = False,
     ) -> None:
+        """`exact` is `engine.exact`. Raises ConfigError where that cannot be had on this machine."""
+        if exact:
+            batch_invariant.require(shape)
         self.world, self.shape, self.head, self.settings = world, shape, head, settings
-        self.chunks: list[GPTModel] = build_model(shape, world, head, settings)
+        self.chunks: list[GPTModel] = build_model(shape, world, head, settings, exact=exact)
         self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
         if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
@@ -108,6 +114,7 @@ class ModelRunner:
             context=layout.context,
             context_rank=world.place.context,
             context_group=parallel_state.get_context_parallel_group(),
+            rows=batch_invariant.ROWS if exact else 1,
         )
         self.updates = 0
         self.routes_differing = math.nan

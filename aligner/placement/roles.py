@@ -93,7 +93,12 @@ def role_ranks(config: Config) -> dict[str, int]:
 def threads_per_rank(config: Config) -> int:
     """OpenMP threads of each process of a run on this machine: as configured, else this process's cores over all ranks."""
     ranks = sum(role_ranks(config).values())
-    return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
+    return configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def configured_threads(config: Config) -> int | None:
+    """OpenMP threads of a rank where the configuration decides them."""
+    return 1 if config.engine.exact else config.cluster.threads_per_rank
 
 
 def placements(config: Config) -> tuple[Placement, ...]:

@@ -53,6 +53,12 @@ class EngineConfig:
     parallel: EngineParallelConfig = section(EngineParallelConfig)
     ports: PortsConfig = section(PortsConfig, read="engine.placement=server")
     precision: str = option("auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16"))
+    exact: bool = option(
+        False,
+        "engine and trainer compute in ways that do not hang on what else is in a batch, one thread a rank, so that their"
+        " log-probs are the same bits (dense models in fp32 on CPUs, whole on a rank or in pipeline stages)",
+        read=".kind=embedded",
+    )
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
     kv_cache_mib: int | None = option(
         None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1

@@ -92,6 +92,7 @@ def build_trainer(
         config.rollout.temperature,
         total_updates=policy_updates(config) if is_learning else 1,
         with_reference=is_learning,
+        exact=config.engine.exact,
     )
     sampler, publisher = build_engine_ends(config, policy, services.generator, timeline.add)
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)

@@ -75,3 +75,36 @@ def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
 
 def test_the_embedded_engine_needs_nothing_of_it() -> None:
     assert problems(kind="embedded", precision="fp32", update="atomic") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["actor.parallel.tensor=2", "engine.parallel.data=2"],
+            "actor.parallel.tensor=2: engine.exact=true needs layers whole",
+        ),
+        (
+            ["engine.parallel.tensor=2", "actor.parallel.data=2"],
+            "engine.parallel.tensor=2: engine.exact=true needs layers whole",
+        ),
+        (["engine.precision=bf16"], "engine.precision=bf16: engine.exact=true needs float32"),
+        (["actor.precision=bf16"], "actor.precision=bf16: engine.exact=true needs float32"),
+        (["actor.lora.rank=4"], "actor.lora.rank=4: engine.exact=true needs one weight"),
+        (["cluster.threads_per_rank=2"], "cluster.threads_per_rank=2: engine.exact=true computes with one thread a rank"),
+        (["cluster=slurm"], "engine.exact=true: it was made for CPUs"),
+    ],
+)
+def test_log_probs_cannot_be_exact_where_their_bits_hang_on_more_than_the_sequence(overrides, told, tmp_path) -> None:
+    config = compose_config(["experiment=tiny_ppo", "engine.exact=true", *overrides, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=told):
+        check(config)
+
+
+def test_an_exact_engine_and_its_trainer_compute_in_one_thread(tmp_path) -> None:
+    config = compose_config(["experiment=tiny_ppo", "engine.exact=true", f"run.dir={tmp_path / 'run'}"])
+    check(config)
+    assert roles.threads_per_rank(config) == 1
+    shapes = (EXPERTS, "mixture of experts"), (dataclasses.replace(DENSE, ffn_hidden_size=40), "40, is no multiple of 32")
+    for shape, told in shapes:
+        assert [told in problem for problem in engines._exact_problems(config, shape)] == [True]

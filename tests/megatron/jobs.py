@@ -67,12 +67,12 @@ def loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator:
     return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
 
 
-def policy(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Policy:
+def policy(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None, *, exact: bool = False) -> Policy:
     """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a dictionary."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     section = ActorConfig(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
     path = Path(directory)
-    return Policy(read_shape(path), world, section, path, TEMPERATURE, total_updates=4)
+    return Policy(read_shape(path), world, section, path, TEMPERATURE, total_updates=4, exact=exact)
 
 
 def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
+from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
@@ -68,8 +69,19 @@ class _Geometry:
 class Decoder:
     """All tensor-parallel ranks of a replica call it together."""
 
-    def __init__(self, shape: ModelShape, tensor: int, place: int, group: ProcessGroup | None, device: torch.device) -> None:
-        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1)."""
+    def __init__(
+        self,
+        shape: ModelShape,
+        tensor: int,
+        place: int,
+        group: ProcessGroup | None,
+        device: torch.device,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1); `exact` is `engine.exact`."""
+        self.exact = exact
+        self._linear = batch_invariant.linear if exact else F.linear
         self._shape, self._tensor, self._place, self._group = shape, tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
         self._activation = _ACTIVATIONS[shape.activation]
@@ -99,7 +111,7 @@ class Decoder:
             x = torch.cat((x[:rows], x[last][prompts.copies]))
         normed = self._norm(x, "decoder.final_layernorm")
         head = "embedding.word_embeddings.weight" if self._shape.tied_embeddings else "output_layer.weight"
-        return F.linear(normed, self._weights[head])
+        return self._linear(normed, self._weights[head])
 
     def gather_logits(self, share: Tensor) -> Tensor | None:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
@@ -184,7 +196,7 @@ class Decoder:
     def _project(self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden]; the first two rotated."""
         shape = self._shape
-        fused = F.linear(x, self._weights[name + "linear_qkv.weight"], self._weights.get(name + "linear_qkv.bias"))
+        fused = self._linear(x, self._weights[name + "linear_qkv.weight"], self._weights.get(name + "linear_qkv.bias"))
         if self._interleaved:
             groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
             turning, value = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1), groups[:, :, -1]
@@ -207,6 +219,9 @@ class Decoder:
         keys, values = cache.keys[layer, :rows], cache.values[layer, :rows]
         place = geometry.rows, slice(None), step.positions
         keys[place], values[place] = key, value
+        if self.exact:
+            keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
+            return batch_invariant.attend(query[:, :, None], keys, values, geometry.mask[:, 0] == 0).flatten(1)
         # The queries that share a KV head are the rows of one small matrix product.
         grouped = query.reshape(rows, self._kv_heads, -1, self._shape.head_dim) * self._shape.head_dim**-0.5
         scores = (grouped @ keys[:, :, : step.columns].mT).float().add_(geometry.mask)
@@ -225,9 +240,13 @@ class Decoder:
             return packed.new_zeros(*size, *packed.shape[1:]).index_put_(at, packed).transpose(1, 2)
 
         queries, keys, values = pad(query), pad(key), pad(value)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
-        )
+        if self.exact:
+            seen = torch.ones(prompts.width, prompts.width, dtype=torch.bool, device=query.device).tril()
+            attended = batch_invariant.attend(queries, keys, values, seen if geometry.visible is None else geometry.visible)
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
+            )
         cache.write_prompts(layer, len(step.tokens), prompts.copies, keys, values)
         return attended.transpose(1, 2)[at].flatten(1)
 
@@ -235,7 +254,7 @@ class Decoder:
         """Feed-forward network of x [N, hidden]."""
         if self._shape.num_experts:
             return self._sum(self._experts(x, name, step))
-        inner = F.linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
+        inner = self._linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
         return self._row_parallel(self._activate(inner), name + "linear_fc2")
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -247,7 +266,7 @@ class Decoder:
     def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
         """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
         shape = self._shape
-        probabilities = F.linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
+        probabilities = self._linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
         weights, chosen = probabilities.topk(shape.experts_per_token, -1)
         if step.routes is not None:
             step.routes.append(chosen.to(torch.uint8 if shape.num_experts <= 256 else torch.int16))
@@ -258,16 +277,16 @@ class Decoder:
         for expert in range(shape.num_experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
-                inner = self._activate(F.linear(x[token], first[expert]))
-                output.index_add_(0, token, F.linear(inner, second[expert]) * weights[token, slot, None].to(x.dtype))
+                inner = self._activate(self._linear(x[token], first[expert]))
+                output.index_add_(0, token, self._linear(inner, second[expert]) * weights[token, slot, None].to(x.dtype))
         return output
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
         """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N, outputs]."""
         weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias")
         if self._tensor == 1:
-            return F.linear(x, weight, bias)
-        total = self._sum(F.linear(x, weight))
+            return self._linear(x, weight, bias)
+        total = self._sum(self._linear(x, weight))
         return total if bias is None else total + bias
 
     def _sum(self, partial: Tensor) -> Tensor:

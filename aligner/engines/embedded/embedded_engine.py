@@ -20,6 +20,7 @@ from aligner.engines.engine_protocol import (
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
+from aligner.models import batch_invariant
 from aligner.models.layouts import cache_bytes_per_token, engine_problems
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -32,7 +33,7 @@ class EmbeddedEngine(GenerationEngine):
     """A `GenerationEngine` for every model family that Megatron trains here.
 
     A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on the batch it is in by the
-    rounding of matrix products only.
+    rounding of matrix products only, and with `engine.exact` not at all.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class EmbeddedEngine(GenerationEngine):
             raise ConfigError("\n".join(problems))
         if tensor > 1 and group is None:
             raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
+        if settings.exact:
+            batch_invariant.require(shape)
         super().__init__(shape, settings, weight_format(settings, device))
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor)
-        decoder = Decoder(shape, tensor, rank % tensor, group, self._device)
+        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, exact=settings.exact)
         cache = Cache(shape, tensor, self._device, self._dtype)
         # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts

@@ -15,6 +15,7 @@ from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
 from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
+from aligner.models import batch_invariant
 
 _ALL = torch.empty(0, dtype=torch.int32)
 """The ids of a token that was drawn among all."""
@@ -196,9 +197,14 @@ class EmbeddedGeneration:
                 numbers = torch.tensor(next_ones, dtype=torch.float64, device=device)
             if any(len(row.tokens) < options.min_new_tokens for row in self._rows):
                 may_stop = torch.tensor([len(row.tokens) >= options.min_new_tokens for row in self._rows], device=device)
+            scores = logits * (1 / options.temperature) if self._machine.decoder.exact else None
             drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
             if kept is not None:
                 drawn[2] = kept.counts
+            if scores is not None:
+                if kept is not None:
+                    scores.masked_fill_(~kept.among(scores.shape[1]), float("-inf"))
+                drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
         tokens, logprobs, counts = self._machine.decoder.broadcast(drawn)
         each = [_ALL] * len(share)
         if options.tells_kept:

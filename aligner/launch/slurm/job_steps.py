@@ -17,7 +17,7 @@ from aligner.launch.ranks import Rank, Ranks, log_of
 from aligner.launch.server_ports import FreePorts
 from aligner.launch.slurm.slurm_commands import host_names, node_addresses, slurm_command
 from aligner.paths import run_paths
-from aligner.placement.roles import role_ranks
+from aligner.placement.roles import configured_threads, role_ranks
 from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, numbers, slurm_role
 from aligner.schema import Config
 
@@ -158,7 +158,7 @@ class SlurmSteps(Ranks):
         name = f"{role}-{self._started}"
         # As on one machine: the node's cores, as many as the job has, shared by the ranks there.
         sharing = self._layout.components[place.component].ranks_per_node
-        threads = self._config.cluster.threads_per_rank or max(1, nodes.cpus // sharing)
+        threads = configured_threads(self._config) or max(1, nodes.cpus // sharing)
         cores = None if self._layout.is_shared(place) else threads
         program = None if container_image(self._config, role) is None else ("aligner",)  # the image's own
         command = role_command(role, run_paths(self._config).config, program)
