@@ -48,7 +48,8 @@ class _VocabParallelLogprobs(Function):
         # By token: the largest score, and relative to it the sum of exponentials, that sum weighted with the scores, and
         # the target's score.
         peak, normalizer, weighted, chosen = hidden.new_zeros(4, len(targets), dtype=torch.float32)
-        buffer = hidden.new_empty(min(chunk_tokens, len(targets)), len(weight), dtype=torch.float32)
+        rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
+        buffer = hidden.new_empty(rows, len(weight), dtype=torch.float32)
         spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy else None
         for tokens in _chunks(len(targets), chunk_tokens):
             scores = _scores(hidden[tokens], weight, temperature, buffer)
@@ -134,10 +135,9 @@ def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
 def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
     """Logits over the temperature in the first rows of a float32 buffer; the product runs in the weight's precision."""
     scores = buffer[: len(hidden)]
-    if hidden.dtype == torch.float32 and len(hidden) >= batch_invariant.ROWS:
-        torch.mm(hidden, weight.t(), out=scores)
-    elif hidden.dtype == torch.float32:
-        scores.copy_(batch_invariant.linear(hidden, weight))
+    if hidden.dtype == torch.float32:
+        padded = batch_invariant.enough_rows(hidden)
+        torch.mm(padded, weight.t(), out=buffer[: len(padded)])
     else:
         scores.copy_(hidden @ weight.t())
     return scores if temperature == 1 else scores.mul_(1 / temperature)
@@ -195,6 +195,6 @@ def vocab_parallel_logprobs(
     `targets` int64 [M] are global token ids; both results are float32 [M], equal on every rank of `group`, and both can be
     differentiated, once. `kept` [M] has what each target was drawn among: the distribution, and so the entropy, is then that
     of these tokens alone. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
-    Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist.
+    Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist, or sixteen.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy, kept)

@@ -26,9 +26,14 @@ def rounded(count: int) -> int:
     return -(-count // ROWS) * ROWS
 
 
+def enough_rows(x: Tensor) -> Tensor:
+    """x [N, inputs] with rows of zeros behind, where it has too few for a product."""
+    return x if len(x) >= ROWS else F.pad(x, (0, 0, 0, ROWS - len(x)))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [N, inputs], where no row's bits hang on the others; the bias is added behind, as Megatron does."""
-    product = F.linear(F.pad(x, (0, 0, 0, max(0, ROWS - len(x)))), weight)[: len(x)]
+    product = F.linear(enough_rows(x), weight)[: len(x)]
     return product if bias is None else product + bias
 
 
