@@ -61,8 +61,11 @@ GROUPS = {
 RANKS = {"trainer": 2, "critic": 2}
 """Of the groups that have more than one."""
 CHECKPOINT_EVERY = 2
-BESIDE = ("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1")
-"""Samples are drawn beside training."""
+BESIDE = (
+    *("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1"),
+    "rollout.top_p=0.95",
+)
+"""Samples are drawn beside training, and come with what each token was drawn among."""
 PATIENCE = (
     *("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15", "cluster.stop_timeout_s=5"),
     *("run.max_restarts=9", "server.max_restarts=9"),

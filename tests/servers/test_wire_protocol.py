@@ -7,6 +7,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from aligner.placement.addresses import Endpoint
+from aligner.servers import connection, wire_protocol
 from aligner.servers.connection import Connection, RefusedError, TransportError
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import (
@@ -14,6 +15,7 @@ from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
+    GENERATE,
     REWARD_MODEL,
     EndpointError,
     RequestError,
@@ -34,6 +36,41 @@ def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
 def test_a_bad_request_is_told_by_tensor_got_and_allowed(endpoint, wrong, changes, told):
     with pytest.raises(RequestError, match=re.escape(told)):
         validate(endpoint, spoiled(endpoint, changes), LIMITS)
+
+
+def test_every_tensor_of_a_request_has_a_type_on_the_wire():
+    endpoints = [each for each in vars(wire_protocol).values() if isinstance(each, wire_protocol.EndpointSpec)]
+    assert GENERATE in endpoints
+    assert {spec.dtype for endpoint in endpoints for spec in endpoint.inputs} <= connection._DATATYPES.keys()
+
+
+def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
+    tokens = np.arange(6).reshape(2, 3)
+    drawn = {
+        "tokens": tokens,
+        "sequence_lengths": np.array([[3], [2]]),
+        "prompt_ids": np.array([[0], [1]]),
+        "samples_per_prompt": np.array([1]),
+        "options": np.array([b"{}"], dtype=object),
+        "responses": np.ones((2, 2), np.int64),
+        "response_lengths": np.array([[2], [1]]),
+        "logprobs": np.zeros((2, 2), np.float32),
+        "weight_versions": np.zeros((2, 2), np.int64),
+        "stopped": np.array([[-1], [-1]]),
+    }
+    kept = {"kept_counts": np.array([[2, 0], [1, 0]]), "kept_ids": np.array([4, 5, 6], np.int32)}
+    routes = {"routes": np.zeros((2, 4, 2, 2), np.int16)}
+    validate(GENERATE, {**drawn, **kept, **routes}, LIMITS)
+    for wrong, told in (
+        ({"kept_ids": kept["kept_ids"]}, "got one of kept_counts and kept_ids"),
+        ({**kept, "kept_ids": np.array([4, 5], np.int32)}, "kept_ids: got 2, allowed: as many as kept_counts says, 3"),
+        ({**kept, "kept_ids": np.array([4, 5, 64], np.int32)}, "kept_ids"),
+        ({**kept, "kept_counts": np.array([[-1, 4], [0, 0]])}, "kept_counts"),
+        ({"routes": routes["routes"][:, :3]}, "routes: got [2, 3, 2, 2], allowed: experts of at least T=4 tokens a row"),
+        ({"routes": routes["routes"] - 1}, "routes: got [2, 4, 2, 2]"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(told)):
+            validate(GENERATE, {**drawn, **wrong}, LIMITS)
 
 
 def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
