@@ -36,8 +36,6 @@ OFF_POLICY = ("ppo", "rloo", "proximal_rloo", "online_dpo")
 MINIBATCHES = (1, 4, 16)
 BESIDE = ("online_dpo", "ppo_decoupled", "dapo")
 STALENESS = (0, 1, 4)
-_NEVER_MINDS = "copg"
-"""Its gradient is right whoever drew the samples."""
 _CORRECTIONS = {
     **dict.fromkeys(("copg", "dapo", "online_dpo", "ppo_decoupled"), ()),
     "proximal_rloo": ("algorithm.ratio_against=sampler",),
@@ -102,7 +100,7 @@ def beside(
     for seed in seeds:
         for algorithm in algorithms:
             for age in staleness:
-                for corrected in (True, False) if uncorrected and age and algorithm != _NEVER_MINDS else (True,):
+                for corrected in (True, False) if uncorrected and age else (True,):
                     overrides = (f"seed={seed}", "engine.placement=server", f"rollout.max_staleness={age}")
                     if age and corrected:
                         overrides += _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",))

@@ -173,14 +173,16 @@ def contrastive_policy_gradient_loss(
     *,
     group_size: int,
     kl_coefficient: float,
+    importance: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
     """-Σ_i (R_i - mean of the other R_j)·logp_i over a group's rows, R_i = score_i - kl_coefficient·(logp_i - reference_i).
 
     logp and reference are sums over a row's mask, and R has no gradient. For a pair the gradient is that of
     -(Δscore - ½·kl_coefficient·Δ)·Δ, Δ the difference of the two rows' logp - reference (Flet-Berliac et al. 2024,
-    "Contrastive Policy Gradient"); it needs no importance weight, whoever drew the rows. The rows of a group are next to
-    each other; one without a masked token counts for nothing in it, nor does one that is left alone.
+    "Contrastive Policy Gradient"), whose optimum is the same whoever drew the rows; how fast it is reached is not, so that
+    `importance` [B] may weigh each row's term. The rows of a group are next to each other; one without a masked token counts
+    for nothing in it, nor does one that is left alone.
 
     Log-probs and mask [B, T], scores [B]; the denominator is the number of rows where None. Statistics: `loss`, and
     `reference_kl`, logp - reference a row. Raises ValueError for a group without others, or that B is no multiple of.
@@ -197,7 +199,8 @@ def contrastive_policy_gradient_loss(
         others = present.view(-1, group_size).sum(1, keepdim=True) - 1
         baseline = (regularized.sum(1, keepdim=True) - regularized) / others.clamp(min=1)
         advantages = torch.where(others > 0, regularized - baseline, 0.0).flatten()
-    loss = -(advantages * answers).sum() / count
+    terms = advantages * answers if importance is None else importance * advantages * answers
+    loss = -terms.sum() / count
     return loss, {"loss": loss.detach(), "reference_kl": kl.sum() / count}
 
 

@@ -120,44 +120,58 @@ def _weighed(advantages: Tensor, rows: Experience, context: LossContext) -> tupl
 
 
 def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """CoPG. Without a KL penalty in the reward a response's rewards add up to its score."""
-    return losses.contrastive_policy_gradient_loss(
+    """CoPG. Without a KL penalty in the reward a response's rewards add up to its score.
+
+    With truncated importance sampling a response's term counts by its weight. The context's denominator counts rows.
+    """
+    weights, importance = _importance_of_draws(rows, context, 1)
+    loss, stats = losses.contrastive_policy_gradient_loss(
         logprobs,
         rows.reference_logprobs,
         rows.rewards.sum(1),
         rows.mask,
         group_size=rows.samples_per_prompt,
         kl_coefficient=context.kl_coefficient,
+        importance=weights,
         denominator=context.denominator,
     )
+    return loss, stats | importance
 
 
 def preference(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """DPO on pairs of rows, the better one first (Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback").
 
-    With truncated importance sampling a pair counts by how much likelier the trainer is to draw it, before the update, than
-    the engine was: the product of its two responses' ratios. The context's denominator counts rows.
+    With truncated importance sampling a pair counts by the product of its two responses' ratios. The context's denominator
+    counts rows.
     """
-    settings, pairs = context.settings, context.denominator / 2
+    weights, importance = _importance_of_draws(rows, context, 2)
+    settings, pairs = context.settings.preference, context.denominator / 2
+    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings, pairs, weights)
+    return loss, stats | importance
+
+
+def _importance_of_draws(rows: Experience, context: LossContext, each: int) -> tuple[Tensor | None, Stats]:
+    """How much likelier the trainer is to draw every `each` rows together, before the update, than the engine was; [B / each].
+
+    None where no truncated importance is asked for. The context's denominator counts rows.
+    """
+    settings, draws = context.settings, context.denominator / each
     if settings.truncated_importance == "none":
-        return pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, pairs)
+        return None, {}
+
+    def together(of_tokens: Tensor) -> Tensor:
+        return of_tokens.reshape(-1, each * of_tokens.shape[1])
+
     weights, above = losses.behavior_weights(
-        _drawn_together(rows.old_logprobs),
-        _drawn_together(rows.engine_logprobs),
-        _drawn_together(rows.mask),
+        together(rows.old_logprobs),
+        together(rows.engine_logprobs),
+        together(rows.mask),
         settings.truncated_importance_cap,
         "sequence",
         settings.above_importance_cap,
     )
-    weights, above = weights[:, 0], above[:, 0]  # a pair's, for each of its tokens
-    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings.preference, pairs, weights)
-    importance = {"importance_mean": weights, "importance_truncated": above.to(weights.dtype)}
-    return loss, stats | {name: of_pairs.sum() / pairs for name, of_pairs in importance.items()}
-
-
-def _drawn_together(of_tokens: Tensor) -> Tensor:
-    """Rows [2P, T], pair by pair, as [P, 2T]: a pair is one draw."""
-    return of_tokens.reshape(-1, 2 * of_tokens.shape[1])
+    weights = weights[:, 0]  # a draw's, for each of its tokens
+    return weights, {"importance_mean": weights.sum() / draws, "importance_truncated": above[:, 0].sum() / draws}
 
 
 def imitation(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:

@@ -58,8 +58,8 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         )
     if loss in ("dpo", "copg") and (settings.entropy_coefficient or settings.aggregation != "token"):
         yield f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and aggregation out"
-    if loss == "dpo" and settings.truncated_importance == "token":
-        yield "algorithm.truncated_importance=token: allowed with loss=dpo: none, sequence"
+    if loss in ("dpo", "copg") and settings.truncated_importance == "token":
+        yield f"algorithm.truncated_importance=token: allowed with loss={loss}: none, sequence"
     if settings.ratio_against == "sampler" and settings.truncated_importance != "none":
         yield (
             f"algorithm.ratio_against=sampler: truncated_importance={settings.truncated_importance} would correct for the"

@@ -55,7 +55,7 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
     elif not _is_sound_with_age(config.algorithm):
         loss = config.algorithm.loss
-        levels = "sequence" if loss == "dpo" else "token or sequence"
+        levels = "sequence" if loss in ("dpo", "copg") else "token or sequence"
         ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
         yield (
             f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own; give"
@@ -66,8 +66,8 @@ def _staleness_problems(config: Config) -> Iterator[str]:
 
 
 def _is_sound_with_age(settings: AlgorithmConfig) -> bool:
-    """Whether something accounts for which weights drew a sample, or nothing is to; copg's gradient needs no correction."""
-    corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler" or settings.loss == "copg"
+    """Whether something accounts for which weights drew a sample, or nothing is to."""
+    corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler"
     return corrected or settings.uncorrected_staleness
 
 

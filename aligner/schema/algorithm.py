@@ -103,7 +103,7 @@ class AlgorithmConfig:
         " probability before the step's updates over the engine's, of the token or of the whole response (loss=dpo: of both),"
         " truncated; none: take them as equal",
         choices=("none", "token", "sequence"),
-        read=".loss=clip|cispo|reinforce|dpo|cross_entropy|*:*",
+        read=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
     )
     truncated_importance_cap: float = option(2.0, "largest weight", minimum=1, read=".truncated_importance!=none")
     above_importance_cap: str = option(

@@ -319,6 +319,24 @@ def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
     assert total != pytest.approx(found("clip", ratio_level=level)[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("above", ["truncate", "drop"])
+def test_a_response_that_is_contrasted_with_others_counts_by_its_importance(above):
+    new, rows = random_experience()
+    rows = dataclasses.replace(rows, rewards=torch.where(rows.mask, torch.arange(6.0)[:, None].sin().double(), 0.0))
+    keys = {"truncated_importance": "sequence", "truncated_importance_cap": 1.3, "above_importance_cap": above}
+    weights = torch.tensor([weight_of(row, 0, "sequence", 1.3, above) for row in range(6)], dtype=torch.float64)
+
+    def gradient(**chosen: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        settings = AlgorithmConfig(loss="copg", **chosen)
+        loss, stats = LOSSES["copg"](new, rows, LossContext(settings, 0.05, 6.0, weights=None))
+        return torch.autograd.grad(loss, new)[0], stats
+
+    (plain, _), (weighed, stats) = gradient(), gradient(**keys)
+    assert plain.abs().max() > 0 and weights.unique().numel() > 2
+    torch.testing.assert_close(weighed, weights[:, None] * plain, rtol=1e-6, atol=1e-12)
+    assert float(stats["importance_mean"]) == pytest.approx(float(weights.mean()))
+
+
 def test_cispo_against_the_sampler_weighs_by_the_clipped_importance():
     tokens = by_token()
     value = sum(min(max(n / e, 0.8), 1.2) * a * math.log(n) for _, _, n, e, _, a, _ in tokens) / len(tokens)

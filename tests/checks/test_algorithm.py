@@ -33,6 +33,7 @@ def composed(*overrides):
         ),
         (["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no"),
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1: in the loss its gradient is zero"),
+        (["algorithm=copg", "algorithm.truncated_importance=token"], "token: allowed with loss=copg: none, sequence"),
         (["algorithm=copg", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator=k3: loss=copg is defined with k1"),
         (["algorithm=rloo", "algorithm.early_stop_kl=0.1"], "algorithm.early_stop_kl=0.1: not read with algorithm.loss="),
         (["algorithm=rloo", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards=true: scores of whole responses"),
@@ -160,6 +161,10 @@ BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
         (["algorithm=best_of_n"], "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
         (
             ["algorithm=online_dpo", "algorithm.truncated_importance=none"],
+            "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
+        ),
+        (
+            ["algorithm=copg", "algorithm.truncated_importance=none"],
             "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
         ),
         (["algorithm.loss=some.module:own"], "truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
