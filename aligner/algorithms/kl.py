@@ -39,6 +39,11 @@ class KLController:
         if self.target is not None and (self.target <= 0 or self.horizon <= 0):
             raise ValueError(f"target={self.target} and horizon={self.horizon} must be above 0")
 
+    def resume(self, coefficient: float) -> None:
+        """Go on from a checkpoint's coefficient; without a target, or from nothing, it stays as it is configured."""
+        if self.target is not None and self.coefficient:
+            self.coefficient = coefficient
+
     def update(self, current: float, steps: int) -> None:
         """Take note of `steps` sequences whose mean KL was `current`. Raises ValueError where that is not finite."""
         if self.target is None:

@@ -280,7 +280,7 @@ def kept_by(samples: Sequence[Sample]) -> KeptTokens | None:
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
-    """Pad samples to the longest one, on the right."""
+    """Pad samples to the longest one, on the right; there are routes where every sample tells its own."""
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
     prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
     tokens = pad_sequence([sample.tokens for sample in samples], batch_first=True, padding_value=pad_token_id)
@@ -295,6 +295,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         counts, starts = torch.zeros(mask.shape, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.int64)
         counts[mask], starts[mask] = kept.counts, kept.starts
         kept = KeptTokens(counts, starts, kept.ids)
-    if samples[0].routes is not None:
-        routes = pad_sequence([sample.routes for sample in samples if sample.routes is not None], batch_first=True)
+    told = [sample.routes for sample in samples if sample.routes is not None]
+    if len(told) == len(samples):
+        routes = pad_sequence(told, batch_first=True)
     return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups, kept=kept, routes=routes)

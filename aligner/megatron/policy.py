@@ -117,7 +117,7 @@ class Policy(CheckpointedModel):
             )
             assert entropy is not None
             entropies, unpacked = batch.unpack_targets(entropy), batch.unpack_targets(logprobs)
-            if self.runner.world.speaks_for_outputs:
+            if before is not None and self.runner.world.speaks_for_outputs:
                 seen[batch.batch_rows, : unpacked.shape[1]] = unpacked.detach().cpu()
             value, stats = loss(unpacked, entropies, rows, shared)
             return value, stats | {"entropy": entropies.detach().sum() / tokens}

@@ -17,6 +17,8 @@ from aligner.models.shape import ModelShape
 
 ROWS = 16
 """Rows of a product, and columns of attention's scores, come in whole units of so many."""
+_COLUMNS = 256
+"""So many of attention's columns are summed by one product: of more, what it sums first hangs on how many there are."""
 _PROBED = 512
 """Rows and outputs of the products that are tried."""
 
@@ -63,7 +65,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float
     scores = F.pad(query, (0, 0, 0, more)) @ key.mT
     scores = scores[:, :, :lines].unflatten(2, (-1, length)).masked_fill(unseen[:, None, None], float("-inf"))
     weights = F.pad(scores.softmax(-1).flatten(2, 3), (0, 0, 0, more))
-    return (weights @ value)[:, :, :lines].reshape(rows, heads, length, size)
+    parts = zip(weights.split(_COLUMNS, -1), value.split(_COLUMNS, -2), strict=True)
+    attended = sum((some @ its for some, its in parts), weights.new_zeros(()))
+    return attended[:, :, :lines].reshape(rows, heads, length, size)
 
 
 def require(shape: ModelShape) -> None:

@@ -46,7 +46,7 @@ class RolloutBatch:
     skipped: int = 0
     """Prompts that could not be drawn."""
     left_out: tuple[int, ...] = ()
-    """Response tokens of each sample that dynamic sampling left out."""
+    """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a score."""
 
     @property
     def all_scores(self) -> PendingRows:
@@ -60,7 +60,9 @@ class RolloutBatch:
     def scored(self) -> "RolloutBatch":
         """Without the samples that have no score. Collective."""
         rows = self.scored_rows()
-        return self if len(rows) == len(self.samples) else self.select(rows)
+        if len(rows) == len(self.samples):
+            return self
+        return replace(self.select(rows), left_out=(*self.left_out, *_lengths_without(self.samples, rows)))
 
     def select(self, rows: Tensor) -> "RolloutBatch":
         """Some of the samples (int64 [N]), in that order."""
@@ -73,6 +75,12 @@ class RolloutBatch:
             scores=self.scores.select(rows),
             values=self.values.select(rows),
         )
+
+
+def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
+    """Response tokens of each sample that is not among the rows, int64 [N]."""
+    among = set(rows.tolist())
+    return tuple(len(sample.response) for row, sample in enumerate(samples) if row not in among)
 
 
 @dataclass
@@ -153,7 +161,6 @@ class RolloutBuilder:
         self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
         self._sampler.rest()  # new weights come before the next step
         samples = [generated.samples[row] for row in rows.tolist()]
-        others = set(range(len(generated.samples))).difference(rows.tolist())
         return RolloutBatch(
             [generated.prompts[row] for row in rows.tolist()],
             samples,
@@ -162,7 +169,7 @@ class RolloutBuilder:
             PendingRows(tuple(generated.values), rows),
             deferred=len(self._under_way),
             skipped=self._skipped,
-            left_out=tuple(len(generated.samples[row].response) for row in sorted(others)),
+            left_out=_lengths_without(generated.samples, rows),
         )
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:

@@ -159,15 +159,10 @@ def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
         if max(int(counts.sum()), 1) != len(ids):
             raise RequestError(f"kept_ids: got {len(ids)}, allowed: as many as kept_counts says, {int(counts.sum())}")
     if "routes" in arrays:
-        longest = (
-            int(
-                (
-                    np.repeat(arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0)
-                    + arrays["response_lengths"]
-                ).max()
-            )
-            - 1
-        )
+        prompts = np.repeat(arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0)
+        responses = arrays["response_lengths"]
+        # What is not begun has none, however long its prompt.
+        longest = int((prompts + responses - 1)[responses > 0].max(initial=0))
         if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
             raise RequestError(
                 f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least T={longest} tokens a row"

@@ -192,7 +192,7 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         tensors["kept_counts"] = padded(kept.counts.split([len(sample.response) for sample in samples]))
         tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)  # Triton knows no empty tensors
     routed = [sample.routes for sample in samples if sample.routes is not None]
-    if routed:
+    if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
         none = routed[0][:0]
         tensors["routes"] = padded(none if sample.routes is None else sample.routes for sample in samples).short()
     return tensors

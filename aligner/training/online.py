@@ -175,7 +175,7 @@ class OnlineTrainer(TrainingLoop):
             return 0
         state, paths = saved[-1], run_paths(self.config)
         self.policy.load(paths.checkpoint(state.step, "policy"), verified=True)
-        self.kl_controller.coefficient = state.kl_coefficient
+        self.kl_controller.resume(state.kl_coefficient)
         self.pipeline.resume(paths.checkpoint(state.step, "rollouts"), state.step, state.position)
         return state.step
 

@@ -37,6 +37,17 @@ def test_adaptive_kl_coefficient_follows_the_published_steps():
     assert controller.coefficient == pytest.approx(0.14998427, abs=1e-8)
 
 
+def test_a_resumed_run_goes_on_with_an_adaptive_coefficient_and_takes_a_fixed_one_from_its_configuration():
+    for configured, expected in (
+        (KLController(0.15, target=6, horizon=100), 0.3),
+        (KLController(0.15), 0.15),
+        (KLController(0.0), 0.0),
+        (KLController(0.0, target=6, horizon=100), 0.0),
+    ):
+        configured.resume(0.3)
+        assert configured.coefficient == expected
+
+
 def test_fixed_kl_coefficient_stays():
     controller = KLController(0.15)
     controller.update(12, 512)

@@ -114,3 +114,10 @@ def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
 def test_what_does_not_fit_the_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="sets of kept tokens"):
         a_sample(2, 0, 3, [[5]], routed=False)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_makes_none_up(order: int) -> None:
+    some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
+    assert collate(some, pad_token_id=0).routes is None
+    assert all(sample.routes is None for sample in with_responses(some, response_tensors(some)))

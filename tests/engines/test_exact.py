@@ -101,3 +101,18 @@ def test_attention_is_that_of_the_fused_kernel_and_no_query_hangs_on_the_others(
             assert torch.equal(attended(place + 1, slice(place, place + 1))[:, :, 0], whole[:, :, place])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_no_query_of_a_long_sequence_hangs_on_the_columns_behind_it():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        draw = torch.Generator().manual_seed(7)
+        query, key, value = (torch.randn(1, count, 900, 16, generator=draw) for count in (4, 2, 2))
+        whole = batch_invariant.attend(query, key, value, torch.ones(900, 900, dtype=torch.bool).tril())
+        for length in (256, 257, 385, 400, 513, 768, 800, 899):
+            seen = torch.ones(1, length, dtype=torch.bool)
+            alone = batch_invariant.attend(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], seen)
+            assert torch.equal(alone[:, :, 0], whole[:, :, length - 1])
+    finally:
+        torch.set_num_threads(threads)

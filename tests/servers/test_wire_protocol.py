@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tritonclient.utils import InferenceServerException
 
+from aligner.data.types import Sample
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.placement.addresses import Endpoint
 from aligner.servers import connection, wire_protocol
 from aligner.servers.connection import Connection, RefusedError, TransportError
+from aligner.servers.generator_client import request_arrays
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import (
     CONTROL,
@@ -71,6 +76,14 @@ def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
     ):
         with pytest.raises(RequestError, match=re.escape(told)):
             validate(GENERATE, {**drawn, **wrong}, LIMITS)
+
+
+def test_responses_under_way_with_routes_go_beside_a_longer_prompt_that_is_not_begun():
+    none = torch.empty(0)
+    begun = Sample(0, 0, torch.arange(5), 3, torch.zeros(2), torch.zeros(2).long(), "unfinished")
+    begun = replace(begun, routes=torch.zeros(4, 2, 2, dtype=torch.uint8))
+    waiting = Sample(1, 0, torch.arange(20), 20, none, none.long(), "unfinished")
+    validate(GENERATE, request_arrays([begun, waiting], 1, SamplingOptions(8, routes=True)), LIMITS)
 
 
 def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
