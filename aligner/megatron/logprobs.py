@@ -135,11 +135,10 @@ def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
 def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
     """Logits over the temperature in the first rows of a float32 buffer; the product runs in the weight's precision."""
     scores = buffer[: len(hidden)]
-    if hidden.dtype == torch.float32:
-        padded = batch_invariant.enough_rows(hidden)
-        torch.mm(padded, weight.t(), out=buffer[: len(padded)])
-    else:
-        scores.copy_(hidden @ weight.t())
+    if hidden.dtype != torch.float32:
+        return scores.copy_(torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=1 / temperature))
+    padded = batch_invariant.enough_rows(hidden)
+    torch.mm(padded, weight.t(), out=buffer[: len(padded)])
     return scores if temperature == 1 else scores.mul_(1 / temperature)
 
 

@@ -120,7 +120,7 @@ def test_sentences_are_cut_into_tokens_as_training_data_is(tmp_path):
     scoring(model, tokenizer=read_tokenizer(tmp_path)).endpoints(call)[REWARD_MODEL](
         {"sentences": np.array([[b"abc"], [b"a"]], dtype=object)}
     )
-    assert asked[0]["tokens"].tolist() == [[12, 13, 14], [12, 0, 0]] and asked[0]["lengths"].tolist() == [3, 1]
+    assert asked[0]["tokens"].tolist() == [[1, 12, 13, 14], [1, 12, 0, 0]] and asked[0]["lengths"].tolist() == [4, 2]
 
 
 CASES = [case for case in REFUSED if case[0] is REWARD_MODEL]
