@@ -36,6 +36,8 @@ from aligner.triton_cleanup import (
     triton_environments,
 )
 
+_LAST_ANSWERS_S = 0.5
+"""For what was answered last to reach its caller, through Triton and the gateway."""
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
@@ -195,6 +197,7 @@ class TritonHost:
 
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind: its requests have been drained before."""
+        time.sleep(_LAST_ANSWERS_S)
         kill_processes(_triton_processes())  # its own end would take two seconds
         if self._gateway is not None:
             self._gateway.kill()

@@ -141,7 +141,7 @@ def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_
         with pytest.raises(TransportError, match="ServerStopping"):
             server.infer(CRITIC_TRAIN, UPDATE, 20)
         assert ask(server, "health")["status"] == "stopping"
-        assert all(future.exception(20) is None for future in taken)
+        assert [repr(future.exception(20)) for future in taken] == ["None"] * len(taken)
         for each, future in zip(arrays, taken, strict=True):
             expected = TinyValueModel().values(torch.tensor(each["tokens"]), LENGTHS)
             torch.testing.assert_close(torch.tensor(future.result()["values"]), expected)
