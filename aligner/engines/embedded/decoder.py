@@ -63,7 +63,7 @@ class _Geometry:
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
-    """Which prompt tokens see which, bool [P, P]; None: all before them"""
+    """Which prompt tokens see which, bool [P, P]; None: all before them, which the fused kernel knows by itself"""
 
 
 class Decoder:
@@ -138,9 +138,9 @@ class Decoder:
             tokens, positions = torch.cat((tokens, prompts.tokens)), torch.cat((positions, place))
             at = (sequence, place)
             window = self._shape.sliding_window
-            if window is not None and window < prompts.width:
+            if self.exact or (window is not None and window < prompts.width):
                 visible = torch.ones(prompts.width, prompts.width, dtype=torch.bool, device=tokens.device)
-                visible = visible.tril().triu(1 - window)
+                visible = visible.tril().triu(1 - (window or prompts.width))
         rotation = None
         if self._frequencies is not None:
             angles = positions[:, None, None].float() * self._frequencies
@@ -241,8 +241,8 @@ class Decoder:
 
         queries, keys, values = pad(query), pad(key), pad(value)
         if self.exact:
-            seen = torch.ones(prompts.width, prompts.width, dtype=torch.bool, device=query.device).tril()
-            attended = batch_invariant.attend(queries, keys, values, seen if geometry.visible is None else geometry.visible)
+            assert geometry.visible is not None
+            attended = batch_invariant.attend(queries, keys, values, geometry.visible)
         else:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
