@@ -5,6 +5,8 @@ lengths (uniform between --shortest and --longest) the peer pads and ours packs;
 side first tries its ways of using the cores (the peer one thread and two; ours one process with two threads, and two ranks
 with one each) and goes on with the best; then both take turns, and each one's best step counts.
 
+The same step is then taken with rows of one prompt each and with as many that share prompts (`--prompt`, `--samples`).
+
 `gemm_fraction` is the time that our step's matrix products alone take, over the step's. Memory is that of the pass from
 hidden states to log-probs and their gradients, over one micro-batch of tokens.
 """
@@ -64,6 +66,9 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
                 for side, group in (("ours", ours), ("peer", peer)):
                     seconds.setdefault(f"{side}_{name}", []).append(group.call("step", lengths))
             seconds.setdefault("products", []).append(ours.call("products", equal))
+            for name, samples in (("separate", 1), ("shared", args.samples)):
+                rows = [args.prompt + args.response] * args.prompts * args.samples
+                seconds.setdefault(name, []).append(ours.call("step", rows, args.prompt, samples))
     best = {name: min(values) for name, values in seconds.items()}
     return {
         "mixed_tokens": sum(mixed),
@@ -79,6 +84,9 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         "peer_equal_length_tokens_per_s": sum(equal) / best["peer_equal"],
         "equal_length_ratio": best["peer_equal"] / best["ours_equal"],
         "gemm_fraction": best["products"] / best["ours_equal"],
+        "shared_prompts_s": best["shared"],
+        "separate_prompts_s": best["separate"],
+        "shared_prompts_ratio": best["separate"] / best["shared"],
     }
 
 
@@ -103,6 +111,10 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest mixed sequence")
     parser.add_argument("--longest", type=int, default=128, help="tokens of the longest, and of all equal ones")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side and kind")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of the steps that compare shared prompts")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each of these")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each of these prompts")
+    parser.add_argument("--response", type=int, default=64, help="tokens of each of their responses")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="of the log-prob pass whose memory is measured")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

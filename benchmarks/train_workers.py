@@ -18,8 +18,10 @@ CLIP_GRAD_NORM = 1.0
 ADAM = {"learning_rate": 1e-6, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 
 
-def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
-    """Random tokens of the given lengths, a prompt before each response, and random advantages."""
+def make_experience(
+    lengths: Sequence[int], vocab_size: int, prompt_tokens: int = PROMPT_TOKENS, samples: int = 1
+) -> Experience:
+    """Random tokens of the given lengths, a prompt before each `samples` responses in a row, and random advantages."""
     import torch
 
     from aligner.data.types import Experience, response_mask
@@ -27,7 +29,8 @@ def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
     generator = torch.Generator().manual_seed(0)
     counts, width = torch.tensor(lengths), max(lengths)
     tokens = torch.randint(0, vocab_size, (len(lengths), width), generator=generator)
-    mask = response_mask(counts, torch.full_like(counts, PROMPT_TOKENS), width)
+    tokens[:, :prompt_tokens] = tokens[::samples, :prompt_tokens].repeat_interleave(samples, 0)
+    mask = response_mask(counts, torch.full_like(counts, prompt_tokens), width)
     advantages = torch.randn(mask.shape, generator=generator)
     old = torch.full(mask.shape, -float(torch.tensor(float(vocab_size)).log()))
     zeros = torch.zeros(mask.shape)
@@ -35,7 +38,7 @@ def make_experience(lengths: Sequence[int], vocab_size: int) -> Experience:
         tokens=tokens,
         lengths=counts,
         mask=mask,
-        prompt_lengths=torch.full_like(counts, PROMPT_TOKENS),
+        prompt_lengths=torch.full_like(counts, prompt_tokens),
         engine_logprobs=old,
         weight_versions=torch.zeros_like(mask, dtype=torch.int64),
         finish_reasons=torch.zeros_like(counts),
@@ -71,10 +74,10 @@ class Ours:
         settings = ActorConfig(parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
         self._policy = Policy(self._shape, world, settings, Path(directory), 1.0, total_updates=1000)
 
-    def step(self, lengths: Sequence[int]) -> float:
+    def step(self, lengths: Sequence[int], prompt_tokens: int = PROMPT_TOKENS, samples: int = 1) -> float:
         import torch.distributed as dist
 
-        experience = make_experience(lengths, self._shape.vocab_size)
+        experience = make_experience(lengths, self._shape.vocab_size, prompt_tokens, samples)
         dist.barrier()
         begin = time.perf_counter()
         self._policy.train(experience, _loss)

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from aligner.megatron.layers import decoder_submodules, install_head
+from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
@@ -155,6 +155,7 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
     chunks = world.layout.virtual_pipeline
     holds_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
+    rotary = "rope" if uses_transformer_engine() else "none"  # our attention rotates by itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
@@ -162,7 +163,7 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
             transformer_layer_spec=decoder_submodules(shape, config, stage, exact=exact),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_positions,
-            position_embedding_type={"rotary": "rope", "learned": "learned_absolute"}[shape.position],
+            position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[shape.position],
             rotary_percent=shape.rotary_fraction,
             pre_process=world.place.pipeline == 0 and chunk == 0,
             post_process=holds_head,
@@ -170,7 +171,7 @@ def _build_chunk(shape: ModelShape, world: World, head: Head, config: Transforme
             parallel_output=True,
             vp_stage=stage,
         )
-    if shape.position == "rotary":
+    if shape.position == "rotary" and rotary == "rope":
         # Those that the engines use too, every scaling included; in float32, since positions of long contexts need the digits.
         model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
     _mark_tensor_parallel(model)

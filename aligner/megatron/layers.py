@@ -24,10 +24,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from aligner.data.types import KeptTokens
+from aligner.megatron.attention import PackedAttention
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes
-from aligner.models import batch_invariant
-from aligner.models.shape import ModelShape
+from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
 
 
@@ -51,74 +51,6 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         _mark_for_sequence_parallelism(self, config)
-
-
-class PackedAttention(nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels, or the `exact` one."""
-
-    def __init__(self, config: TransformerConfig, *_: Any, exact: bool = False, **__: Any) -> None:
-        super().__init__()
-        self.exact = exact
-        self.scale = config.softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0]
-        """So many keys before its own does a query see."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:
-        """Attend; query [T, heads, dim], key and value [T, key/value heads, dim] to [T, heads·dim].
-
-        The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token from seeing padding, so
-        no mask tensor is made for whole sequences. Under context parallelism the T tokens are this rank's, and keys and
-        values of all context ranks are gathered (their gradients are summed and scattered back).
-        """
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(f"attention runs on packed micro-batches only, got {type(packed_seq_params).__name__}")
-        packed, grouped = packed_seq_params, query.shape[1] != key.shape[1]
-        if packed.context_group is not None:
-            both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=packed.context_group)
-            key, value = both.chunk(2, 1)
-        mask = self._mask(packed, query.device)
-        query = _to_rows(query, packed.query_index, packed.query_rows)
-        key, value = (_to_rows(each, packed.key_index, packed.key_rows) for each in (key, value))
-        if self.exact:
-            width = packed.key_rows[1]
-            seen = torch.ones(width, width, dtype=torch.bool, device=query.device).tril() if mask is None else mask[:, 0]
-            attended = batch_invariant.attend(query, key, value, seen, self.scale)
-        else:
-            attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-            )
-        return attended.transpose(1, 2).flatten(2).flatten(0, 1)[packed.query_index]
-
-    def _mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
-        """Which keys each query sees, bool [N or 1, 1, L/C, L]; None for plain causal rows."""
-        width = packed.key_rows[1]
-        window = self.window if self.window is not None and self.window < width - 1 else None
-        keys = torch.arange(width, device=device)
-        if packed.query_positions is not None:
-            queries = packed.query_positions[..., None]
-        elif window is not None:
-            queries = keys[None, :, None]
-        else:
-            return None
-        seen = keys <= queries
-        if window is not None:
-            seen &= keys >= queries - window
-        return seen[:, None]
-
-
-def _to_rows(tensor: Tensor, index: Tensor, rows: tuple[int, int]) -> Tensor:
-    """[T, heads, dim] to [N, heads, L, dim], zeros at the padding; `index` int64 [T] is each token's place in [N·L]."""
-    padded = tensor.new_zeros(rows[0] * rows[1], *tensor.shape[1:]).index_copy(0, index, tensor)
-    return padded.view(*rows, *tensor.shape[1:]).transpose(1, 2)
 
 
 class ParallelResidualLayer(TransformerLayer):
@@ -174,6 +106,11 @@ class ExpertsLayer(TransformerLayer):
             self.mlp.router.router_replay = None
 
 
+def uses_transformer_engine() -> bool:
+    """Whether the layers are transformer-engine's; else they are megatron-core's own around our norms and attention."""
+    return HAVE_TE and torch.cuda.is_available()
+
+
 def decoder_submodules(
     shape: ModelShape, config: TransformerConfig, chunk: int | None = None, *, exact: bool = False
 ) -> TransformerBlockSubmodules:
@@ -181,7 +118,7 @@ def decoder_submodules(
 
     `exact` is `engine.exact`.
     """
-    if HAVE_TE and torch.cuda.is_available():
+    if uses_transformer_engine():
         # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
         norm = TENorm
@@ -204,7 +141,8 @@ def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(PackedAttention, params={"exact": exact})
+    rotation = inverse_frequencies(shape) if shape.position == "rotary" else None
+    attention.core_attention = ModuleSpec(PackedAttention, params={"exact": exact, "frequencies": rotation})
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     # megatron-core 0.16's router asks whether this is None, but names it only where transformer-engine is.

@@ -1,6 +1,8 @@
 """Right-padded rows to packed micro-batches and back. No other room sees the packing.
 
-Sequences are laid end to end. Where a layout cuts the tokens of a micro-batch, every sequence is padded until the cut is
+Sequences are laid end to end. Rows that begin alike share that beginning where attention runs over a tree: it is a sequence
+of its own, and so is what is left of each of them; its tokens stand in all of these rows, and what these hand back for it is
+added up. Where a layout cuts the tokens of a micro-batch, every sequence is padded until the cut is
 even: context rank r of C holds the chunks r and 2C-1-r of each sequence's 2C (which balances causal attention; it is what
 transformer-engine's attention and megatron-core's rotary embedding expect), and sequence parallelism then cuts these tokens
 evenly over the tensor ranks. Without either nothing is padded. Padding follows the tokens that it pads, so causal attention
@@ -18,6 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from aligner.megatron.attention_tree import AttentionTree
+from aligner.megatron.prefixes import Bundle, alone, bundles
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -31,6 +36,8 @@ class Cut:
     context_group: dist.ProcessGroup | None = None
     rows: int = 1
     """a rank's tokens are a multiple of so many"""
+    tree: bool = False
+    """attention runs over a tree: rows may share what they begin with"""
 
     @property
     def sequence_unit(self) -> int:
@@ -71,6 +78,12 @@ class PackedSequences(PackedSeqParams):
     """int64 [N, L/C]: position of each query in its sequence; None where row and position are the same (C = 1)"""
     context_group: dist.ProcessGroup | None = None
     routes: Routes | None = None
+    tree: AttentionTree | None = None
+    """what attention runs over, in the place of the rows"""
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [T/C]: position of each of this rank's tokens in its row"""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """cosine and sine of the positions' angles, once a layer has asked for them"""
 
 
 @dataclass(frozen=True)
@@ -122,46 +135,92 @@ class PackedBatch:
 def pack(
     tokens: Tensor,
     lengths: Tensor,
-    rows: Tensor,
+    bundled: Sequence[Bundle],
     device: torch.device,
     cut: Cut | None = None,
     routes: Tensor | None = None,
 ) -> PackedBatch:
-    """Pack the given rows (int64 [N]; none gives a filler) of right-padded tokens [B, S] with lengths [B].
+    """Pack the bundled rows (none give a filler) of right-padded tokens [B, S] with lengths [B].
 
-    `routes` [B, S-1, L, K] are the experts that the tokens are to take.
+    Only where the cut has a tree do bundles share anything. `routes` [B, S-1, L, K] are the experts that the tokens are to
+    take.
     """
     cut = cut or Cut()
+    rows = torch.tensor([row for bundle in bundled for row in bundle.rows], dtype=torch.int64)
     counts = lengths[rows]
     width = int(counts.max()) if len(rows) else 1
-    padded = _padded_lengths(counts, cut)
+    segments = _segments(bundled, rows, counts)
+    padded = _padded_lengths(segments.lengths, cut)
     longest = int(padded.max())
     inside = torch.arange(longest) < padded[:, None]
-    # For each packed token: its sequence, its position there, and whether a data row has it.
-    sequence, position = inside.nonzero(as_tuple=True)
-    limit = torch.zeros(len(padded), dtype=torch.int64)
-    limit[: len(rows)] = counts
-    real = position < limit[sequence]
+    # For each packed token: its segment, its place there, and whether a data row has it.
+    segment, place = inside.nonzero(as_tuple=True)
+    missing = len(padded) - len(segments.lengths)
+    real = place < torch.cat([segments.lengths, segments.lengths.new_zeros(missing)])[segment]
+    first = torch.cat([segments.first, segments.first.new_zeros(missing)])
+    chosen, position = torch.zeros_like(place), torch.zeros_like(place)
+    position[real] = first[segment[real]] + place[real]
+    chosen[real] = tokens[rows[segments.owners[segment[real]]], position[real]]
     places = [_context_places(padded, cut.context, rank) for rank in range(cut.context)]
     mine = places[cut.context_rank]
-    sequence, position, real = sequence[mine], position[mine], real[mine]
-    asked = real & (position + 1 < limit[sequence])
-    chosen = torch.zeros_like(position)
-    chosen[real] = tokens[rows[sequence[real]], position[real]]
     sequences = _describe(padded, inside, places, cut, device)
+    sequences.positions = position[mine].to(device)
+    starts = padded.cumsum(0) - padded
+    if cut.tree:
+        sequences.tree = AttentionTree.build(starts, padded, segments.lengths, segments.stems, device)
+    # For each token of each row: where it lies among this rank's.
+    here = torch.full((len(segment),), -1)
+    here[mine] = torch.arange(len(mine))
+    row, step = (torch.arange(width) < counts[:, None]).nonzero(as_tuple=True)
+    its = here[segments.packed_places(starts, row, step)]
+    held, asked = its >= 0, (its >= 0) & (step + 1 < counts[row])
     if routes is not None:
-        sequences.routes = _routes(asked, routes[rows[sequence[asked]], position[asked]], cut, device)
+        sequences.routes = _routes(its[asked], len(mine), routes[rows[row[asked]], step[asked]], cut, device)
     return PackedBatch(
-        tokens=chosen[None].to(device),
-        positions=torch.where(real, position, 0)[None].to(device),
+        tokens=chosen[mine][None].to(device),
+        positions=position[mine][None].to(device),
         sequences=sequences,
-        token_index=real.nonzero()[:, 0].to(device),
-        token_rows=(sequence[real] * width + position[real]).to(device),
-        target_index=asked.nonzero()[:, 0].to(device),
-        targets=tokens[rows[sequence[asked]], position[asked] + 1].to(device),
-        target_rows=(sequence[asked] * (width - 1) + position[asked]).to(device),
+        token_index=its[held].to(device),
+        token_rows=(row[held] * width + step[held]).to(device),
+        target_index=its[asked].to(device),
+        targets=tokens[rows[row[asked]], step[asked] + 1].to(device),
+        target_rows=(row[asked] * (width - 1) + step[asked]).to(device),
         batch_rows=rows,
         width=width,
+    )
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """What is laid end to end, M segments: the shared beginnings of some of N rows, and then what is left of each row."""
+
+    owners: Tensor
+    """int64 [M]: a row that has the segment"""
+    first: Tensor
+    """int64 [M]: the position in that row at which it begins"""
+    lengths: Tensor
+    """int64 [M]"""
+    stems: Tensor
+    """int64 [N]: the segment with which each row begins; -1 where it shares nothing"""
+
+    def packed_places(self, starts: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        """Where the tokens at positions `step` [K] of rows `row` [K] lie, int64 [K]; `starts`: where segments begin."""
+        own = row + len(self.owners) - len(self.stems)
+        in_stem = step < self.first[own]
+        return starts[torch.where(in_stem, self.stems[row], own)] + torch.where(in_stem, step, step - self.first[own])
+
+
+def _segments(bundled: Sequence[Bundle], rows: Tensor, counts: Tensor) -> _Segments:
+    sizes = torch.tensor([len(bundle.rows) for bundle in bundled], dtype=torch.int64)
+    shared = torch.tensor([bundle.shared for bundle in bundled], dtype=torch.int64)
+    begin = shared > 0
+    number = torch.where(begin, begin.cumsum(0) - 1, -1)
+    left = shared.repeat_interleave(sizes)
+    return _Segments(
+        owners=torch.cat([(sizes.cumsum(0) - sizes)[begin], torch.arange(len(rows))]),
+        first=torch.cat([torch.zeros_like(shared[begin]), left]),
+        lengths=torch.cat([shared[begin], counts - left]),
+        stems=number.repeat_interleave(sizes),
     )
 
 
@@ -215,10 +274,10 @@ def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, de
     )
 
 
-def _routes(asked: Tensor, experts: Tensor, cut: Cut, device: torch.device) -> Routes:
-    """Of the experts [A, L, K] of the context rank's tokens where `asked` bool [T], those of this tensor rank's tokens."""
-    each = len(asked) // cut.sequence
-    places = asked.nonzero()[:, 0] - cut.sequence_rank * each
+def _routes(places: Tensor, count: int, experts: Tensor, cut: Cut, device: torch.device) -> Routes:
+    """Of the experts [A, L, K] of tokens at `places` [A] among the context rank's `count`, those of this tensor rank's."""
+    each = count // cut.sequence
+    places = places - cut.sequence_rank * each
     mine = (places >= 0) & (places < each)
     return Routes(places[mine].to(device), experts[mine])
 
@@ -241,15 +300,21 @@ def pack_share(
     Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets as many micro-batches, a
     multiple of `multiple`, since schedules and gradient reductions go in step; fillers make up the number.
     """
-    groups = lengths.view(-1, group).sum(1)
-    shares = data_parallel_share(groups.tolist(), data_size)
-    fewest = max(len(token_budget_batches(groups[share].tolist(), budget)) for share in shares)
+    cut = cut or Cut()
+    units = alone(lengths, group)
+    if cut.tree:
+        units = bundles(tokens, lengths, budget, group)
+        if data_size > 1:
+            # Bundles that are small beside a rank's share are dealt evenly.
+            units = bundles(tokens, lengths, min(budget, sum(unit.tokens for unit in units) // (2 * data_size)), group)
+    sizes = [unit.tokens for unit in units]
+    shares = data_parallel_share(sizes, data_size)
+    fewest = max(len(token_budget_batches([sizes[unit] for unit in share], budget)) for share in shares)
     count = -(-fewest // multiple) * multiple
-    mine = torch.tensor(shares[data_rank], dtype=torch.int64)
-    batches = token_budget_batches(groups[mine].tolist(), budget, count=min(count, len(mine)))
+    mine = [units[unit] for unit in shares[data_rank]]
+    batches = token_budget_batches([unit.tokens for unit in mine], budget, count=min(count, len(mine)))
     batches += [[] for _ in range(count - len(batches))]
-    members = torch.arange(len(lengths)).view(-1, group)
-    return [pack(tokens, lengths, members[mine[batch]].flatten(), device, cut, routes) for batch in batches]
+    return [pack(tokens, lengths, [mine[unit] for unit in batch], device, cut, routes) for batch in batches]
 
 
 # Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time greedy, Graham 1969). Ties

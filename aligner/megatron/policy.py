@@ -61,24 +61,29 @@ class Policy(CheckpointedModel):
         tokens: Tensor,
         lengths: Tensor,
         *,
+        mask: Tensor | None = None,
         temperature: float | None = None,
         kept: KeptTokens | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
         """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B, S-1].
 
+        Only those in `mask` bool [B, S-1] are computed, where given; the others are zero.
+
         `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were drawn among, which is then
         what their probabilities sum to 1 over. Tokens go through the experts of `routes` [B, S-1, L, K] where given;
         `runner.routes_differing` then says how many would have gone elsewhere.
         """
         chosen = self.temperature if temperature is None else temperature
-        return _logprobs(self.runner, tokens, lengths, kept, routes, temperature=chosen, chunk_tokens=self._chunk_tokens)
+        settings: dict[str, Any] = {"temperature": chosen, "chunk_tokens": self._chunk_tokens}
+        return _logprobs(self.runner, tokens, lengths, mask, kept, routes, **settings)
 
     def reference_logprobs(
         self,
         tokens: Tensor,
         lengths: Tensor,
         *,
+        mask: Tensor | None = None,
         temperature: float | None = None,
         kept: KeptTokens | None = None,
         routes: Tensor | None = None,
@@ -87,7 +92,7 @@ class Policy(CheckpointedModel):
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, temperature=temperature, kept=kept, routes=routes)
+            return self.logprobs(tokens, lengths, mask=mask, temperature=temperature, kept=kept, routes=routes)
 
     def train(
         self,
@@ -130,11 +135,11 @@ class Policy(CheckpointedModel):
         return stats
 
 
-def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor) -> Tensor:
+def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     """Log-probability of each next token at temperature 1 under a stored language model, in this process alone.
 
-    int64 [B, S] and [B] to float32 [B, S-1]. No world may be there: one is made, and left at the end. Raises AlignerError for
-    a sequence that is longer than the model's positions.
+    int64 [B, S] and [B] to float32 [B, S-1], zero outside the mask, bool [B, S-1]. No world may be there: one is made, and
+    left at the end. Raises AlignerError for a sequence that is longer than the model's positions.
     """
     world = worlds.initialize_alone(seed=1)
     try:
@@ -142,7 +147,7 @@ def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tenso
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
-        return _logprobs(runner, tokens, lengths, None, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+        return _logprobs(runner, tokens, lengths, mask, None, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     finally:
         worlds.shutdown()
 
@@ -151,6 +156,7 @@ def _logprobs(
     runner: ModelRunner,
     tokens: Tensor,
     lengths: Tensor,
+    mask: Tensor | None,
     kept: KeptTokens | None,
     routes: Tensor | None,
     *,
@@ -158,6 +164,8 @@ def _logprobs(
     chunk_tokens: int,
 ) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
+        if mask is not None:
+            batch = _only_targets(batch, mask[batch.batch_rows, : batch.width - 1].to(output.device))
         its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
         return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens, its)[0])
 

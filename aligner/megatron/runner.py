@@ -115,6 +115,7 @@ class ModelRunner:
             context_rank=world.place.context,
             context_group=parallel_state.get_context_parallel_group(),
             rows=batch_invariant.ROWS if exact else 1,
+            tree=not exact and _attends_over_trees(shape, world),
         )
         self.updates = 0
         self.routes_differing = math.nan
@@ -305,6 +306,12 @@ class ModelRunner:
     def host_copy(self) -> dict[str, Tensor]:
         """A copy of this rank's weights in host memory, by the names of `parameters`."""
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters()}
+
+
+def _attends_over_trees(shape: ModelShape, world: World) -> bool:
+    """Whether rows may share what they begin with: not where tokens are cut or hidden, or rows bring routes of their own."""
+    on_cpu = world.device.type == "cpu"
+    return on_cpu and world.layout.context == 1 and shape.sliding_window is None and not shape.num_experts
 
 
 def _apply(model: Any, batch: PackedBatch) -> Tensor:

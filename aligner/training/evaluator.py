@@ -111,7 +111,7 @@ class Evaluator:
         scores = self._scores(prompts, samples).view(len(self.prompts), -1)
         metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
         batch = collate(samples, self.tokenizer.pad_token_id)
-        logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, temperature=1.0)
+        logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         return metrics

@@ -102,7 +102,7 @@ class DirectPreferenceOptimization(OfflineTask):
     def rows(self, examples: Sequence[Preference]) -> PreferenceRows:
         """Two rows a pair, with the reference's log-probs."""
         rows = demonstration_rows(pair_members(examples), self.pad_token_id)
-        reference = self.model.reference_logprobs(rows.tokens, rows.lengths)
+        reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
         return PreferenceRows(rows.tokens, rows.lengths, rows.mask, reference)
 
     def loss(self, output: Tensor, rows: PreferenceRows, denominator: float) -> tuple[Tensor, Stats]:

@@ -89,11 +89,11 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("logprobs"):
             of, kept, routes = (batch.tokens, batch.lengths), batch.kept, batch.routes
             if self._asks_before_update(step):
-                old_logprobs = self.policy.logprobs(*of, kept=kept, routes=routes)
+                old_logprobs = self.policy.logprobs(*of, mask=batch.mask, kept=kept, routes=routes)
             else:
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
             differing = self.policy.runner.routes_differing
-            reference_logprobs = self.policy.reference_logprobs(*of, kept=kept, routes=routes)
+            reference_logprobs = self.policy.reference_logprobs(*of, mask=batch.mask, kept=kept, routes=routes)
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):

@@ -112,4 +112,4 @@ def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sampl
     batch = collate(samples, 0)
     model = MegatronModelConfig(precision=settings.precision)
     model.micro_batch_tokens = max(model.micro_batch_tokens, int(batch.lengths.max()))
-    return perplexity(stored_logprobs(initial, model, batch.tokens, batch.lengths), batch.mask)
+    return perplexity(stored_logprobs(initial, model, batch.tokens, batch.lengths, batch.mask), batch.mask)

@@ -231,7 +231,8 @@ def attend(
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from aligner.megatron.layers import PackedAttention
+    from aligner.megatron.attention import PackedAttention
+    from aligner.megatron.prefixes import alone
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     cut = Cut(
@@ -241,7 +242,8 @@ def attend(
     )
     rows, width = len(lengths), max(lengths)
     # Tokens that tell where each packed token comes from.
-    batch = pack(torch.arange(rows * width).view(rows, width), torch.tensor(lengths), torch.arange(rows), world.device, cut)
+    counts = torch.tensor(lengths)
+    batch = pack(torch.arange(rows * width).view(rows, width), counts, alone(counts), world.device, cut)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
     packed = [leaf.flatten(0, 1)[batch.tokens[0]] for leaf in leaves.values()]
     config = TransformerConfig(

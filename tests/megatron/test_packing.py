@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
+from aligner.megatron.prefixes import alone
 
 CPU = torch.device("cpu")
 CUTS = st.builds(lambda context, sequence: (context, sequence), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8]))
@@ -23,7 +24,7 @@ def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Ten
 
 def parts(tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int) -> list[PackedBatch]:
     """The micro-batch as each context rank has it."""
-    chosen = torch.tensor(rows, dtype=torch.int64)
+    chosen = [single for single in alone(lengths) if single.rows[0] in rows]
     return [pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank)) for rank in range(context)]
 
 
@@ -50,7 +51,7 @@ def test_each_token_with_a_successor_has_its_own_routes_on_one_rank_of_a_cut(len
     for context_rank in range(context):
         for rank in range(sequence):
             place = Cut(sequence, context, sequence_rank=rank, context_rank=context_rank)
-            part = pack(tokens, counts, torch.arange(len(lengths)), CPU, place, routes)
+            part = pack(tokens, counts, alone(counts), CPU, place, routes)
             mine = part.tokens[0].chunk(sequence)[rank]
             told = part.sequences.routes
             assert torch.equal(told.experts, mine[told.places, None, None].expand(-1, 2, 3))

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
 from aligner.models import batch_invariant
+from aligner.models.rotary import rotate
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
@@ -207,7 +208,7 @@ class Decoder:
             query, key = turning.split((self._heads, self._kv_heads), 1)
             turning = torch.cat((self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")), 1)
         if rotation is not None:
-            turning = _rotate(turning, *rotation)
+            turning = rotate(turning, *rotation)
         query, key = turning.split((self._heads, self._kv_heads), 1)
         return query, key, value
 
@@ -293,10 +294,3 @@ class Decoder:
         if self._tensor > 1:
             dist.all_reduce(partial, group=self._group)
         return partial
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding of the first dimensions of each head; x [N, heads, head dim], angles [N, 1, rotated / 2]."""
-    rotated = 2 * cosine.shape[-1]
-    first, second = x[..., :rotated].chunk(2, -1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, x[..., rotated:]), -1)

@@ -1,0 +1,158 @@
+"""Causal attention over packed segments, some of which begin where another ends: many responses to one prompt.
+
+A token attends to its own segment up to itself, and to all of the segment that its own begins with. Softmax over both is put
+together from the parts by their log-sum-exps, as FlashAttention does with blocks of keys (Dao et al. 2022, section 3.1); a
+part's gradients are those of its kernel, given the output and the log-sum-exp of the whole.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _no_places() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Runs of packed tokens as rows, N of L places."""
+
+    rows: int
+    width: int
+    tokens: Tensor | slice
+    """The packed token at each place, int64 [N·L], any at padding; a slice where they follow each other without padding"""
+    padding: Tensor = field(default_factory=_no_places)
+    """int64: the places that are padding, where there is any"""
+    held: Tensor = field(default_factory=_no_places)
+    """int64: then the places that are not, in the order of `owners`"""
+    owners: Tensor = field(default_factory=_no_places)
+    """int64: then the tokens that have them"""
+
+    @classmethod
+    def build(cls, starts: Tensor, lengths: Tensor, device: torch.device) -> "Block":
+        """The runs of `lengths` [N] tokens from `starts` [N] on."""
+        rows, width, first = len(lengths), int(lengths.max()), int(starts[0])
+        if bool((lengths == width).all()) and torch.equal(starts, first + width * torch.arange(rows)):
+            return cls(rows, width, slice(first, first + rows * width))
+        inside = torch.arange(width) < lengths[:, None]
+        tokens = torch.where(inside, starts[:, None] + torch.arange(width), 0).flatten()
+        padding, held = (~inside).flatten().nonzero()[:, 0], inside.flatten().nonzero()[:, 0]
+        return cls(rows, width, tokens.to(device), padding.to(device), held.to(device), tokens[held].to(device))
+
+    def take(self, values: Tensor, fill: float | None = None) -> Tensor:
+        """Values [T, heads, …] of tokens as [N, heads, L, …]; at padding `fill`, or those of any token."""
+        if isinstance(self.tokens, slice):
+            taken = values[self.tokens]
+        else:
+            taken = values.index_select(0, self.tokens)
+            if fill is not None:
+                taken.index_fill_(0, self.padding, fill)
+        return taken.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+
+    def put(self, values: Tensor, rows: Tensor, *, add: bool = False) -> None:
+        """Write [N, heads, L, …] where their tokens are in values [T, heads, …], or add it to what is there."""
+        flat = rows.transpose(1, 2).flatten(0, 1)
+        if isinstance(self.tokens, slice):
+            place = values[self.tokens]
+            place.add_(flat) if add else place.copy_(flat)
+        elif add:
+            values.index_add_(0, self.owners, flat[self.held])
+        else:
+            values.index_copy_(0, self.owners, flat[self.held])
+
+
+@dataclass(frozen=True)
+class AttentionTree:
+    """What attends to what in a packed micro-batch."""
+
+    own: tuple[Block, ...]
+    """Segments: each token is in one, and sees it up to itself"""
+    shared: tuple[tuple[Block, Block], ...]
+    """Queries, a row a shared segment, and that segment's keys: every query sees all of them. A token is in one at most"""
+
+    @classmethod
+    def build(cls, starts: Tensor, padded: Tensor, lengths: Tensor, stems: Tensor, device: torch.device) -> "AttentionTree":
+        """From where segments start and how long they are, int64 [M or more], and how much of that is tokens, int64 [M].
+
+        `stems`, int64 [N], is the segment with which each of the last N of the M begins; -1 for none. Those with the same one
+        follow each other.
+        """
+        # Rows of about the same length: no kernel runs over much padding.
+        classes = (padded - 1).clamp(min=0).log2().floor().clamp(min=3)
+        own = [Block.build(starts[classes == size], padded[classes == size], device) for size in classes.unique()]
+        shared = []
+        if len(stems) and int(stems.max()) >= 0:
+            numbers, branches = stems[stems >= 0].unique(return_counts=True)
+            first = (stems[:, None] == numbers).int().argmax(0) + len(lengths) - len(stems)
+            last = first + branches - 1
+            begin, extent = starts[first], starts[last] + padded[last] - starts[first]
+            # Of one length, so that no key has to be hidden.
+            for length in lengths[numbers].unique():
+                alike = lengths[numbers] == length
+                keys = Block.build(starts[numbers[alike]], lengths[numbers[alike]], device)
+                shared.append((Block.build(begin[alike], extent[alike], device), keys))
+        return cls(tuple(own), tuple(shared))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None) -> Tensor:
+    """Attention of queries [T, heads, dim] over keys and values [T, key/value heads, dim], [T, heads, dim], on a CPU.
+
+    `scale` is 1/√dim where None. Differentiable, once.
+    """
+    return _Attend.apply(query, key, value, tree, scale)
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None) -> Tensor:
+        """As `attend`."""
+        attended, normalizer = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        for block in tree.own:
+            rows, sums = _kernel(*(block.take(each) for each in (query, key, value)), is_causal=True, scale=scale)
+            block.put(attended, rows)
+            block.put(normalizer, sums)
+        for queries, keys in tree.shared:
+            rows, sums = _kernel(queries.take(query), keys.take(key), keys.take(value), scale=scale)
+            before = queries.take(normalizer)
+            total = torch.logaddexp(before, sums)
+            rows = rows * (sums - total).exp_()[..., None].to(rows.dtype)
+            rows.addcmul_(queries.take(attended), (before - total).exp_()[..., None].to(rows.dtype))
+            queries.put(attended, rows)
+            queries.put(normalizer, total)
+        context.save_for_backward(query, key, value, attended, normalizer)
+        context.tree, context.scale = tree, scale
+        return attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values."""
+        query, key, value, attended, normalizer = context.saved_tensors
+        for_query, for_key, for_value = (torch.empty_like(each) for each in (query, key, value))
+        tree: AttentionTree = context.tree
+        for queries, keys in (*((block, block) for block in tree.own), *tree.shared):
+            # A padded query has no gradient, and its scores no share.
+            found = _kernel_backward(
+                queries.take(gradient, 0.0),
+                queries.take(query),
+                keys.take(key),
+                keys.take(value),
+                queries.take(attended),
+                queries.take(normalizer, torch.inf),
+                0.0,
+                queries is keys,
+                scale=context.scale,
+            )
+            again = queries is not keys
+            queries.put(for_query, found[0], add=again)
+            keys.put(for_key, found[1], add=again)
+            keys.put(for_value, found[2], add=again)
+        return for_query, for_key, for_value, None, None

@@ -1,0 +1,140 @@
+"""What rows begin with alike is computed once, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aligner.megatron.attention_tree import attend
+from aligner.megatron.packing import Cut, PackedBatch, data_parallel_share, pack, pack_share
+from aligner.megatron.prefixes import alone, bundles
+
+CPU = torch.device("cpu")
+GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=5)), min_size=1, max_size=4)
+"""Prompts and their responses, in tokens"""
+
+
+def batch_of(groups: list[tuple[int, list[int]]], order: int = 0) -> tuple[Tensor, Tensor]:
+    """Right-padded rows of each prompt with each of its responses, in an order of their own; no two responses begin alike."""
+    rows, next_token = [], 1
+    for prompt, responses in groups:
+        beginning = torch.arange(next_token, next_token + prompt)
+        next_token += prompt
+        for response in responses:
+            rows.append(torch.cat([beginning, torch.arange(next_token, next_token + response)]))
+            next_token += response
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order))
+    shuffled = [rows[index] for index in chosen]
+    return torch.nn.utils.rnn.pad_sequence(shuffled, batch_first=True), torch.tensor([len(row) for row in shuffled])
+
+
+def shared_pack(tokens: Tensor, lengths: Tensor, sequence: int = 1) -> PackedBatch:
+    return pack(tokens, lengths, bundles(tokens, lengths, most=10_000), CPU, Cut(sequence=sequence, tree=True))
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(0, 3))
+def test_the_samples_of_a_prompt_are_bundled_wherever_they_stand(groups, order):
+    tokens, lengths = batch_of(groups, order)
+    found = bundles(tokens, lengths, most=10_000)
+    assert sorted(row for bundle in found for row in bundle.rows) == list(range(len(lengths)))
+    fewest = sum(sum(sizes) + prompt * (1 if prompt >= 4 else len(sizes)) for prompt, sizes in groups)
+    assert sum(bundle.tokens for bundle in found) == fewest
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 60))
+def test_no_bundle_is_larger_than_allowed_unless_one_row_is(groups, most):
+    tokens, lengths = batch_of(groups)
+    assert all(bundle.tokens <= most or len(bundle.rows) == 1 for bundle in bundles(tokens, lengths, most))
+
+
+def test_rows_that_a_loss_compares_stay_together_and_in_their_order():
+    tokens, lengths = batch_of([(8, [3, 5, 2, 4]), (6, [2, 2])], order=2)
+    for bundle in bundles(tokens, lengths, most=10_000, group=2):
+        pairs = torch.tensor(bundle.rows).view(-1, 2)
+        assert (pairs[:, 0] % 2 == 0).all()
+        assert torch.equal(pairs[:, 1], pairs[:, 0] + 1)
+
+
+def test_a_prompt_of_many_samples_is_cut_for_all_data_ranks():
+    tokens, lengths = batch_of([(16, [4] * 12)])
+    options = {"data_size": 2, "budget": 1000, "device": CPU, "cut": Cut(tree=True)}
+    shares = [pack_share(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
+    assert [sum(len(batch.batch_rows) for batch in share) for share in shares] == [6, 6]
+    assert data_parallel_share([1, 1], 2) == [[0], [1]]
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(0, 3), st.sampled_from([1, 2, 3]))
+def test_rows_that_share_tokens_unpack_to_themselves(groups, order, sequence):
+    tokens, lengths = batch_of(groups, order)
+    batch = shared_pack(tokens, lengths, sequence)
+    rows, counts = tokens[batch.batch_rows], lengths[batch.batch_rows]
+    steps = torch.arange(tokens.shape[1])
+    inside = steps < counts[:, None]
+    assert torch.equal(batch.unpack_tokens(batch.tokens[0]), rows)
+    assert torch.equal(batch.unpack_tokens(batch.positions[0]), torch.where(inside, steps, 0))
+    assert torch.equal(batch.unpack_targets(batch.targets), rows[:, 1:])
+    asked = batch.unpack_targets(batch.tokens[0, batch.target_index])
+    assert torch.equal(asked, torch.where(inside[:, 1:], rows[:, :-1], 0))
+
+
+def separately(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """Causal attention of each row [N, L, heads, dim], spelled out; zeros at the padding."""
+    each, width = query.shape[2] // key.shape[2], query.shape[1]
+    key, value = (tensor.repeat_interleave(each, 2) for tensor in (key, value))
+    scores = torch.einsum("nqhd,nkhd->nhqk", query, key) * query.shape[-1] ** -0.5
+    seen = torch.ones(width, width, dtype=torch.bool).tril()
+    attended = torch.einsum("nhqk,nkhd->nqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    return torch.where((torch.arange(width) < lengths[:, None])[..., None, None], attended, 0.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(GROUPS, st.integers(0, 3), st.sampled_from([(2, 2), (6, 2)]), st.sampled_from([1, 3]))
+def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradients(groups, order, heads, sequence):
+    tokens, lengths = batch_of(groups, order)
+    batch = shared_pack(tokens, lengths, sequence)
+    draw = torch.Generator().manual_seed(0)
+    # What a token's query, key and value are hangs on the token alone.
+    tables = [torch.randn(int(tokens.max()) + 1, count, 8, generator=draw) for count in (heads[0], heads[1], heads[1])]
+    weights = torch.randn(len(lengths), tokens.shape[1], heads[0], 8, generator=draw)
+    results = []
+    for shared in (True, False):
+        leaves = [table.clone().requires_grad_() for table in tables]
+        if shared:
+            taken = attend(*(leaf[batch.tokens[0]] for leaf in leaves), batch.sequences.tree, None)
+            attended = batch.unpack_tokens(taken)
+        else:
+            rows = tokens[batch.batch_rows]
+            attended = separately(*(leaf[rows] for leaf in leaves), lengths[batch.batch_rows])
+        (attended * weights[:, : attended.shape[1]]).sum().backward()
+        results.append([attended.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(
+            ours[1:] if ours.dim() == 3 else ours, expected[1:] if ours.dim() == 3 else expected, atol=3e-6, rtol=0
+        )
+
+
+def test_nothing_is_shared_without_a_tree():
+    tokens, lengths = batch_of([(9, [3, 4])])
+    (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)
+    assert batch.tokens.numel() == int(lengths.sum())
+    assert batch.sequences.tree is None
+    (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU, cut=Cut(tree=True))
+    assert batch.tokens.numel() == 9 + 3 + 4
+
+
+def test_a_filler_has_a_tree_too():
+    tokens, lengths = batch_of([(9, [3, 4])])
+    batch = pack(tokens, lengths, [], CPU, Cut(sequence=2, tree=True))
+    query = torch.randn(batch.tokens.numel(), 2, 4)
+    assert attend(query, query, query, batch.sequences.tree, None).isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3]])
+def test_rows_alone_are_bundles_of_one(lengths):
+    assert [bundle.rows for bundle in alone(torch.tensor(lengths))] == [(row,) for row in range(len(lengths))]
