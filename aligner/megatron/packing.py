@@ -301,14 +301,16 @@ def pack_share(
     multiple of `multiple`, since schedules and gradient reductions go in step; fillers make up the number.
     """
     cut = cut or Cut()
-    units = alone(lengths, group)
+    ways = [alone(lengths, group)]
     if cut.tree:
-        units = bundles(tokens, lengths, budget, group)
-        if data_size > 1:
-            # Bundles that are small beside a rank's share are dealt evenly.
-            units = bundles(tokens, lengths, min(budget, sum(unit.tokens for unit in units) // (2 * data_size)), group)
+        whole = bundles(tokens, lengths, budget, group)
+        # Bundles that are large beside a rank's share may be dealt so unevenly that cutting them costs less.
+        share, stem = sum(unit.tokens for unit in whole) // data_size, max((unit.shared for unit in whole), default=0)
+        smaller = [min(budget, part + stem) for part in (share, share // 2)] if data_size > 1 else []
+        ways = [whole, *(bundles(tokens, lengths, most, group) for most in smaller)]
+    dealt = [(units, data_parallel_share([unit.tokens for unit in units], data_size)) for units in ways]
+    units, shares = min(dealt, key=lambda way: max(sum(way[0][unit].tokens for unit in share) for share in way[1]))
     sizes = [unit.tokens for unit in units]
-    shares = data_parallel_share(sizes, data_size)
     fewest = max(len(token_budget_batches([sizes[unit] for unit in share], budget)) for share in shares)
     count = -(-fewest // multiple) * multiple
     mine = [units[unit] for unit in shares[data_rank]]

@@ -138,6 +138,25 @@ def policy_step(
     return result
 
 
+def shared_beginnings(directory: str, layout: dict[str, Any], settings: dict[str, Any], *, shared: bool) -> dict[str, Any]:
+    """Log-probs, an update's statistics and gradients where rows begin alike: computed once, or in each of the rows."""
+    actor = policy(directory, layout, settings)
+    assert actor.runner._cut.tree
+    actor.runner._cut = dataclasses.replace(actor.runner._cut, tree=shared)
+    experience = make_experience(actor.runner.shape.vocab_size)
+    experience.tokens[:, :5] = experience.tokens[::3, :5].repeat_interleave(3, 0)
+    batches = actor.runner.share(experience.tokens, experience.lengths)
+    logprobs = actor.logprobs(experience.tokens, experience.lengths, mask=experience.mask)
+    stats, seen = observed_train(actor, experience)
+    worlds.shutdown()
+    return {
+        "logprobs": logprobs,
+        "stats": stats,
+        "gradients": seen,
+        "saved": sum(len(batch.token_index) - batch.tokens.numel() for batch in batches),
+    }
+
+
 def logits(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Tensor:
     """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
     actor = policy(directory, layout, settings)
