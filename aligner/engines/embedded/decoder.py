@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
+from aligner.engines.embedded.products import Products
 from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import weight_table
@@ -59,7 +60,7 @@ class _Geometry:
     rows: Tensor
     """int64 [R]: 0, 1, 2, …"""
     mask: Tensor
-    """Added to the scores of rows against the cache, [R, 1, 1, columns]"""
+    """Added to the scores of rows against the cache, [R * KV heads, 1, columns]"""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
@@ -78,10 +79,14 @@ class Decoder:
         device: torch.device,
         *,
         exact: bool = False,
+        packed: bool = False,
     ) -> None:
-        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1); `exact` is `engine.exact`."""
+        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1).
+
+        `exact` is `engine.exact`, `packed` is `engine.packed_weights`.
+        """
         self.exact = exact
-        self._linear = batch_invariant.linear if exact else F.linear
+        self._products = Products(exact=exact, packed=packed)
         self._shape, self._tensor, self._place, self._group = shape, tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
         self._activation = _ACTIVATIONS[shape.activation]
@@ -92,8 +97,9 @@ class Decoder:
         self._weights: dict[str, Tensor] = {}
 
     def use(self, weights: dict[str, Tensor]) -> None:
-        """Compute with these weights from now on, by megatron-core's names."""
+        """Compute with these weights from now on, by megatron-core's names. To be called again when their values change."""
         self._weights = weights
+        self._products.use(weights)
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """This rank's vocabulary share of the logits of each row's next token, old rows first: [R + C, V / TP].
@@ -110,8 +116,8 @@ class Decoder:
             last = rows + prompts.lengths.cumsum(0) - 1
             x = torch.cat((x[:rows], x[last][prompts.copies]))
         normed = self._norm(x, "decoder.final_layernorm")
-        head = "embedding.word_embeddings.weight" if self._shape.tied_embeddings else "output_layer.weight"
-        return self._linear(normed, self._weights[head])
+        head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
+        return self._products.linear(normed, head)
 
     def gather_logits(self, share: Tensor) -> Tensor | None:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
@@ -154,8 +160,9 @@ class Decoder:
         hidden = column > position
         if self._shape.sliding_window is not None:
             hidden |= column <= position - self._shape.sliding_window
-        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        return mask[:, None, None]
+        dtype = self._weights["embedding.word_embeddings.weight"].dtype
+        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return mask.repeat_interleave(self._kv_heads, 0)[:, None]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         table = self._weights["embedding.word_embeddings.weight"]
@@ -196,7 +203,7 @@ class Decoder:
     def _project(self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden]; the first two rotated."""
         shape = self._shape
-        fused = self._linear(x, self._weights[name + "linear_qkv.weight"], self._weights.get(name + "linear_qkv.bias"))
+        fused = self._products.linear(x, name + "linear_qkv")
         if self._interleaved:
             groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
             turning, value = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1), groups[:, :, -1]
@@ -221,12 +228,13 @@ class Decoder:
         keys[place], values[place] = key, value
         if self.exact:
             keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
-            return batch_invariant.attend(query[:, :, None], keys, values, geometry.mask[:, 0] == 0).flatten(1)
+            return batch_invariant.attend(query[:, :, None], keys, values, geometry.mask[:: self._kv_heads] == 0).flatten(1)
         # The queries that share a KV head are the rows of one small matrix product.
-        grouped = query.reshape(rows, self._kv_heads, -1, self._shape.head_dim) * self._shape.head_dim**-0.5
-        scores = (grouped @ keys[:, :, : step.columns].mT).float().add_(geometry.mask)
-        attended = scores.softmax(-1).to(query.dtype) @ values[:, :, : step.columns]
-        return attended.reshape(rows, -1)
+        grouped = query.reshape(rows * self._kv_heads, -1, self._shape.head_dim)
+        keys, values = (cached[:, :, : step.columns].flatten(0, 1) for cached in (keys, values))
+        scores = torch.baddbmm(geometry.mask, grouped, keys.mT, alpha=self._shape.head_dim**-0.5)
+        attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values)
+        return attended.view(rows, -1)
 
     def _attend_prompts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
@@ -254,7 +262,7 @@ class Decoder:
         """Feed-forward network of x [N, hidden]."""
         if self._shape.num_experts:
             return self._sum(self._experts(x, name, step))
-        inner = self._linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
+        inner = self._products.linear(x, name + "linear_fc1")
         return self._row_parallel(self._activate(inner), name + "linear_fc2")
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -266,27 +274,26 @@ class Decoder:
     def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
         """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
         shape = self._shape
-        probabilities = self._linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
+        probabilities = self._products.linear(x, name + "router").float().softmax(-1)
         weights, chosen = probabilities.topk(shape.experts_per_token, -1)
         if step.routes is not None:
             step.routes.append(chosen.to(torch.uint8 if shape.num_experts <= 256 else torch.int16))
         if shape.normalize_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        first, second = self._weights[name + "experts.linear_fc1.weight"], self._weights[name + "experts.linear_fc2.weight"]
         output = torch.zeros_like(x)
         for expert in range(shape.num_experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
-                inner = self._activate(self._linear(x[token], first[expert]))
-                output.index_add_(0, token, self._linear(inner, second[expert]) * weights[token, slot, None].to(x.dtype))
+                inner = self._activate(self._products.expert(x[token], name + "experts.linear_fc1", expert))
+                outer = self._products.expert(inner, name + "experts.linear_fc2", expert)
+                output.index_add_(0, token, outer * weights[token, slot, None].to(x.dtype))
         return output
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
         """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N, outputs]."""
-        weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias")
         if self._tensor == 1:
-            return self._linear(x, weight, bias)
-        total = self._sum(self._linear(x, weight))
+            return self._products.linear(x, name)
+        total, bias = self._sum(self._products.linear(x, name, with_bias=False)), self._weights.get(name + ".bias")
         return total if bias is None else total + bias
 
     def _sum(self, partial: Tensor) -> Tensor:

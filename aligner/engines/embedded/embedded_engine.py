@@ -64,7 +64,9 @@ class EmbeddedEngine(GenerationEngine):
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor)
-        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, exact=settings.exact)
+        decoder = Decoder(
+            shape, tensor, rank % tensor, group, self._device, exact=settings.exact, packed=settings.packed_weights
+        )
         cache = Cache(shape, tensor, self._device, self._dtype)
         # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
@@ -163,6 +165,7 @@ class EmbeddedEngine(GenerationEngine):
         if not in_place:
             self._settle()
             self._exchange(target)
+        self._machine.decoder.use(self._weights.tensors)
         self._machine.version = version
 
     def _exchange(self, target: EngineWeights) -> None:
@@ -171,7 +174,6 @@ class EmbeddedEngine(GenerationEngine):
             self._weights.storage.copy_(target.storage)
             return
         self._weights, self._spare = target, self._weights
-        self._machine.decoder.use(target.tensors)
 
     def _settle(self) -> None:
         """Before the weights change: no response may go on with keys and values of the old ones."""
