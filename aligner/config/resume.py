@@ -31,7 +31,7 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     (
         "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.packed_weights"
         " engine.sleep engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
-        " rollout.micro_batches",
+        " engine.speculation.* rollout.micro_batches",
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
     (

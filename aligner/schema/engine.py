@@ -37,6 +37,17 @@ class TensorRTLLMConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    """Guesses at the next tokens, checked in one pass; the samples are the same, to rounding."""
+
+    tokens: int = option(
+        0, "next tokens that are guessed by what followed the same ones in prompt or response; 0: none", minimum=0
+    )
+    ngram: int = option(3, "tokens in a row that must have come before for a guess", minimum=1, read=".tokens>0")
+    rows: int = option(4, "nothing is guessed while a rank has more responses under way", minimum=1, read=".tokens>0")
+
+
+@dataclass
 class EngineConfig:
     """Generation."""
 
@@ -70,6 +81,7 @@ class EngineConfig:
         None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1
     )
     cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    speculation: SpeculationConfig = section(SpeculationConfig, read="engine.kind=embedded")
     sleep: bool = option(False, "free the engine's device memory while the policy trains")
     update: str = option(
         "atomic",

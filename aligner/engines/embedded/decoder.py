@@ -41,12 +41,14 @@ class Step:
     """What a forward pass computes: the next token of the cache's first rows, and prompts for the rows after them."""
 
     tokens: Tensor
-    """int64 [R]: the newest token of each row"""
+    """int64 [R]: the newest token of each row; where `width` is above 1, that and the guessed ones after it, row by row"""
     positions: Tensor
     """int64 [R]: its place in its sequence"""
     columns: int
     """Columns of the cache that matter: above every position."""
     prompts: Prompts | None = None
+    width: int = 1
+    """Tokens of each row."""
     routes: list[Tensor] | None = None
     """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
@@ -58,9 +60,10 @@ class _Geometry:
     rotation: tuple[Tensor, Tensor] | None
     """Cosine and sine of every token's angles, [N, 1, rotated dims / 2]"""
     rows: Tensor
-    """int64 [R]: 0, 1, 2, …"""
+    """int64 [R]: the row of each token, 0, 1, 2, …"""
     mask: Tensor
-    """Added to the scores of rows against the cache, [R * KV heads, 1, columns]"""
+    """Added to the scores of rows against the cache, [rows * KV heads, 1 or queries of a KV head, columns]; for
+    `engine.exact` bool [rows, width, columns]: what is seen"""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
@@ -152,7 +155,7 @@ class Decoder:
             angles = positions[:, None, None].float() * self._frequencies
             dtype = self._weights["embedding.word_embeddings.weight"].dtype
             rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-        rows = torch.arange(len(step.tokens), device=tokens.device)
+        rows = torch.arange(len(step.tokens) // step.width, device=tokens.device).repeat_interleave(step.width)
         return tokens, positions, _Geometry(rotation, rows, self._cache_mask(step), at, visible)
 
     def _cache_mask(self, step: Step) -> Tensor:
@@ -160,9 +163,13 @@ class Decoder:
         hidden = column > position
         if self._shape.sliding_window is not None:
             hidden |= column <= position - self._shape.sliding_window
+        hidden = hidden.view(-1, step.width, step.columns)
+        if self.exact:
+            return ~hidden
         dtype = self._weights["embedding.word_embeddings.weight"].dtype
         mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(self._kv_heads, 0)[:, None]
+        mask = mask.repeat_interleave(self._kv_heads, 0)
+        return mask if step.width == 1 else mask.repeat_interleave(self._heads // self._kv_heads, 1)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         table = self._weights["embedding.word_embeddings.weight"]
@@ -221,20 +228,20 @@ class Decoder:
     def _attend_cache(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
     ) -> Tensor:
-        """One new token a row against its cache: [R, heads * head dim]."""
-        rows = len(query)
+        """New tokens of rows against their cache: [R, heads * head dim]."""
+        width, size, rows = step.width, self._shape.head_dim, len(query) // step.width
         keys, values = cache.keys[layer, :rows], cache.values[layer, :rows]
         place = geometry.rows, slice(None), step.positions
         keys[place], values[place] = key, value
+        keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
         if self.exact:
-            keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
-            return batch_invariant.attend(query[:, :, None], keys, values, geometry.mask[:: self._kv_heads] == 0).flatten(1)
+            queries = query.reshape(rows, width, self._heads, size).transpose(1, 2)
+            return batch_invariant.attend(queries, keys, values, geometry.mask).transpose(1, 2).reshape(len(query), -1)
         # The queries that share a KV head are the rows of one small matrix product.
-        grouped = query.reshape(rows * self._kv_heads, -1, self._shape.head_dim)
-        keys, values = (cached[:, :, : step.columns].flatten(0, 1) for cached in (keys, values))
-        scores = torch.baddbmm(geometry.mask, grouped, keys.mT, alpha=self._shape.head_dim**-0.5)
-        attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values)
-        return attended.view(rows, -1)
+        grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).reshape(rows * self._kv_heads, -1, size)
+        scores = torch.baddbmm(geometry.mask, grouped, keys.flatten(0, 1).mT, alpha=size**-0.5)
+        attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values.flatten(0, 1))
+        return attended.view(rows, self._kv_heads, width, -1, size).transpose(1, 2).reshape(len(query), -1)
 
     def _attend_prompts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache

@@ -72,7 +72,7 @@ class EmbeddedEngine(GenerationEngine):
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
         self._graphs = GraphedForward(decoder) if graphed else None
         forward = self._graphs.forward if self._graphs else decoder.forward
-        self._machine = Machine(decoder, cache, forward, self._device, listener=listener)
+        self._machine = Machine(decoder, cache, forward, self._device, listener=listener, speculation=settings.speculation)
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._generation: EmbeddedGeneration | None = None
         self._spare: EngineWeights | None = None
@@ -93,6 +93,12 @@ class EmbeddedEngine(GenerationEngine):
             self._reserve(requests, options)
         self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
         return self._generation
+
+    def take_guesses(self) -> tuple[int, int]:
+        """As `GenerationEngine`; every guess counts, those behind a wrong one too."""
+        machine = self._machine
+        guessed, accepted, machine.guessed, machine.accepted = machine.guessed, machine.accepted, 0, 0
+        return guessed, accepted
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""
