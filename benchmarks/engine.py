@@ -84,20 +84,19 @@ class Replica:
         return sum(steps) / len(steps)
 
     def products(self) -> float:
-        """Seconds of one decoding step's matrix products, and nothing else."""
+        """Seconds of one decoding step's matrix products as the engine does them, and nothing else."""
         import torch
-        import torch.nn.functional as F
 
         tables = {"embedding.position_embeddings.weight"}
         if not self._shape.tied_embeddings:
             tables.add("embedding.word_embeddings.weight")
-        tensors = self._engine._weights.tensors.items()
-        repeats, matrices = 8, [tensor for name, tensor in tensors if tensor.dim() == 2 and name not in tables]
+        tensors, linear = self._engine._weights.tensors.items(), self._engine._machine.decoder._products.linear
+        repeats, matrices = 8, [(name, tensor) for name, tensor in tensors if tensor.dim() == 2 and name not in tables]
         with torch.inference_mode():
             begin = time.perf_counter()
             for _ in range(repeats):
-                for weight in matrices:
-                    F.linear(self._inputs[weight.shape[1]], weight)
+                for name, weight in matrices:
+                    linear(self._inputs[weight.shape[1]], name.removesuffix(".weight"))
         return (time.perf_counter() - begin) / repeats
 
     def _steps(self, work: Work) -> list[float]:

@@ -58,9 +58,15 @@ def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
 
 
 def _drawing_problems(config: Config) -> Iterator[str]:
-    """How tokens are drawn, against what TensorRT-LLM can do and tell."""
+    """How tokens are drawn, against what the engine can do and tell."""
     rollout = config.rollout
     if config.engine.kind != "tensorrt_llm":
+        if config.engine.speculation.tokens and config.algorithm.replay_routes:
+            guessed = config.engine.speculation.tokens
+            yield (
+                f"engine.speculation.tokens={guessed}: algorithm.replay_routes=true tells the experts of"
+                " every token that is run, one at a time; give 0, or algorithm.replay_routes=false"
+            )
         return
     if rollout.min_p:
         yield f"rollout.min_p={rollout.min_p:g}: not every sampler of TensorRT-LLM's reads it; allowed: 0; or {_ELSE}"

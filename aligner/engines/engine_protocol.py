@@ -239,6 +239,10 @@ class GenerationEngine(ABC):
         earlier generation is neither done nor cancelled.
         """
 
+    def take_guesses(self) -> tuple[int, int]:
+        """Tokens that were guessed since the call before (`engine.speculation`), and how many of them were drawn."""
+        return 0, 0
+
     @abstractmethod
     def begin_update(self, version: int) -> WeightUpdate:
         """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.

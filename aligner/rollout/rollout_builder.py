@@ -47,6 +47,8 @@ class RolloutBatch:
     """Prompts that could not be drawn."""
     left_out: tuple[int, ...] = ()
     """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a score."""
+    guesses: tuple[int, int] = (0, 0)
+    """Tokens that this rank's engine guessed, and how many of those it drew."""
 
     @property
     def all_scores(self) -> PendingRows:
@@ -159,7 +161,7 @@ class RolloutBuilder:
         self._generate_and_ask(generated, self._settings.prompts_per_step)
         rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
         self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
-        self._sampler.rest()  # new weights come before the next step
+        guesses = self._sampler.rest()  # new weights come before the next step
         samples = [generated.samples[row] for row in rows.tolist()]
         return RolloutBatch(
             [generated.prompts[row] for row in rows.tolist()],
@@ -170,6 +172,7 @@ class RolloutBuilder:
             deferred=len(self._under_way),
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
+            guesses=guesses,
         )
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:

@@ -26,8 +26,12 @@ class Sampler(Protocol):
         Those that are unfinished go on from the tokens that they have, if any. Collective.
         """
 
-    def rest(self) -> None:
-        """A step has its samples; weights are published before the next ones are wanted."""
+    def rest(self) -> tuple[int, int]:
+        """A step has its samples; weights are published before the next ones are wanted.
+
+        Returns how many tokens this rank's engine has guessed for them (`engine.speculation`), and how many it has drawn of
+        those; of an engine elsewhere nothing is known.
+        """
 
     def close(self) -> None:
         """End the processes that the engine started, if any. Collective."""
@@ -53,10 +57,11 @@ class ColocatedSampler:
         )
         return run_through(parts)
 
-    def rest(self) -> None:
+    def rest(self) -> tuple[int, int]:
         """As `Sampler`."""
         if self.sleeps:
             self.engine.sleep()
+        return self.engine.take_guesses()
 
     def close(self) -> None:
         """As `Sampler`."""
@@ -97,8 +102,9 @@ class RemoteSampler:
                 version = self.weights.restore()
         return []
 
-    def rest(self) -> None:
+    def rest(self) -> tuple[int, int]:
         """Nothing: the generator's memory is its own."""
+        return 0, 0
 
     def close(self) -> None:
         """Hang up; the launcher ends the generator."""

@@ -37,6 +37,17 @@ class TensorRTLLMConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    """Guesses at the next tokens, checked in one pass; the samples are the same, to rounding."""
+
+    tokens: int = option(
+        0, "next tokens that are guessed by what followed the same ones in prompt or response; 0: none", minimum=0
+    )
+    ngram: int = option(3, "tokens in a row that must have come before for a guess", minimum=1, read=".tokens>0")
+    rows: int = option(4, "nothing is guessed while a rank has more responses under way", minimum=1, read=".tokens>0")
+
+
+@dataclass
 class EngineConfig:
     """Generation."""
 
@@ -59,11 +70,18 @@ class EngineConfig:
         " log-probs are the same bits (dense models in fp32 on CPUs, whole on a rank or in pipeline stages)",
         read=".kind=embedded",
     )
+    packed_weights: bool = option(
+        True,
+        "in fp32 on CPUs the engine keeps a copy of its matrices in the order in which a few rows are multiplied fastest, made"
+        " anew for every version of the weights: a sixth to a half less time for products, as much memory again",
+        read=(".kind=embedded", ".exact=false"),
+    )
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)
     kv_cache_mib: int | None = option(
         None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1
     )
     cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    speculation: SpeculationConfig = section(SpeculationConfig, read="engine.kind=embedded")
     sleep: bool = option(False, "free the engine's device memory while the policy trains")
     update: str = option(
         "atomic",

@@ -43,8 +43,9 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic sampling has kept;
     scores are those of all that have one. `rollout/skipped` counts the prompts that could not be drawn or scored,
     `rollout/skipped_fraction` is their share of `prompts_per_step`, and `rollout/deferred` counts the prompts that were
-    left to later steps, where they may be; `response/drawn_to_…` are the lengths of all that were generated. Raises
-    AlignerError when more were skipped than the settings allow.
+    left to later steps, where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the engine
+    of rank 0 guessed, and the share of them that was drawn; `response/drawn_to_…` are the lengths of all that were
+    generated. Raises AlignerError when more were skipped than the settings allow.
     """
     scores, samples = rollout.all_scores.result(), rollout.samples
     unscored = scores.isnan()
@@ -59,6 +60,9 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     counts = {"rollout/skipped": float(skipped), "rollout/skipped_fraction": skipped / settings.prompts_per_step}
     if settings.spare_prompts:
         counts["rollout/deferred"] = float(rollout.deferred)
+    guessed, accepted = rollout.guesses
+    if guessed:
+        counts |= {"rollout/guessed": float(guessed), "rollout/accepted_fraction": accepted / guessed}
     lengths = [sample.tokens.numel() - sample.prompt_length for sample in samples]
     counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
     return counts | {

@@ -108,7 +108,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
-    counts = {"deferred": 1, "skipped": 2, "left_out": (7, 8)}
+    counts = {"deferred": 1, "skipped": 2, "left_out": (7, 8), "guesses": (8, 2)}
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), **counts)
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
@@ -118,6 +118,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     # What dynamic sampling has left out was drawn, too, as was what has no score.
     assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (6.0, 2.0)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
+    assert (metrics["rollout/guessed"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
     # Of six samples four have a score: what is gone is not told as kept.
     assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (3 / 12, 4 / 6)
     for changed, allowed in (

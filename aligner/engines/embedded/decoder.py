@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache
+from aligner.engines.embedded.products import Products
 from aligner.models import batch_invariant
 from aligner.models.rotary import rotate
 from aligner.models.shape import ModelShape, inverse_frequencies
@@ -41,12 +42,14 @@ class Step:
     """What a forward pass computes: the next token of the cache's first rows, and prompts for the rows after them."""
 
     tokens: Tensor
-    """int64 [R]: the newest token of each row"""
+    """int64 [R]: the newest token of each row; where `width` is above 1, that and the guessed ones after it, row by row"""
     positions: Tensor
     """int64 [R]: its place in its sequence"""
     columns: int
     """Columns of the cache that matter: above every position."""
     prompts: Prompts | None = None
+    width: int = 1
+    """Tokens of each row."""
     routes: list[Tensor] | None = None
     """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
@@ -58,9 +61,10 @@ class _Geometry:
     rotation: tuple[Tensor, Tensor] | None
     """Cosine and sine of every token's angles, [N, 1, rotated dims / 2]"""
     rows: Tensor
-    """int64 [R]: 0, 1, 2, …"""
+    """int64 [R]: the row of each token, 0, 1, 2, …"""
     mask: Tensor
-    """Added to the scores of rows against the cache, [R, 1, 1, columns]"""
+    """Added to the scores of rows against the cache, [rows * KV heads, 1 or queries of a KV head, columns]; for
+    `engine.exact` bool [rows, width, columns]: what is seen"""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
@@ -79,10 +83,14 @@ class Decoder:
         device: torch.device,
         *,
         exact: bool = False,
+        packed: bool = False,
     ) -> None:
-        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1); `exact` is `engine.exact`."""
+        """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1).
+
+        `exact` is `engine.exact`, `packed` is `engine.packed_weights`.
+        """
         self.exact = exact
-        self._linear = batch_invariant.linear if exact else F.linear
+        self._products = Products(exact=exact, packed=packed)
         self._shape, self._tensor, self._place, self._group = shape, tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
         self._activation = _ACTIVATIONS[shape.activation]
@@ -93,8 +101,9 @@ class Decoder:
         self._weights: dict[str, Tensor] = {}
 
     def use(self, weights: dict[str, Tensor]) -> None:
-        """Compute with these weights from now on, by megatron-core's names."""
+        """Compute with these weights from now on, by megatron-core's names. To be called again when their values change."""
         self._weights = weights
+        self._products.use(weights)
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """This rank's vocabulary share of the logits of each row's next token, old rows first: [R + C, V / TP].
@@ -111,8 +120,8 @@ class Decoder:
             last = rows + prompts.lengths.cumsum(0) - 1
             x = torch.cat((x[:rows], x[last][prompts.copies]))
         normed = self._norm(x, "decoder.final_layernorm")
-        head = "embedding.word_embeddings.weight" if self._shape.tied_embeddings else "output_layer.weight"
-        return self._linear(normed, self._weights[head])
+        head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
+        return self._products.linear(normed, head)
 
     def gather_logits(self, share: Tensor) -> Tensor | None:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
@@ -147,7 +156,7 @@ class Decoder:
             angles = positions[:, None, None].float() * self._frequencies
             dtype = self._weights["embedding.word_embeddings.weight"].dtype
             rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-        rows = torch.arange(len(step.tokens), device=tokens.device)
+        rows = torch.arange(len(step.tokens) // step.width, device=tokens.device).repeat_interleave(step.width)
         return tokens, positions, _Geometry(rotation, rows, self._cache_mask(step), at, visible)
 
     def _cache_mask(self, step: Step) -> Tensor:
@@ -155,8 +164,13 @@ class Decoder:
         hidden = column > position
         if self._shape.sliding_window is not None:
             hidden |= column <= position - self._shape.sliding_window
-        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        return mask[:, None, None]
+        hidden = hidden.view(-1, step.width, step.columns)
+        if self.exact:
+            return ~hidden
+        dtype = self._weights["embedding.word_embeddings.weight"].dtype
+        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.repeat_interleave(self._kv_heads, 0)
+        return mask if step.width == 1 else mask.repeat_interleave(self._heads // self._kv_heads, 1)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         table = self._weights["embedding.word_embeddings.weight"]
@@ -197,7 +211,7 @@ class Decoder:
     def _project(self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden]; the first two rotated."""
         shape = self._shape
-        fused = self._linear(x, self._weights[name + "linear_qkv.weight"], self._weights.get(name + "linear_qkv.bias"))
+        fused = self._products.linear(x, name + "linear_qkv")
         if self._interleaved:
             groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
             turning, value = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1), groups[:, :, -1]
@@ -215,19 +229,20 @@ class Decoder:
     def _attend_cache(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
     ) -> Tensor:
-        """One new token a row against its cache: [R, heads * head dim]."""
-        rows = len(query)
+        """New tokens of rows against their cache: [R, heads * head dim]."""
+        width, size, rows = step.width, self._shape.head_dim, len(query) // step.width
         keys, values = cache.keys[layer, :rows], cache.values[layer, :rows]
         place = geometry.rows, slice(None), step.positions
         keys[place], values[place] = key, value
+        keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
         if self.exact:
-            keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
-            return batch_invariant.attend(query[:, :, None], keys, values, geometry.mask[:, 0] == 0).flatten(1)
+            queries = query.reshape(rows, width, self._heads, size).transpose(1, 2)
+            return batch_invariant.attend(queries, keys, values, geometry.mask).transpose(1, 2).reshape(len(query), -1)
         # The queries that share a KV head are the rows of one small matrix product.
-        grouped = query.reshape(rows, self._kv_heads, -1, self._shape.head_dim) * self._shape.head_dim**-0.5
-        scores = (grouped @ keys[:, :, : step.columns].mT).float().add_(geometry.mask)
-        attended = scores.softmax(-1).to(query.dtype) @ values[:, :, : step.columns]
-        return attended.reshape(rows, -1)
+        grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).reshape(rows * self._kv_heads, -1, size)
+        scores = torch.baddbmm(geometry.mask, grouped, keys.flatten(0, 1).mT, alpha=size**-0.5)
+        attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values.flatten(0, 1))
+        return attended.view(rows, self._kv_heads, width, -1, size).transpose(1, 2).reshape(len(query), -1)
 
     def _attend_prompts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
@@ -255,7 +270,7 @@ class Decoder:
         """Feed-forward network of x [N, hidden]."""
         if self._shape.num_experts:
             return self._sum(self._experts(x, name, step))
-        inner = self._linear(x, self._weights[name + "linear_fc1.weight"], self._weights.get(name + "linear_fc1.bias"))
+        inner = self._products.linear(x, name + "linear_fc1")
         return self._row_parallel(self._activate(inner), name + "linear_fc2")
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -267,27 +282,26 @@ class Decoder:
     def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
         """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
         shape = self._shape
-        probabilities = self._linear(x, self._weights[name + "router.weight"]).float().softmax(-1)
+        probabilities = self._products.linear(x, name + "router").float().softmax(-1)
         weights, chosen = probabilities.topk(shape.experts_per_token, -1)
         if step.routes is not None:
             step.routes.append(chosen.to(torch.uint8 if shape.num_experts <= 256 else torch.int16))
         if shape.normalize_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        first, second = self._weights[name + "experts.linear_fc1.weight"], self._weights[name + "experts.linear_fc2.weight"]
         output = torch.zeros_like(x)
         for expert in range(shape.num_experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
-                inner = self._activate(self._linear(x[token], first[expert]))
-                output.index_add_(0, token, self._linear(inner, second[expert]) * weights[token, slot, None].to(x.dtype))
+                inner = self._activate(self._products.expert(x[token], name + "experts.linear_fc1", expert))
+                outer = self._products.expert(inner, name + "experts.linear_fc2", expert)
+                output.index_add_(0, token, outer * weights[token, slot, None].to(x.dtype))
         return output
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
         """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N, outputs]."""
-        weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias")
         if self._tensor == 1:
-            return self._linear(x, weight, bias)
-        total = self._sum(self._linear(x, weight))
+            return self._products.linear(x, name)
+        total, bias = self._sum(self._products.linear(x, name, with_bias=False)), self._weights.get(name + ".bias")
         return total if bias is None else total + bias
 
     def _sum(self, partial: Tensor) -> Tensor:

@@ -64,13 +64,15 @@ class EmbeddedEngine(GenerationEngine):
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor)
-        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, exact=settings.exact)
+        decoder = Decoder(
+            shape, tensor, rank % tensor, group, self._device, exact=settings.exact, packed=settings.packed_weights
+        )
         cache = Cache(shape, tensor, self._device, self._dtype)
         # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
         self._graphs = GraphedForward(decoder) if graphed else None
         forward = self._graphs.forward if self._graphs else decoder.forward
-        self._machine = Machine(decoder, cache, forward, self._device, listener=listener)
+        self._machine = Machine(decoder, cache, forward, self._device, listener=listener, speculation=settings.speculation)
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._generation: EmbeddedGeneration | None = None
         self._spare: EngineWeights | None = None
@@ -91,6 +93,12 @@ class EmbeddedEngine(GenerationEngine):
             self._reserve(requests, options)
         self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
         return self._generation
+
+    def take_guesses(self) -> tuple[int, int]:
+        """As `GenerationEngine`; every guess counts, those behind a wrong one too."""
+        machine = self._machine
+        guessed, accepted, machine.guessed, machine.accepted = machine.guessed, machine.accepted, 0, 0
+        return guessed, accepted
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
         """Open an update to new weights, which serve from its `commit` on."""
@@ -163,6 +171,7 @@ class EmbeddedEngine(GenerationEngine):
         if not in_place:
             self._settle()
             self._exchange(target)
+        self._machine.decoder.use(self._weights.tensors)
         self._machine.version = version
 
     def _exchange(self, target: EngineWeights) -> None:
@@ -171,7 +180,6 @@ class EmbeddedEngine(GenerationEngine):
             self._weights.storage.copy_(target.storage)
             return
         self._weights, self._spare = target, self._weights
-        self._machine.decoder.use(target.tensors)
 
     def _settle(self) -> None:
         """Before the weights change: no response may go on with keys and values of the old ones."""

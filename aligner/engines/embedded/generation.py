@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.sampling import choose, uniforms
+from aligner.engines.embedded.speculation import Lookup
 from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
 from aligner.models import batch_invariant
+from aligner.schema import SpeculationConfig
 
 _ALL = torch.empty(0, dtype=torch.int32)
 """The ids of a token that was drawn among all."""
@@ -33,6 +36,11 @@ class Machine:
     device: torch.device
     version: int | None = None
     listener: SpanListener | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    guessed: int = 0
+    """Tokens that were guessed so far,"""
+    accepted: int = 0
+    """and those of them that were drawn."""
 
 
 @dataclass(eq=False)
@@ -42,6 +50,8 @@ class _Response(PartialResponse):
     prompt: tuple[int, ...] = ()
     numbers: np.ndarray | None = None
     """float64 [limit]: what its tokens are drawn with"""
+    lookup: Lookup | None = None
+    """Where its next tokens are guessed."""
     read: Tensor | None = None
     """The routes of its tokens, or of the prompt at least, when their keys and values were computed: [n, L, K]"""
 
@@ -61,7 +71,9 @@ class EmbeddedGeneration:
 
     A step runs the newest token of every row, and the prompts of those that get a free row, in one pass. Distinct prompts
     are run once: samples that join together share the pass, and one that joins later copies the prompt's keys and values
-    from the row of a sibling that still runs.
+    from the row of a sibling that still runs. Where rows are few and the next tokens can be guessed (`engine.speculation`)
+    they run in the same pass: each place's token is drawn with its own random number, and is the response's as long as
+    all guesses before it were what was drawn.
     """
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
@@ -79,7 +91,10 @@ class EmbeddedGeneration:
         return not (self._waiting or self._rows or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """One more token for every row; the responses that are complete now, each with its place among the requests."""
+        """One more token for every row, or several where they were guessed.
+
+        Returns the responses that are complete now, each with its place among the requests.
+        """
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
                 raise AlignerError("the engine has no weights: responses go on once new ones are published")
@@ -110,20 +125,22 @@ class EmbeddedGeneration:
     def _advance(self, *, admit: bool) -> None:
         start = time.perf_counter()
         joining, beginning = self._admit() if admit else ([], [])
-        step = self._plan([*self._rows, *joining], beginning)
+        rows = [*self._rows, *joining]
+        guesses = [()] * len(rows) if beginning else self._guess(rows)
+        step = self._plan(rows, guesses, beginning)
         self._rows += joining + beginning
         try:
             with torch.inference_mode():
-                tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache))
+                tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache), step.width)
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
         except BaseException:
             self.restart_rows()  # who steps on must not build on keys and values that may not be there
             raise
-        for row, token, logprob, ids in zip(self._rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
-            row.kept.append(ids)
-            self._record(row, token, logprob)
+        drawn = iter(zip(tokens.tolist(), logprobs.tolist(), kept, strict=True))
+        for at, row in enumerate(self._rows):
+            self._take(row, list(islice(drawn, step.width)), guesses[at] if at < len(guesses) else ())
         self._release()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
@@ -160,7 +177,23 @@ class EmbeddedGeneration:
             beginning.append(self._waiting.popleft())
         return joining, beginning
 
-    def _plan(self, rows: Sequence[_Response], beginning: Sequence[_Response]) -> Step:
+    def _guess(self, rows: Sequence[_Response]) -> list[Sequence[int]]:
+        """The next tokens of each row, as many of each; of none when no row's can be guessed, or there are too many rows."""
+        settings = self._machine.speculation
+        none: list[Sequence[int]] = [()] * len(rows)
+        if not settings.tokens or not 0 < len(rows) <= settings.rows or self._options.routes:
+            return none
+        most = min(settings.tokens, *(row.limit - len(row.tokens) - 1 for row in rows))
+        found = []
+        for row in rows if most else ():
+            row.lookup = row.lookup or Lookup(settings.ngram)
+            found.append(row.lookup.draft((*row.prompt, *row.tokens), most))
+        if not any(found):
+            return none
+        self._machine.guessed += sum(map(len, found))
+        return [guessed or [row.newest] * most for row, guessed in zip(rows, found, strict=True)]
+
+    def _plan(self, rows: Sequence[_Response], guesses: Sequence[Sequence[int]], beginning: Sequence[_Response]) -> Step:
         device = self._machine.device
         prompts = None
         if beginning:
@@ -173,18 +206,21 @@ class EmbeddedGeneration:
                 width=max(lengths),
                 copies=torch.tensor(copies, device=device),
             )
-        positions = [row.length - 1 for row in rows]
+        tokens = [token for row, guessed in zip(rows, guesses, strict=True) for token in (row.newest, *guessed)]
+        width = len(tokens) // len(rows) if rows else 1
+        positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
         return Step(
-            tokens=torch.tensor([row.newest for row in rows], dtype=torch.int64, device=device),
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             columns=max(positions, default=0) + 1,
             prompts=prompts,
             routes=[] if self._options.routes else None,
+            width=width,
         )
 
-    def _draw(self, share: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _draw(self, share: Tensor, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Tokens int64 [R], log-probs float32 [R] and the ids that each was drawn among, int32 on the host, none where among
-        all: the first rank draws, so that all ranks agree to the last bit.
+        all: the first rank draws, so that all ranks agree to the last bit. `width` of a row come one after another.
         """
         options, device = self._options, self._machine.device
         logits = self._machine.decoder.gather_logits(share)
@@ -193,10 +229,13 @@ class EmbeddedGeneration:
         if logits is not None:
             numbers = may_stop = None
             if not options.greedy:
-                next_ones = [row.numbers[len(row.tokens)] for row in self._rows if row.numbers is not None]
-                numbers = torch.tensor(next_ones, dtype=torch.float64, device=device)
+                next_ones = [
+                    row.numbers[len(row.tokens) : len(row.tokens) + width] for row in self._rows if row.numbers is not None
+                ]
+                numbers = torch.from_numpy(np.concatenate(next_ones)).to(device)
             if any(len(row.tokens) < options.min_new_tokens for row in self._rows):
-                may_stop = torch.tensor([len(row.tokens) >= options.min_new_tokens for row in self._rows], device=device)
+                lengths = [len(row.tokens) + ahead for row in self._rows for ahead in range(width)]
+                may_stop = torch.tensor([length >= options.min_new_tokens for length in lengths], device=device)
             scores = logits * (1 / options.temperature) if self._machine.decoder.exact else None
             drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
             if kept is not None:
@@ -225,6 +264,15 @@ class EmbeddedGeneration:
         for row, context in zip(self._rows[len(step.tokens) :], step.prompts.copies.tolist(), strict=True):
             row.read = contexts[context]
             row.routes.append(row.read[sum(map(len, row.routes)) :])
+
+    def _take(self, row: _Response, drawn: Sequence[tuple[int, float, Tensor]], guessed: Sequence[int]) -> None:
+        """The drawn tokens, log-probs and sets of a row's next places, up to the first that came after a wrong guess."""
+        for place, (token, logprob, ids) in enumerate(drawn):
+            row.kept.append(ids)
+            self._record(row, token, logprob)
+            if row.finish_reason is not None or place == len(guessed) or token != guessed[place]:
+                return
+            self._machine.accepted += 1
 
     def _record(self, row: _Response, token: int, logprob: float) -> None:
         assert self._machine.version is not None

@@ -39,7 +39,10 @@ def choose(
         normalizer = logits.logsumexp(-1, keepdim=True)
         stops = torch.tensor(options.stop_token_ids, device=logits.device)
         logits[:, stops] = logits[:, stops].masked_fill(~may_stop[:, None], float("-inf"))
-    best, token = logits.max(-1, keepdim=True)
+    if uniform is None:
+        best, token = logits.max(-1, keepdim=True)
+    else:
+        best = logits.amax(-1, keepdim=True)  # a third of the time that telling where it is takes
     weights = logits.sub_(best).exp_()  # the greatest is 1: no overflow, and the total is at least 1
     chunks, cumulative = _cumulate(weights)
     total = cumulative[:, -1:]
@@ -58,7 +61,8 @@ def choose(
 
 def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [B, V] in chunks, [B, chunks, entries], and the float64 running sum over chunks, [B, chunks]."""
-    chunks = F.pad(weights, (0, -weights.shape[1] % _CHUNK)).unflatten(1, (-1, _CHUNK))
+    missing = -weights.shape[1] % _CHUNK
+    chunks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _CHUNK))
     return chunks, chunks.sum(-1).cumsum(-1, dtype=torch.float64)
 
 

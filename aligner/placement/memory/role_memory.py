@@ -106,6 +106,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
             host += phases[-1].engine  # which it copies there also when the weights are published anew
+        host += _packed(config, shape)
     if has_generator(config):
         host += _snapshots(config, states)
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
@@ -197,7 +198,14 @@ def _generator(config: Config, shape: ModelShape) -> RoleMemory:
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
-    return RoleMemory("generator", phases)
+    return RoleMemory("generator", phases, host=_packed(config, shape))
+
+
+def _packed(config: Config, shape: ModelShape) -> int:
+    """The copy of the engine's matrices that products on CPUs read, at most."""
+    engine, device = config.engine, device_of(config, config.engine.precision)
+    packs = engine.kind == "embedded" and engine.packed_weights and not engine.exact
+    return 4 * engine_weights(shape, engine.parallel.tensor) if packs and not device.gpus and device.itemsize == 4 else 0
 
 
 def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:

@@ -1,0 +1,49 @@
+"""Products with packed weights, and that they are those of the weights that serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aligner.engines.embedded.products import Products
+from aligner.engines.engine_protocol import SamplingOptions
+from tests.engines.engines import generate
+from tests.engines.test_embedded import make_engine, make_requests, save_llama
+from tests.engines.test_generation import assert_same, begin
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(rows, biased):
+    draw = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(49, 33, generator=draw), torch.randn(rows, 33, generator=draw)
+    weights = {"layer.weight": weight} | ({"layer.bias": torch.randn(49, generator=draw)} if biased else {})
+    packed, plain = Products(exact=False, packed=True), Products(exact=False, packed=False)
+    with torch.inference_mode():
+        for products in (packed, plain):
+            products.use(weights)
+        torch.testing.assert_close(packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0)
+        torch.testing.assert_close(packed.linear(x, "layer", with_bias=False), x @ weight.T, atol=1e-5, rtol=0)
+        weight.mul_(2)
+        packed.use(weights)
+        torch.testing.assert_close(packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("update", ["atomic", "in_place"])
+def test_every_version_has_packed_weights_of_its_own(tmp_path, update):
+    directory, options = save_llama(tmp_path, tied=True), SamplingOptions(6)
+    packed, plain = (make_engine(directory, update=update, packed_weights=packs) for packs in (True, False))
+    before = generate(packed, make_requests(2), options)
+    for version in (1, 2):
+        for engine in (packed, plain):
+            change = begin(engine, directory, version)
+            for view in change.views(list(engine._weights.views)).values():
+                view.mul_(1 + version / 2)
+            change.commit()
+        assert_same(generate(packed, make_requests(2), options), generate(plain, make_requests(2), options))
+    assert [one.tokens.tolist() for one in before] != [
+        one.tokens.tolist() for one in generate(packed, make_requests(2), options)
+    ]
+    assert packed._machine.decoder._products._packed and not plain._machine.decoder._products._packed
+    packed.sleep()
+    assert not packed._machine.decoder._products._packed

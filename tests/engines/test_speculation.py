@@ -1,0 +1,132 @@
+"""Guessed tokens change how many passes a response takes, and nothing about the response."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.compose import compose_config
+from aligner.data.types import Sample
+from aligner.engines.embedded.speculation import Lookup
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.schema import SpeculationConfig
+from tests.engines.engines import generate
+from tests.engines.test_embedded import make_engine, make_prompts, response, save_model
+from tests.engines.test_generation import begin, observed
+
+GUESSES = SpeculationConfig(tokens=4, ngram=1, rows=3)
+OPTIONS = {
+    "drawn": SamplingOptions(40, temperature=0.25),
+    "greedy": SamplingOptions(40, greedy=True),
+    "kept": SamplingOptions(40, temperature=0.4, top_p=0.9, top_k=30, renormalize=True),
+    "stops": SamplingOptions(40, temperature=0.4, min_new_tokens=9, stop_token_ids=tuple(range(0, 200, 5))),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def directory(request, tmp_path_factory) -> Path:
+    settings = {"sliding_window": 4} if request.param == "mistral" else {}
+    return save_model(tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=True, **settings)
+
+
+def requests() -> list[GenerationRequest]:
+    """Of unequal lengths."""
+    return [GenerationRequest(prompt, 0, limit) for prompt, limit in zip(make_prompts(), (40, 25, 38, 40, 31), strict=True)]
+
+
+def assert_same(samples: list[Sample], others: list[Sample]) -> None:
+    assert [response(sample) for sample in samples] == [response(sample) for sample in others]
+    for sample, other in zip(samples, others, strict=True):  # a cold temperature multiplies what is rounded
+        torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-4, rtol=0)
+
+
+def drafted(directory: Path, options: SamplingOptions, **settings) -> tuple[list[Sample], int, int]:
+    """The samples, and how many tokens were guessed and accepted."""
+    engine = make_engine(directory, batch_size=3, speculation=GUESSES, **settings)
+    return generate(engine, requests(), options), *engine.take_guesses()
+
+
+def test_what_came_after_the_same_tokens_is_guessed_again():
+    lookup = Lookup(2)
+    assert lookup.draft([1, 2, 3], 4) == []
+    assert lookup.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
+    assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 2) == [9, 1], "the last time counts"
+    assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 1, 2, 7, 7, 7], 5) == [7] * 5, "a loop goes on"
+    assert Lookup(3).draft([1, 2], 4) == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_samples_are_those_without_guesses(directory, name):
+    options = OPTIONS[name]
+    samples, guessed, accepted = drafted(directory, options)
+    plain = generate(make_engine(directory, batch_size=3), requests(), options)
+    assert_same(samples, plain)
+    assert 0 < accepted < guessed, "some are right and some are wrong"
+    for one, other in zip(samples, plain, strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert torch.equal(one.weight_versions, other.weight_versions)
+        if options.renormalize:
+            assert [ids.tolist() for ids in one.kept.each()] == [ids.tolist() for ids in other.kept.each()]
+
+
+def test_a_loop_takes_fewer_passes(directory):
+    engine, options = make_engine(directory, batch_size=1, speculation=GUESSES), SamplingOptions(40, greedy=True)
+    steps = observed(engine)
+    samples = generate(engine, requests(), options)
+    guessed, accepted = engine.take_guesses()
+    assert len(steps) == sum(len(response(sample)) for sample in samples) - accepted
+    assert 0 < accepted <= guessed == sum(step.width - 1 for step in steps)
+    assert engine.take_guesses() == (0, 0)
+
+
+def test_nothing_is_guessed_while_more_rows_are_under_way(directory):
+    engine = make_engine(directory, speculation=GUESSES)
+    steps = observed(engine)
+    generate(engine, requests(), SamplingOptions(40, greedy=True))
+    assert {step.width for step in steps if len(step.tokens) // step.width > 3} == {1}
+    assert {step.width for step in steps if len(step.tokens) // step.width <= 3} > {1}
+
+
+def test_with_exact_log_probs_no_bit_changes(directory):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        wide = save_model(directory.parent / f"{directory.name}-exact", "llama", intermediate_size=64)
+        options = OPTIONS["drawn"]
+        samples, _, accepted = drafted(wide, options, exact=True)
+        plain = generate(make_engine(wide, batch_size=3, exact=True), requests(), options)
+    finally:
+        torch.set_num_threads(threads)
+    assert accepted > 0
+    for one, other in zip(samples, plain, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+
+
+def test_new_weights_in_between_and_handing_over_change_nothing(directory):
+    options = SamplingOptions(40, greedy=True)
+    found = []
+    for speculation in (SpeculationConfig(), GUESSES):
+        engine = make_engine(directory, batch_size=3, speculation=speculation)
+        generation, samples = engine.start(requests(), options), {}
+        for _ in range(4):
+            samples |= generation.step()
+        begin(engine, directory, 1, "interrupt").commit()
+        for _ in range(4):
+            samples |= generation.step()
+        begun = dict(generation.unfinished())
+        generation.cancel()
+        rest = [dataclasses.replace(requests()[place], begun=sample) for place, sample in begun.items()]
+        samples |= zip(begun, generate(engine, rest, options), strict=True)
+        found.append([samples[place] for place in range(5)])
+    assert_same(*found)
+
+
+def test_it_is_refused_beside_recorded_routes():
+    from aligner.checks.engine import _drawing_problems
+
+    config = compose_config(["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"])
+    (problem,) = _drawing_problems(config)
+    assert problem.startswith("engine.speculation.tokens=4: algorithm.replay_routes=true")
