@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of our configuration")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
+    peer_python(args.peer)  # what takes minutes the first time comes first
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, args.model)
         write_tokenizer(directory, args.model)

@@ -48,9 +48,10 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
     """The seconds of each step; `work` as benchmarks.step gives it."""
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, logging
     from trl import GRPOConfig, GRPOTrainer
 
+    logging.disable_progress_bar()
     watch, steps = Stopwatch(), []
 
     class EachStep(TrainerCallback):
