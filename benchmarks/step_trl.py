@@ -52,11 +52,12 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
     from trl import GRPOConfig, GRPOTrainer
 
     logging.disable_progress_bar()
-    watch, steps = Stopwatch(), []
+    watch, steps, lengths = Stopwatch(), [], set()
 
     class EachStep(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             steps.append(watch.take())
+            lengths.update(trainer._metrics["train"]["completions/min_length"])
 
     torch.set_num_threads(work["threads"])
     bf16 = work["precision"] == "bf16"
@@ -94,6 +95,7 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
     logprobs = "_get_per_token_logps_and_entropies"
     setattr(trainer, logprobs, watch.timed("logprobs", getattr(trainer, logprobs), lambda: not torch.is_grad_enabled()))
     trainer.train()
+    assert lengths == {work["new_tokens"]}, f"responses of {lengths} tokens"
     return steps
 
 
