@@ -79,6 +79,7 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,
+        ddp_find_unused_parameters=False,  # there are none, and looking for them takes a pass over the graph
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
