@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 from aligner.models.hugging_face import read_config
@@ -28,6 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "llama_3m": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 688,
+        "vocab_size": 2048,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
@@ -57,6 +69,18 @@ def write_model(directory: str, model: str) -> None:
     writer.join()
     if writer.exitcode:
         raise SystemExit(f"the model's weights could not be written (exit code {writer.exitcode})")
+
+
+def write_tokenizer(directory: str, model: str) -> None:
+    """A tokenizer for one of the models: token N is the word wN, so that a text has as many tokens as words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{token}": token for token in range(MODELS[model]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(Path(directory, "tokenizer.json")))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0", "eos_token": "w2"}  # LlamaConfig's end
+    Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _write(directory: str, config: dict[str, Any]) -> None:

@@ -1,0 +1,20 @@
+"""The reward of benchmarks.step, trivial and the same on both sides; TRL's environment has nothing of ours but this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def _score(response: str) -> float:
+    return float(len(response) % 8)
+
+
+def ours(requests: Sequence[Any]) -> list[float]:
+    """As `reward.function` wants it."""
+    return [_score(request.response) for request in requests]
+
+
+def trl(completions: Sequence[str], **_: Any) -> list[float]:
+    """As GRPOTrainer's `reward_funcs` want it."""
+    return [_score(completion) for completion in completions]
