@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -85,6 +86,7 @@ class TritonHost:
         self._triton: Any = None
         self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
+        self._last_answer = -math.inf
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
         """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
@@ -157,7 +159,7 @@ class TritonHost:
             triton.bind(
                 model_name=spec.name,
                 # PyTriton tells a model's instances apart by their functions.
-                infer_func=[_answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
+                infer_func=[self._answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 # PyTriton refuses the word at outputs, and takes answers without them.
                 outputs=[_bound(replace(tensor, optional=False), spec.batching) for tensor in spec.outputs],
@@ -195,9 +197,20 @@ class TritonHost:
                 f"the Triton server or a helper of it ended by itself; its last words are in {self._log or 'the lines above'}"
             )
 
+    def _answering(self, serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
+        def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
+            try:
+                return [serve(dict(request.items())) for request in requests]
+            except AlignerError as error:
+                raise EndpointError(error) from None
+            finally:
+                self._last_answer = time.monotonic()
+
+        return answer
+
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind: its requests have been drained before."""
-        time.sleep(_LAST_ANSWERS_S)
+        time.sleep(max(0.0, self._last_answer + _LAST_ANSWERS_S - time.monotonic()))
         kill_processes(_triton_processes())  # its own end would take two seconds
         if self._gateway is not None:
             self._gateway.kill()
@@ -232,16 +245,6 @@ def _interrupted_when_triton_ends() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _answering(serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
-    def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
-        try:
-            return [serve(dict(request.items())) for request in requests]
-        except AlignerError as error:
-            raise EndpointError(error) from None
-
-    return answer
 
 
 def _bound(spec: TensorSpec, batching: bool) -> Any:
