@@ -15,7 +15,7 @@ _PLACE = Path("/dev/shm")
 """Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
 _DIRECTORIES = "directories"
 _ENVIRONMENT = "python_env_"
-_TRACKERS_S = 1.0
+_TRACKERS_S = 3.0
 
 
 def triton_environments() -> set[Path]:

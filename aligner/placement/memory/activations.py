@@ -40,25 +40,49 @@ class Layer:
 
     @property
     def outside(self) -> float:
-        """All but the attention core's part, which recompute=selective computes anew."""
+        """All but what the attention core keeps, but with its inputs: what recompute=selective keeps."""
         norm_inputs = 1 if self.shape.parallel_residual else 2
         # Between a feed-forward network's matrices lie what is activated and what the second takes.
         dense = self.device.itemsize * self._activated / self.layout.tensor
         network = self._experts if self.shape.num_experts else dense
-        return norm_inputs * self.norm + 2 * self.input + self._projections + network
+        attended = self.device.itemsize * self._heads[0]
+        return norm_inputs * self.norm + 2 * self.input + self.core_inputs + self._normed_heads + attended + network
+
+    @property
+    def core_inputs(self) -> float:
+        """Queries, keys and values as one matrix gives them; queries once more where they do not lie in one piece there."""
+        queries, keys = self._heads
+        apart = self.shape.num_kv_heads > self.layout.tensor and not self.device.gpus
+        again = queries + keys if self.shape.qk_norm else queries if apart else 0
+        return self.device.itemsize * (queries + 2 * keys + again)
 
     @property
     def core(self) -> float:
-        """Queries, keys and values in rows of one sequence each, the result, its normalizers, and a mask if there is one."""
-        queries, keys = self._heads
-        numbers = 2 * queries + 2 * keys * self.layout.context + self._mask
+        """Rotated queries and keys, and values as they came; over rows of a sequence each, these rows and the result too."""
+        (queries, keys), everywhere = self._heads, self.layout.context
+        if everywhere > 1:  # keys and values of all context ranks
+            numbers = queries + 2 * keys * everywhere
+        else:
+            numbers = queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
+        if not self._over_trees:
+            numbers += 2 * queries + 2 * keys * everywhere + self._mask
         return self.device.itemsize * numbers + FP32 * self.shape.num_heads / self.layout.tensor
+
+    @property
+    def _over_trees(self) -> bool:
+        """As `megatron/runner.py` has it."""
+        shape = self.shape
+        return not self.device.gpus and self.layout.context == 1 and shape.sliding_window is None and not shape.num_experts
 
     @property
     def norm(self) -> float:
         """The input of a norm. torch's RMS norm on a CPU is made of several operators, which compute and keep fp32."""
+        return self._stream * self._norm_bytes
+
+    @property
+    def _norm_bytes(self) -> int:
         composite = self.shape.normalization == "rms" and not self.device.gpus
-        return self._stream * (2 * FP32 if composite else self.device.itemsize)
+        return 2 * FP32 if composite else self.device.itemsize
 
     @property
     def _stream(self) -> float:
@@ -71,20 +95,10 @@ class Layer:
         return self.shape.num_heads * width, self.shape.num_kv_heads * width
 
     @property
-    def _projections(self) -> float:
-        """Queries, keys and values on their way to the attention core, and its result as the next matrix takes it."""
-        (queries, keys), rotary = self._heads, self.shape.position == "rotary"
-        fused = queries + 2 * keys
-        if self.layout.context > 1:  # keys and values of all context ranks
-            numbers = queries + 2 * keys * self.layout.context
-        else:
-            numbers = fused + (queries + keys if rotary else 0)
-        if rotary:  # sine and cosine, for queries and for keys, on every tensor rank
-            numbers += 4 * self.shape.head_dim * self.shape.rotary_fraction
-        if self.shape.qk_norm:
-            numbers += queries + (fused if self.layout.context > 1 else 0)
-            numbers += 0 if self.device.gpus else queries + keys
-        return self.device.itemsize * (numbers + queries)
+    def _normed_heads(self) -> float:
+        """What norms of queries and keys keep."""
+        queries, keys = self._heads
+        return self._norm_bytes * (queries + keys) if self.shape.qk_norm else 0
 
     @property
     def _mask(self) -> float:
@@ -157,10 +171,11 @@ class Stage:
         assert isinstance(self.settings, TrainedModelConfig)
         layer, recompute = self._layer, self.settings.recompute
         in_flight, again = self._tokens_in_flight, 0.0
-        each = {"none": layer.outside + layer.core, "selective": layer.outside, "full": layer.input}[recompute]
+        whole = layer.outside - layer.core_inputs + layer.core
+        kept = {"none": whole, "selective": layer.outside, "full": layer.input}
         if recompute != "none":  # what is computed anew is there for one layer of one micro-batch
-            again = self._tokens * (layer.core + (layer.outside - layer.input if recompute == "full" else 0))
-        saved = in_flight * each * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
+            again = self._tokens * (whole - layer.input if recompute == "full" else layer.core)
+        saved = in_flight * kept[recompute] * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
         work, sent = self._backward_work, self._layout.virtual_pipeline
         if self._is_last:
             # The head's part is gone when the first layer is computed anew.
