@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -78,6 +79,8 @@ def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -
         name, tracker = owner.stdout.readline().split()
         segment, tree = Path("/dev/shm") / name, [psutil.Process(owner.pid), psutil.Process(int(tracker))]
         assert segment.exists()
+        while not any("multiprocessing.resource_tracker" in part for part in tree[1].cmdline()):
+            time.sleep(0.01)  # it is still a copy of its owner, which is about to become one
         try:
             if stopped:
                 tree[1].suspend()
