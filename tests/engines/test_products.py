@@ -29,6 +29,17 @@ def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(rows, biased):
         torch.testing.assert_close(packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0)
 
 
+def test_a_packed_bf16_product_rounds_what_float32_makes_of_the_same_numbers():
+    draw = torch.Generator().manual_seed(1)
+    weight, x = (torch.randn(size, 64, generator=draw).bfloat16() for size in (49, 32))
+    packed = Products(exact=False, packed=True)
+    with torch.inference_mode():
+        packed.use({"layer.weight": weight})
+        product = packed.linear(x, "layer")
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=1e-6, rtol=2**-8)
+
+
 @pytest.mark.parametrize("update", ["atomic", "in_place"])
 def test_every_version_has_packed_weights_of_its_own(tmp_path, update):
     directory, options = save_llama(tmp_path, tied=True), SamplingOptions(6)

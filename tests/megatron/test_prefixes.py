@@ -128,6 +128,21 @@ def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradi
         )
 
 
+def test_gradients_in_bf16_are_rounded_once_however_many_rows_share_a_prompt():
+    tokens, lengths = batch_of([(40, [5] * 64)])
+    batch = shared_pack(tokens, lengths)
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(batch.tokens.shape[1], heads, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
+    weights = torch.randn(values[0].shape, generator=draw).bfloat16()
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [value.to(dtype, copy=True).requires_grad_() for value in values]
+        attend(*leaves, batch.sequences.tree, None).backward(weights.to(dtype))
+        gradients.append([leaf.grad.float() for leaf in leaves])
+    for ours, exact in zip(*gradients, strict=True):
+        assert (ours - exact).norm() < 0.003 * exact.norm()
+
+
 def test_nothing_is_shared_without_a_tree():
     tokens, lengths = batch_of([(9, [3, 4])])
     (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)

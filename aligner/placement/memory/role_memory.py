@@ -205,7 +205,7 @@ def _packed(config: Config, shape: ModelShape) -> int:
     """The copy of the engine's matrices that products on CPUs read, at most."""
     engine, device = config.engine, device_of(config, config.engine.precision)
     packs = engine.kind == "embedded" and engine.packed_weights and not engine.exact
-    return 4 * engine_weights(shape, engine.parallel.tensor) if packs and not device.gpus and device.itemsize == 4 else 0
+    return device.itemsize * engine_weights(shape, engine.parallel.tensor) if packs and not device.gpus else 0
 
 
 def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
