@@ -1,13 +1,16 @@
 """Tokens per second of the embedded engine, beside transformers' `generate` and beside the matrix products alone.
 
-Random weights, fp32. The engine runs as one replica (DP') a core with one thread each, or as one with all threads, and
+Random weights. The engine runs as one replica (DP') a core with one thread each, or as one with all threads, and
 transformers in one process with one thread or all: each side tries both and goes on with its best. Both sample for the same
 prompts. First every response has the same length; then lengths are mixed (uniform), and transformers decodes a batch until
 its longest response is complete, while the engine gives free rows to the responses that wait. Neither knows the lengths
 beforehand: they stand for the stop tokens of a trained model.
 
 `gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows on the same cores, over the
-step's.
+step's. Told are medians over `--repeats`, and of the ratios within each.
+
+With `--guesses N` one response alone is generated instead, with N tokens guessed ahead (`engine.speculation`) and with none:
+the likeliest tokens of random weights, which soon repeat themselves, so that it is the most that guesses can gain.
 """
 
 from __future__ import annotations
@@ -23,16 +26,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from benchmarks.figures import paired
 from benchmarks.models import MODELS, shape_of, write_model
 from benchmarks.processes import Group, Way
 
 CORES = len(os.sched_getaffinity(0))
-WAYS = {way.name: way for way in (Way("1 replica", CORES), Way(f"{CORES} replicas", 1, {"data": CORES}))}
+WAYS = {
+    way.name: way
+    for way in (
+        Way("1 replica", CORES, as_ranks=True),
+        Way(f"{CORES} replicas", 1, {"data": CORES}, as_ranks=True),
+    )
+}
 PEER_WAYS = (Way("1 thread", 1), Way(f"{CORES} threads", CORES))
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SHORTEST, LONGEST = 8, 64
 MIXED_BATCHES = 5
 
@@ -56,21 +68,22 @@ class Work:
 class Replica:
     """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
 
-    def __init__(self, directory: str, model: str, way: Way, batch: int) -> None:
+    def __init__(self, directory: str, model: str, way: Way, batch: int, precision: str, guesses: int = 0) -> None:
         import torch
 
         from aligner.data.export import find_source
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
         from aligner.engines.generate import load
-        from aligner.schema import EngineConfig
+        from aligner.schema import EngineConfig, SpeculationConfig
 
         self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
         self._rows = -(-batch // self._replicas)
-        self._engine = EmbeddedEngine(self._shape, EngineConfig(batch_size=self._rows), rank=0, seed=1)
+        speculation, self._greedy = SpeculationConfig(tokens=guesses), batch == 1
+        settings = EngineConfig(batch_size=self._rows, precision=precision, speculation=speculation)
+        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1)
         load(self._engine, find_source(Path(directory)))
-        self._inputs = {
-            width: torch.randn(self._rows, width) for width in (self._shape.hidden_size, self._shape.ffn_hidden_size)
-        }
+        widths, dtype = (self._shape.hidden_size, self._shape.ffn_hidden_size), DTYPES[precision]
+        self._inputs = {width: torch.randn(self._rows, width).to(getattr(torch, dtype)) for width in widths}
 
     def generate(self, work: Work) -> float:
         """Seconds."""
@@ -110,7 +123,7 @@ class Replica:
             for index, (prompt, length) in enumerate(zip(work.prompts(self._shape.vocab_size), work.lengths, strict=True))
             if index // work.samples % self._replicas == self._replica
         ]
-        generation = self._engine.start(requests, SamplingOptions(max(work.lengths)))
+        generation = self._engine.start(requests, SamplingOptions(max(work.lengths), greedy=self._greedy))
         seconds = []
         while not generation.done:
             begin = time.perf_counter()
@@ -122,13 +135,13 @@ class Replica:
 class Peer:
     """transformers' generate."""
 
-    def __init__(self, directory: str, batch: int) -> None:
+    def __init__(self, directory: str, batch: int, precision: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, logging
 
         logging.disable_progress_bar()
         self._batch = batch
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPES[precision])).eval()
 
     def generate(self, work: Work) -> float:
         """Seconds."""
@@ -168,10 +181,10 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     mixed = Work(lengths, args.samples_per_prompt, args.prompt_tokens)
 
     def ours(way: Way) -> Callable[[], Any]:
-        return functools.partial(Replica, directory, args.model, way, args.batch)
+        return functools.partial(Replica, directory, args.model, way, args.batch, args.precision)
 
     def peer(_: Way) -> Callable[[], Any]:
-        return functools.partial(Peer, directory, args.batch)
+        return functools.partial(Peer, directory, args.batch, args.precision)
 
     sides = {"ours": (best_way(args.ways, ours, equal), ours)}
     if not args.no_transformers:
@@ -186,24 +199,40 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             seconds.setdefault("step", []).append(groups["ours"].call("decoding_step", equal))
             seconds.setdefault("products", []).append(groups["ours"].call("products"))
     ways = {side: way.name for side, (way, _) in sides.items()}
-    return report(ways, {name: min(values) for name, values in seconds.items()}, equal, mixed)
+    return report(ways, seconds, equal, mixed)
 
 
-def report(ways: dict[str, str], best: dict[str, float], equal: Work, mixed: Work) -> dict[str, Any]:
+def measure_guesses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    work, way = Work((args.new_tokens,), 1, args.prompt_tokens), WAYS["1 replica"]
+    seconds: dict[int, list[float]] = {0: [], args.guesses: []}
+    with contextlib.ExitStack() as stack:
+        make = functools.partial(Replica, directory, args.model, way, 1, args.precision)
+        groups = {count: stack.enter_context(Group(way, functools.partial(make, count))) for count in seconds}
+        for group in groups.values():
+            group.call("generate", work)  # the first allocates
+        for _ in range(args.repeats):
+            for count, group in groups.items():
+                seconds[count].append(group.call("generate", work))
+    typical = {"alone_s": median(seconds[0]), "alone_guessing_s": median(seconds[args.guesses])}
+    return typical | paired("guesses_ratio", seconds[0], seconds[args.guesses])
+
+
+def report(ways: dict[str, str], seconds: dict[str, list[float]], equal: Work, mixed: Work) -> dict[str, Any]:
+    typical = {name: median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "ours": ways["ours"],
-        "tokens_per_s": sum(equal.lengths) / best["ours_equal"],
-        "step_s": best["step"],
-        "gemm_fraction": best["products"] / best["step"],
-        "mixed_tokens_per_s": sum(mixed.lengths) / best["ours_mixed"],
+        "tokens_per_s": sum(equal.lengths) / typical["ours_equal"],
+        "step_s": typical["step"],
+        **paired("gemm_fraction", seconds["products"], seconds["step"]),
+        "mixed_tokens_per_s": sum(mixed.lengths) / typical["ours_mixed"],
     }
     if "peer" in ways:
         result |= {
             "transformers": ways["peer"],
-            "transformers_tokens_per_s": sum(equal.lengths) / best["peer_equal"],
-            "transformers_mixed_tokens_per_s": sum(mixed.lengths) / best["peer_mixed"],
-            "ratio": best["peer_equal"] / best["ours_equal"],
-            "mixed_ratio": best["peer_mixed"] / best["ours_mixed"],
+            "transformers_tokens_per_s": sum(equal.lengths) / typical["peer_equal"],
+            "transformers_mixed_tokens_per_s": sum(mixed.lengths) / typical["peer_mixed"],
+            **paired("ratio", seconds["peer_equal"], seconds["ours_equal"]),
+            **paired("mixed_ratio", seconds["peer_mixed"], seconds["ours_mixed"]),
         }
     return result
 
@@ -216,14 +245,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--way", choices=sorted(WAYS), help="how the engine uses the cores; the best way when not given")
-    parser.add_argument("--repeats", type=int, default=2, help="measurements, the best of which counts")
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
+    parser.add_argument("--guesses", type=int, metavar="N", help="measure guesses ahead, for one response alone")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
     args.ways = [WAYS[args.way]] if args.way else list(WAYS.values())
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, args.model)
-        result = {"model": args.model, "batch": args.batch, "new_tokens": args.new_tokens} | measure(args, directory)
+        result = {"model": args.model, "precision": args.precision, "new_tokens": args.new_tokens}
+        if args.guesses:
+            result |= {"guesses": args.guesses} | measure_guesses(args, directory)
+        else:
+            result |= {"batch": args.batch} | measure(args, directory)
     if args.json:
         print(json.dumps({"benchmark": "engine", **result}))
     else:

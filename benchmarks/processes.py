@@ -6,13 +6,15 @@ it is told over a pipe.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.launch.rank_environment import library_environment
 from aligner.launch.server_ports import FreePorts
 
 
@@ -23,11 +25,25 @@ class Way:
     name: str
     threads: int
     layout: dict[str, int] | None = None
+    as_ranks: bool = False
+    """Whether its processes are started with what a launch's ranks are."""
 
     @property
     def processes(self) -> int:
         layout = self.layout or {}
         return layout.get("data", 1) * layout.get("pipeline", 1)
+
+
+@contextlib.contextmanager
+def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Of this process, for what is started meanwhile: libraries read theirs before a process can set any."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> None:
@@ -66,7 +82,8 @@ class Group:
             }
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._make, environment), daemon=True)
-            process.start()
+            with _with_environment(library_environment(self.way.threads) if self.way.as_ranks else {}):
+                process.start()
             self._workers.append((process, ours))
         return self
 

@@ -81,10 +81,10 @@ class Launch:
         """A rank of the trainer or of a server group. Raises psutil.NoSuchProcess when it has ended."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                # Triton's helpers inherit the environment, not the command line.
-                if {"train" if group == "trainer" else f"role={group}"} & {*process.cmdline()} and process.environ().get(
-                    "RANK"
-                ) == str(rank):
+                # Triton's helpers inherit the environment, not the command line; a forked rank has its number there alone.
+                words, number = " ".join(process.cmdline()).split(), process.environ().get("RANK")
+                is_of_group = ("train" if group == "trainer" else f"role={group}") in words
+                if is_of_group and (number == str(rank) or f"rank={rank}" in words):
                     return process
         raise psutil.NoSuchProcess(-1, f"{group} rank {rank}")
 

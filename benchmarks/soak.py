@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.runs import Launch
 
-_PROCESSES = ("gateway", "tritonserver", "role=critic", "role=reward", "train", "launch")
+_PROCESSES = ("fork_server", "gateway", "tritonserver", "role=critic", "role=reward", "train", "launch")
 """By a part of their command lines, those whose memory and files are told apart."""
 _RECORD = ("metrics.jsonl", "samples.jsonl", "tensorboard")
 

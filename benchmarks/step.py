@@ -33,12 +33,19 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from aligner.launch.server_ports import FreePorts
+from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model, write_tokenizer
 from benchmarks.peer_environment import peer_python
 from benchmarks.processes import Group, Way
 from benchmarks.runs import REPOSITORY, run_to_end
 
-OUR_WAYS = {way.name: way for way in (Way("1 process, 2 threads", 2), Way("data parallel, 2 ranks", 1, {"data": 2}))}
+OUR_WAYS = {
+    way.name: way
+    for way in (
+        Way("1 process, 2 threads", 2, as_ranks=True),
+        Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
+    )
+}
 PEER_WAYS = {
     f"{way.name}, {rows} rows": (way, rows)
     for way in (Way("1 thread", 1), Way("2 threads", 2), Way("data parallel, 2 processes", 1, {"data": 2}))
@@ -206,9 +213,8 @@ def report(found: Mapping[str, Steps]) -> dict[str, Any]:
     for side, values in seconds.items():
         result |= {f"{side}_s": median(values), f"{side}_least_s": min(values), f"{side}_most_s": max(values)}
     result |= {f"{side}_phases_s": medians(found[side]) for side in ("ours", "peer")}
-    result["ratio"] = median(peer / our for peer, our in zip(seconds["peer"], seconds["ours"], strict=True))
-    result["products_fraction"] = min(seconds["products"]) / min(seconds["ours"])
-    return result
+    ratios = paired("ratio", seconds["peer"], seconds["ours"])
+    return result | ratios | paired("products_fraction", seconds["products"], seconds["ours"])
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 A step is forward, backward, clipping and Adam on a policy-gradient loss over response tokens, fp32, random weights. On mixed
 lengths (uniform between --shortest and --longest) the peer pads and ours packs; tokens are real tokens on both sides. Each
 side first tries its ways of using the cores (the peer one thread and two; ours one process with two threads, and two ranks
-with one each) and goes on with the best; then both take turns, and each one's best step counts.
+with one each) and goes on with the best; then both take turns. Told are medians of steps, and of ratios within a turn.
 
 The same step is then taken with rows of one prompt each and with as many that share prompts (`--prompt`, `--samples`).
 
@@ -21,18 +21,20 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model
 from benchmarks.processes import Group, Way
 from benchmarks.train_workers import LogprobPass, Ours, Peer
 
 PEER_WAYS = (Way("1 thread", 1), Way("2 threads", 2))
 OUR_WAYS = (
-    Way("1 process, 2 threads", 2),
-    Way("data parallel, 2 ranks", 1, {"data": 2}),
+    Way("1 process, 2 threads", 2, as_ranks=True),
+    Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
 )
 
 
@@ -69,7 +71,7 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             for name, samples in (("separate", 1), ("shared", args.samples)):
                 rows = [args.prompt + args.response] * args.prompts * args.samples
                 seconds.setdefault(name, []).append(ours.call("step", rows, args.prompt, samples))
-    best = {name: min(values) for name, values in seconds.items()}
+    typical = {name: median(values) for name, values in seconds.items()}
     return {
         "mixed_tokens": sum(mixed),
         "equal_tokens": sum(equal),
@@ -77,16 +79,16 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         "ours_trials_s": our_trials,
         "peer": peer_way.name,
         "peer_trials_s": peer_trials,
-        "ours_tokens_per_s": sum(mixed) / best["ours_mixed"],
-        "peer_tokens_per_s": sum(mixed) / best["peer_mixed"],
-        "ratio": best["peer_mixed"] / best["ours_mixed"],
-        "ours_equal_length_tokens_per_s": sum(equal) / best["ours_equal"],
-        "peer_equal_length_tokens_per_s": sum(equal) / best["peer_equal"],
-        "equal_length_ratio": best["peer_equal"] / best["ours_equal"],
-        "gemm_fraction": best["products"] / best["ours_equal"],
-        "shared_prompts_s": best["shared"],
-        "separate_prompts_s": best["separate"],
-        "shared_prompts_ratio": best["separate"] / best["shared"],
+        "ours_tokens_per_s": sum(mixed) / typical["ours_mixed"],
+        "peer_tokens_per_s": sum(mixed) / typical["peer_mixed"],
+        **paired("ratio", seconds["peer_mixed"], seconds["ours_mixed"]),
+        "ours_equal_length_tokens_per_s": sum(equal) / typical["ours_equal"],
+        "peer_equal_length_tokens_per_s": sum(equal) / typical["peer_equal"],
+        **paired("equal_length_ratio", seconds["peer_equal"], seconds["ours_equal"]),
+        **paired("gemm_fraction", seconds["products"], seconds["ours_equal"]),
+        "shared_prompts_s": typical["shared"],
+        "separate_prompts_s": typical["separate"],
+        **paired("shared_prompts_ratio", seconds["separate"], seconds["shared"]),
     }
 
 
@@ -110,7 +112,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=12, help="sequences a step")
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest mixed sequence")
     parser.add_argument("--longest", type=int, default=128, help="tokens of the longest, and of all equal ones")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side and kind")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side and kind")
     parser.add_argument("--prompts", type=int, default=2, help="prompts of the steps that compare shared prompts")
     parser.add_argument("--samples", type=int, default=8, help="samples of each of these")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each of these prompts")

@@ -17,14 +17,14 @@ from aligner.launch.failure import failure_error
 from aligner.launch.interrupts import Interrupts
 from aligner.launch.lock import LockedError, locked, refuse_locked
 from aligner.launch.processes import Processes, RankProcess
-from aligner.launch.rank_environment import Command, role_command, world_environment
+from aligner.launch.rank_environment import Command, library_environment, role_command, world_environment
 from aligner.launch.ranks import Ranks, log_of
 from aligner.launch.server_ports import FreePorts, local_hosts
 from aligner.launch.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import LOOPBACK
-from aligner.placement.roles import role_ranks, threads_per_rank
+from aligner.placement.roles import role_ranks, threads_per_rank, uses_gpus
 from aligner.schema import Config
 
 _POLL_S = 0.1
@@ -111,6 +111,10 @@ class LocalRanks(Processes, Ranks):
     def __init__(self, command: Command, config: Config, ports: FreePorts) -> None:
         super().__init__(config.cluster.stop_timeout_s)
         self._command, self._config, self._ports = command, config, ports
+        # What CUDA has begun in a process does not go on in its forks. Other commands than aligner's own are not forked.
+        if command is role_command and not uses_gpus(config):
+            roles = dict.fromkeys(role.partition(".")[0] for role in role_ranks(config))
+            self.fork_ranks(run_paths(config).config, roles, library_environment(threads_per_rank(config)))
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
+from aligner.launch.forks import AdoptedProcess, ForkServer
 from aligner.launch.orphans import START
 from aligner.launch.ranks import Rank
 from aligner.triton_cleanup import kill_processes, remove_triton_files
@@ -31,7 +33,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class RankProcess(Rank):
     """One started rank."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | AdoptedProcess
     mark: str
     """Value of `START` that only what came of this start has."""
 
@@ -64,6 +66,11 @@ class Processes:
             start_new_session=True,
         )
         self._not_ours = set(psutil.Process().children(recursive=True))
+        self._forks: ForkServer | None = None
+
+    def fork_ranks(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
+        """From now on ranks of this run's roles are forked; `environment` is what all of them have in common."""
+        self._forks = ForkServer(config, roles, {**environment, START: f"{self._mark}-0"})
 
     def spawn(
         self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, restarts: int = 0
@@ -71,21 +78,12 @@ class Processes:
         """Start a rank in a session of its own, its output appended to `log`; it knows this process as its launcher."""
         self._started += 1
         mark = f"{self._mark}-{self._started}"
+        environment = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark}
         with log.open("ab") as output:
-            # It does not die of the signal to stop, which it may take when it is ready.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
-            try:
-                process = subprocess.Popen(
-                    list(command),
-                    env={**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            started = RankProcess(role, rank, log, output.tell(), restarts, process, mark)
+            process = self._forks.fork(command, environment, log) if self._forks is not None else None
+            started = RankProcess(
+                role, rank, log, output.tell(), restarts, process or _start(command, environment, output), mark
+            )
         self._ranks.append(started)
         return started
 
@@ -103,8 +101,8 @@ class Processes:
     def kill(self, ranks: Sequence[Rank]) -> bool:
         """See `Ranks`."""
         own = [rank for rank in self._ranks if rank in ranks]
-        marks = {rank.mark for rank in own}
-        rest = [process for process in self._descendants() if _mark(process) in marks]
+        numbers, marks = {rank.process.pid for rank in own}, {rank.mark for rank in own}
+        rest = [process for process in self._descendants() if process.pid in numbers or _mark(process) in marks]
         self._kill(rest)
         if not rest:
             for rank in own:
@@ -118,6 +116,8 @@ class Processes:
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.poll() for rank in self._ranks):
             time.sleep(_POLL_S)
+        if self._forks is not None:
+            self._forks.close()
         # Repeated, because a process may fork between being listed and being killed.
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while rest := self._descendants():
@@ -138,6 +138,23 @@ class Processes:
 
     def _descendants(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A process in a session of its own."""
+    # It does not die of the signal to stop, which it may take when it is ready.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    try:
+        return subprocess.Popen(
+            list(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _mark(process: psutil.Process) -> str | None:

@@ -17,6 +17,13 @@ IS_TASK = "ALIGNER_SLURM_TASK"
 DEVICES = "ALIGNER_DEVICES"
 """Which of the devices that Slurm gives a step are its role's, by their places; all of them where it is not set."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ALLOCATOR = (
+    f"glibc.malloc.mmap_threshold={4 << 30}",
+    f"glibc.malloc.trim_threshold={16 << 30}",
+    "glibc.malloc.hugetlb=1",
+)
+"""Large temporary tensors come from the heap and stay there, in pages of 2 MiB where the machine has them: given back and
+mapped anew for every micro-batch, their pages are zeroed by the kernel each time."""
 
 
 def role_command(role: str, config_file: Path, program: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -34,14 +41,18 @@ def world_environment(ranks: int, ranks_per_node: int, master: str, master_port:
         "MASTER_ADDR": master,
         "MASTER_PORT": str(master_port),
         WORLD_SECRET: secrets.token_hex(16),
+        **library_environment(threads),
+    }
+
+
+def library_environment(threads: int) -> dict[str, str]:
+    """What libraries read when they are loaded or imported, so that it must be there by then."""
+    return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         # Threads that spin between parallel regions take the cores of the other ranks.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Large temporary tensors come from the heap and stay there: given back and mapped anew for every micro-batch, their
-        # pages are zeroed by the kernel each time.
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+        "GLIBC_TUNABLES": ":".join(_ALLOCATOR),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }

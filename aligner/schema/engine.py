@@ -72,8 +72,8 @@ class EngineConfig:
     )
     packed_weights: bool = option(
         True,
-        "on CPUs the engine keeps a copy of its matrices in the order in which a few rows are multiplied fastest, made anew for"
-        " every version of the weights: a sixth to a half less time for products, as much memory again",
+        "on CPUs the engine keeps a copy of its matrices in the order in which a few rows are multiplied fastest, made anew"
+        " for every version of the weights: a sixth to a half less time for products, as much memory again",
         read=(".kind=embedded", ".exact=false"),
     )
     batch_size: int = option(64, "sequences that one engine rank decodes at a time, at most", minimum=1)

@@ -1,0 +1,96 @@
+"""Ranks as forks of a process that has imported for all of them: `python -m aligner.cli.fork_server CONFIG ROLE…`.
+
+To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A request is a line of JSON on
+the input, of `aligner.launch.forks`; the answer is the rank's process id. The end of the input ends this process.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setproctitle import setproctitle
+
+from aligner.cli import main
+from aligner.cli.command_table import load
+from aligner.cli.rank_processes import ROLES, stored_config
+from aligner.errors import AlignerError
+from aligner.exit_codes import STOP_SIGNAL
+
+_OF_TRAINING, _OF_SERVING = ("torch._dynamo",), ("pytriton.triton", "tritonclient.grpc")
+"""What ranks import when they make an optimizer, and when they serve or ask."""
+
+
+def serve(config: Path, roles: list[str]) -> None:
+    """Fork ranks as they are asked for: the one that prepares the run before all is imported. Returns in each rank."""
+    load(ROLES["prepare"])
+    with suppress(AlignerError):  # the ranks will say it
+        stored_config(config)
+    if _forks_until_rank(1):
+        return
+    for role in roles:
+        load(ROLES[role])
+    for module in _OF_TRAINING + (_OF_SERVING if len(roles) > 1 else ()):
+        with suppress(ImportError):  # without servers there is no need of some
+            importlib.import_module(module)
+    gc.freeze()  # a collection would write to, and so copy, the pages that are shared
+    _forks_until_rank()
+
+
+def _forks_until_rank(requests: int | None = None) -> bool:
+    """Fork for so many requests, or for all; true in a rank, false here."""
+    while requests is None or requests > 0:
+        if not (line := sys.stdin.readline()):
+            os._exit(0)
+        if _fork():
+            _become(json.loads(line))
+            return True
+        requests = None if requests is None else requests - 1
+    return False
+
+
+def _fork() -> bool:
+    """Fork a process that the launcher adopts, as whose child it ends; true in it, once that is so."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    own = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == own:
+        time.sleep(0.001)
+    return True
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Tell the rank's process id, and give this process all else that a start of its own would have given it."""
+    os.setsid()
+    os.write(1, f"{os.getpid()}\n".encode())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (os.dup(log), 2)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    sys.argv = ["aligner", *request["arguments"]]
+    setproctitle(" ".join([*sys.argv, f"rank={os.environ['RANK']}"]))
+
+
+def run() -> NoReturn:
+    """Serve; in a rank, its command."""
+    os.environ["SPT_NOENV"] = "1"  # a title has the command line's place alone: by their environment processes are found
+    setproctitle(" ".join(["aligner.cli.fork_server", *sys.argv[1:]]))  # finds that place: not once the environment differs
+    serve(Path(sys.argv[1]), sys.argv[2:])
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,74 @@
+"""The launcher's side of `aligner.cli.fork_server`: ranks that are forked instead of started, on machines without GPUs."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+_PROGRAM = (sys.executable, "-m", "aligner")
+"""What a command begins with that can be forked."""
+_ANSWER_S = 300.0
+"""It imports before it answers, which takes minutes where the machine is busy enough."""
+
+
+class AdoptedProcess:
+    """What `subprocess.Popen` is for its children, for a child that another process has left to this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """A signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """A process that forks ranks. This one must be a child subreaper: it gets them as its children."""
+
+    def __init__(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
+        """Starts it, for ranks of a run's roles; `environment` is what a library reads when it is imported."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "aligner.cli.fork_server", str(config), *roles],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> AdoptedProcess | None:
+        """A rank with this command and environment, in a session of its own, its output appended to `log`.
+
+        None where that cannot be had: the command is another program's, or the server has ended or does not answer.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if tuple(command[: len(_PROGRAM)]) != _PROGRAM or self._process.poll() is not None:
+            return None
+        request = {"arguments": [*command[len(_PROGRAM) :]], "environment": dict(environment), "log": str(log.absolute())}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        answers = self._process.stdout
+        if select.select([answers], [], [], _ANSWER_S)[0] and (answer := answers.readline()):
+            return AdoptedProcess(int(answer))
+        self.close()
+        return None
+
+    def close(self) -> None:
+        """End the server; its ranks are not its children."""
+        with contextlib.suppress(BrokenPipeError), self._process:
+            self._process.kill()

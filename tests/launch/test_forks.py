@@ -1,0 +1,116 @@
+"""Ranks that are forked: what they are to the launcher, to the user and to themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+LAUNCHER = """
+import json, os, signal, sys, time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from aligner.config.compose import compose_config, save_config
+from aligner.launch.processes import Processes
+from aligner.launch.rank_environment import library_environment, role_command
+
+root = Path(sys.argv[1])
+file, told = root / "config.yaml", root / "told.json"
+save_config(compose_config(["experiment=tiny_ppo", f"run.dir={root}", "algorithm.loss=probe:loss"]), file)
+facts = []
+
+
+def rank_of(number, role="prepare"):
+    told.unlink(missing_ok=True)
+    environment = {"RANK": str(number), "TOLD": str(told)}
+    rank = processes.spawn(role, number, role_command(role, file), environment, root / f"rank-{number}.log")
+    while not told.exists() and rank.poll():
+        time.sleep(0.02)
+    process = psutil.Process(rank.process.pid)
+    shown = {"name": " ".join(process.cmdline()).strip(), "launcher": os.getpid()}
+    facts.append({**json.loads(told.read_text()), **shown})
+    return rank
+
+
+with closing(Processes(5)) as processes:
+    processes.fork_ranks(file, ["critic", "reward", "trainer"], library_environment(1))
+    first, second = rank_of(0), rank_of(1)
+    processes.send(signal.SIGTERM, [first])
+    while first.poll():
+        time.sleep(0.02)
+    while not processes.kill([second]) or second.poll():
+        pass
+    (server,) = [child for child in psutil.Process().children() if "aligner.cli.fork_server" in " ".join(child.cmdline())]
+    server.kill()
+    server.wait()
+    third = rank_of(2)
+print(json.dumps({"facts": facts, "codes": [first.exit_code, second.exit_code, third.exit_code],
+                  "left": len(psutil.Process().children(recursive=True))}))
+"""
+PROBE = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+
+own = {
+    "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "rank": os.environ["RANK"],
+    "threads": len(os.listdir("/proc/self/task")), "modules": sorted(sys.modules), "cuda": torch.cuda.is_initialized(),
+    "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+}
+print("words of the rank", flush=True)
+beside = Path(os.environ["TOLD"]).with_suffix(".new")
+beside.write_text(json.dumps(own))
+beside.rename(os.environ["TOLD"])
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What three ranks were: the first, one that is forked when all is imported, and one after the server was killed."""
+    root = tmp_path_factory.mktemp("forks")
+    (root / "probe.py").write_text(PROBE)
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", LAUNCHER, str(root)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert ended.returncode == 0, ended.stderr
+    return {**json.loads(ended.stdout), "root": root}
+
+
+@pytest.mark.slow
+def test_a_forked_rank_is_the_launchers_child_in_a_session_of_its_own_under_its_own_name(told):
+    for number, fact in enumerate(told["facts"]):
+        assert (fact["parent"], fact["session"], fact["rank"]) == (fact["launcher"], fact["pid"], str(number))
+        name = f"aligner prepare --config {told['root'] / 'config.yaml'}"
+        assert fact["name"].endswith(name if number == 2 else f"{name} rank={number}")  # the third was not forked
+        assert signal.SIGUSR1 in fact["blocked"]
+        assert (told["root"] / f"rank-{number}.log").read_text().count("words of the rank") == 1
+    assert told["codes"] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+    assert told["left"] == 0
+
+
+@pytest.mark.slow
+def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(told):
+    first, second, _ = told["facts"]
+    assert "megatron.core" not in first["modules"]  # it prepares the run, and was not kept waiting for that
+    roles = {"aligner.training.setup", "aligner.servers.critic_server", "aligner.servers.reward_server"}
+    assert roles | {"megatron.core", "torch._dynamo", "pytriton.triton", "tritonclient.grpc"} < set(second["modules"])
+    assert not {"wandb", "transformers", "mlflow"} & set(second["modules"])
+    assert [(fact["threads"], fact["cuda"]) for fact in (first, second)] == [(1, False)] * 2
+
+
+@pytest.mark.slow
+def test_ranks_start_by_themselves_when_what_forks_them_was_killed(told):
+    third = told["facts"][2]
+    assert "aligner.cli.fork_server" not in third["modules"]
+    assert "aligner.training.prepare" in third["modules"]
