@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -76,10 +77,19 @@ def kill_processes(processes: Sequence[psutil.Process]) -> None:
     trackers = [process for process in processes if _is_resource_tracker(process)]
     for group in ([process for process in processes if process not in trackers], trackers):
         if group is trackers:
-            psutil.wait_procs(trackers, timeout=_TRACKERS_S)
+            deadline = time.monotonic() + _TRACKERS_S
+            while any(map(is_alive, trackers)) and time.monotonic() < deadline:
+                time.sleep(0.02)
         for process in group:
             with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
                 process.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended. One that has, and that nobody has waited for yet, is there all the same."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

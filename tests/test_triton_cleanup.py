@@ -92,6 +92,32 @@ def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -
             segment.unlink(missing_ok=True)
 
 
+_REAPER = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # orphans become children of this process, which waits for one child alone
+subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]], check=True)
+"""
+_KILLER = """
+import subprocess, sys, time
+import psutil
+from aligner.triton_cleanup import kill_processes
+owner = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+tracker = psutil.Process(int(owner.stdout.readline().split()[1]))
+while not any("multiprocessing.resource_tracker" in part for part in tracker.cmdline()):
+    time.sleep(0.01)
+start = time.monotonic()
+kill_processes([psutil.Process(owner.pid), tracker])
+print(time.monotonic() - start, tracker.status())
+"""
+
+
+def test_a_tracker_that_has_ended_is_not_waited_for_until_somebody_else_has_noticed() -> None:
+    ended = subprocess.run([sys.executable, "-c", _REAPER, _KILLER, _OWNER], capture_output=True, text=True, check=True)
+    seconds, status = ended.stdout.split()
+    assert status == psutil.STATUS_ZOMBIE
+    assert float(seconds) < 2
+
+
 def foreign(name: str, kind: str) -> Path:
     """Something of another user's in shared memory; links lead to a file of this one's."""
     path = Path("/dev/shm") / name

@@ -32,6 +32,7 @@ from aligner.triton_cleanup import (
     claim_directories,
     claim_triton_files,
     close_triton_memory,
+    is_alive,
     kill_processes,
     remove_triton_files,
     triton_environments,
@@ -192,7 +193,7 @@ class TritonHost:
 
         Triton starts a helper again, but may hand the late answer of the one before to the next request.
         """
-        if self._triton is None or not self._triton.is_alive() or not all(map(_runs, self._processes)):
+        if self._triton is None or not self._triton.is_alive() or not all(map(is_alive, self._processes)):
             raise AlignerError(
                 f"the Triton server or a helper of it ended by itself; its last words are in {self._log or 'the lines above'}"
             )
@@ -235,7 +236,7 @@ def _interrupted_when_triton_ends() -> Iterator[None]:
     """Raise _TritonEnded inside soon after a Triton ends: PyTriton would go on asking it for two minutes. Main thread only."""
 
     def look(*_: object) -> None:
-        if not any(map(_runs, _triton_processes()[:1])):
+        if not any(map(is_alive, _triton_processes()[:1])):
             raise _TritonEnded("it ended by itself")
 
     before = signal.signal(signal.SIGALRM, look)
@@ -274,12 +275,6 @@ def _triton_processes() -> list[psutil.Process]:
             if child.name() == "tritonserver":
                 found += [child, *child.children(recursive=True)]
     return found
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _model_folders() -> set[Path]:
