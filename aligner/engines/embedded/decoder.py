@@ -63,8 +63,8 @@ class _Geometry:
     rows: Tensor
     """int64 [R]: the row of each token, 0, 1, 2, …"""
     mask: Tensor
-    """Added to the scores of rows against the cache, [rows * KV heads, 1 or queries of a KV head, columns]; for
-    `engine.exact` bool [rows, width, columns]: what is seen"""
+    """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for `engine.exact` bool
+    [rows, width, columns]: what is seen"""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
@@ -169,8 +169,7 @@ class Decoder:
             return ~hidden
         dtype = self._weights["embedding.word_embeddings.weight"].dtype
         mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask.repeat_interleave(self._kv_heads, 0)
-        return mask if step.width == 1 else mask.repeat_interleave(self._heads // self._kv_heads, 1)
+        return mask.repeat_interleave(self._heads // self._kv_heads, 1)[:, None]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         table = self._weights["embedding.word_embeddings.weight"]
@@ -238,11 +237,10 @@ class Decoder:
         if self.exact:
             queries = query.reshape(rows, width, self._heads, size).transpose(1, 2)
             return batch_invariant.attend(queries, keys, values, geometry.mask).transpose(1, 2).reshape(len(query), -1)
-        # The queries that share a KV head are the rows of one small matrix product.
-        grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).reshape(rows * self._kv_heads, -1, size)
-        scores = torch.baddbmm(geometry.mask, grouped, keys.flatten(0, 1).mT, alpha=size**-0.5)
-        attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values.flatten(0, 1))
-        return attended.view(rows, self._kv_heads, width, -1, size).transpose(1, 2).reshape(len(query), -1)
+        # The queries that share a KV head are one's, one after another.
+        grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=geometry.mask)
+        return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(len(query), -1)
 
     def _attend_prompts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
