@@ -10,8 +10,8 @@ its ways of using the cores and goes on with the best; then whole launches take 
 left out, and what counts of a launch is the median of its other steps. Told are the median, least and most over launches.
 
 `products_s` is what the step's matrix products alone take, on our way's ranks: of the linear layers and the head, for each
-prompt once and each new token but the last in generation, forward for the reference, and forward and backward for the
-update. Attention's are not counted.
+prompt once and each new token, in generation, forward for the reference, and forward and backward for the update, the head
+for new tokens alone. Attention's are not counted.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Products:
         head = weights.pop("lm_head.weight", table)
         layers = [weight for weight in weights.values() if weight.dim() == 2]
         prompts, responses = len(work.prompts), len(work.prompts) * work.samples
-        tokens = responses * (work.prompt_tokens + work.new_tokens)
+        tokens = prompts * work.prompt_tokens + responses * work.new_tokens
         scored = responses * work.new_tokens
         parts = -(-tokens // way.processes // MICRO_BATCH_TOKENS)
 
