@@ -6,14 +6,14 @@ it is told over a pipe.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.environment import environment as with_environment
 from aligner.launch.rank_environment import library_environment
 from aligner.launch.server_ports import FreePorts
 
@@ -34,16 +34,11 @@ class Way:
         return layout.get("data", 1) * layout.get("pipeline", 1)
 
 
-@contextlib.contextmanager
-def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Of this process, for what is started meanwhile: libraries read theirs before a process can set any."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+OUR_WAYS = (
+    Way("1 process, 2 threads", 2, as_ranks=True),
+    Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
+)
+"""Of our trainer."""
 
 
 def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> None:
@@ -82,7 +77,9 @@ class Group:
             }
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._make, environment), daemon=True)
-            with _with_environment(library_environment(self.way.threads) if self.way.as_ranks else {}):
+            # Libraries read theirs before a process can set any.
+            libraries = library_environment(self.way.threads) if self.way.as_ranks else {}
+            with with_environment({**os.environ, **libraries}):
                 process.start()
             self._workers.append((process, ours))
         return self

@@ -36,16 +36,10 @@ from aligner.launch.server_ports import FreePorts
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model, write_tokenizer
 from benchmarks.peer_environment import peer_python
-from benchmarks.processes import Group, Way
+from benchmarks.processes import OUR_WAYS, Group, Way
 from benchmarks.runs import REPOSITORY, run_to_end
 
-OUR_WAYS = {
-    way.name: way
-    for way in (
-        Way("1 process, 2 threads", 2, as_ranks=True),
-        Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
-    )
-}
+OURS = {way.name: way for way in OUR_WAYS}
 PEER_WAYS = {
     f"{way.name}, {rows} rows": (way, rows)
     for way in (Way("1 thread", 1), Way("2 threads", 2), Way("data parallel, 2 processes", 1, {"data": 2}))
@@ -190,12 +184,12 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         return medians(side(work, *way)[args.warm_up :])
 
     trials = {
-        "ours": {name: functools.partial(launch, ours, OUR_WAYS[name], args.override) for name in args.our_way},
+        "ours": {name: functools.partial(launch, ours, OURS[name], args.override) for name in args.our_way},
         "peer": {name: functools.partial(launch, trl, *PEER_WAYS[name]) for name in args.peer_way},
     }
     tried = {side: {name: ways[name]()["step"] for name in ways if len(ways) > 1} for side, ways in trials.items()}
     best = {side: min(ways, key=lambda name: tried[side].get(name, 0.0)) for side, ways in trials.items()}
-    way = OUR_WAYS[best["ours"]]
+    way = OURS[best["ours"]]
     found: dict[str, list[dict[str, float]]] = {"ours": [], "peer": [], "products": []}
     with Group(way, functools.partial(Products, work, way)) as group:
         group.call("seconds")  # the first allocates
@@ -229,7 +223,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="launches of each side, in turn (5)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a launch (3)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before these (1)")
-    parser.add_argument("--our-way", nargs="+", choices=OUR_WAYS, default=[*OUR_WAYS], help="ways to try (all)")
+    parser.add_argument("--our-way", nargs="+", choices=OURS, default=[*OURS], help="ways to try (all)")
     parser.add_argument("--peer-way", nargs="+", choices=PEER_WAYS, default=[*PEER_WAYS], help="ways to try (all)")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of our configuration")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -28,14 +28,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model
-from benchmarks.processes import Group, Way
+from benchmarks.processes import OUR_WAYS, Group, Way
 from benchmarks.train_workers import LogprobPass, Ours, Peer
 
 PEER_WAYS = (Way("1 thread", 1), Way("2 threads", 2))
-OUR_WAYS = (
-    Way("1 process, 2 threads", 2, as_ranks=True),
-    Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
-)
 
 
 def best_way(

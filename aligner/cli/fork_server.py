@@ -33,7 +33,7 @@ def serve(config: Path, roles: list[str]) -> None:
     load(ROLES["prepare"])
     with suppress(AlignerError):  # the ranks will say it
         stored_config(config)
-    if _forks_until_rank(1):
+    if _is_fork():
         return
     for role in roles:
         load(ROLES[role])
@@ -41,19 +41,18 @@ def serve(config: Path, roles: list[str]) -> None:
         with suppress(ImportError):  # without servers there is no need of some
             importlib.import_module(module)
     gc.freeze()  # a collection would write to, and so copy, the pages that are shared
-    _forks_until_rank()
+    while not _is_fork():
+        pass
 
 
-def _forks_until_rank(requests: int | None = None) -> bool:
-    """Fork for so many requests, or for all; true in a rank, false here."""
-    while requests is None or requests > 0:
-        if not (line := sys.stdin.readline()):
-            os._exit(0)
-        if _fork():
-            _become(json.loads(line))
-            return True
-        requests = None if requests is None else requests - 1
-    return False
+def _is_fork() -> bool:
+    """Fork a rank for the next request; true in it, false here."""
+    if not (line := sys.stdin.readline()):
+        os._exit(0)
+    if not _fork():
+        return False
+    _become(json.loads(line))
+    return True
 
 
 def _fork() -> bool:

@@ -75,12 +75,7 @@ def _start(parsed: argparse.Namespace) -> Config:
     return stored_config(parsed.config)
 
 
-def stored_config(file: Path) -> Config:
-    """`load_config`, which takes a third of a second: once for this process and its forks, while the file is the same."""
-    state = file.stat() if file.is_file() else None
-    return _stored_config(file, state and (state.st_ino, state.st_mtime_ns))
-
-
 @functools.lru_cache(1)
-def _stored_config(file: Path, _state: tuple[int, int] | None) -> Config:
+def stored_config(file: Path) -> Config:
+    """`load_config`, which takes a tenth of a second: once for a process and its forks: a launch writes the file once."""
     return load_config(file)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from aligner.placement.addresses import Access, Endpoint
-from aligner.triton_cleanup import kill_processes, remove_triton_files
+from aligner.triton_cleanup import is_alive, kill_processes, remove_triton_files
 from tests.certificates import Certificates
 from tests.worker_pool import free_port
 
@@ -88,7 +88,7 @@ class RunningRole:
 
     def survivors(self) -> list[psutil.Process]:
         """Processes of the role that still run; one that its parent has not yet reaped runs no more."""
-        return [process for process in self.seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in self.seen if is_alive(process)]
 
     def kill(self) -> None:
         """SIGKILL to every process of the role, Triton's included: a launcher would end those that are left."""

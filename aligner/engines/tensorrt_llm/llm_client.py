@@ -15,6 +15,7 @@ import torch
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
+from aligner.environment import environment
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -57,19 +58,6 @@ def device_index(environ: Mapping[str, str], ordinal: int) -> int:
         return int(visible.split(",")[ordinal])
     except (ValueError, IndexError) as error:
         raise AlignerError(f"CUDA_VISIBLE_DEVICES={visible}: TensorRT-LLM needs GPU indices there, such as 0,1") from error
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have exactly these environment variables meanwhile."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager
