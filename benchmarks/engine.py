@@ -29,8 +29,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, shape_of, write_model
 from benchmarks.processes import Group, Way

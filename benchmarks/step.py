@@ -30,8 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from aligner.launch.server_ports import FreePorts
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model, write_tokenizer

@@ -17,14 +17,11 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model

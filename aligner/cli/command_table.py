@@ -11,6 +11,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from aligner.environment import OPENMP_WAITS
 from aligner.planner.command import add_plan_arguments
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
@@ -37,9 +38,7 @@ class Command:
     def run(self, parsed: argparse.Namespace) -> None:
         """Carry it out."""
         if self.draws_samples:
-            # Threads that spin while they wait cost a factor of ten where cores are shared; this counts only before torch
-            # is imported.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            os.environ.update(OPENMP_WAITS | os.environ)
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it leaves no unfinished file behind
         load(self.function)(parsed)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from aligner.environment import OPENMP_WAITS
 from aligner.errors import AlignerError
 from aligner.launch.processes import end_with_launcher
 from aligner.placement.addresses import WORLD_SECRET
@@ -50,8 +51,7 @@ def library_environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # Threads that spin between parallel regions take the cores of the other ranks.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **OPENMP_WAITS,
         "GLIBC_TUNABLES": ":".join(_ALLOCATOR),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -123,6 +123,20 @@ def scale_tensors(_: int, overflow: Tensor, tensors: Sequence[Sequence[Tensor]],
         torch.mul(source, scale, out=target)
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add left @ right to a float32 total, in place."""
+    return total.addmm_(left, right) if left.dtype == torch.float32 else total.add_(left @ right)
+
+
+class GradientAccumulation:
+    """Stands for apex's kernels that add a weight's gradient to its buffer within the product; fp32 buffers alone."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, for_outputs: Tensor, total: Tensor) -> None:
+        """Add for_outputs^T inputs to `total` [out, in], of inputs [T, in] and outputs' gradients [T, out]."""
+        add_product(total, for_outputs.t(), inputs)
+
+
 def install() -> None:
     """Redirect megatron-core to the CPU; call before a model is built. Harmless to call again."""
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "answers_cpu", False):
@@ -166,10 +180,13 @@ def install() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
 
     # gloo gathers and scatters equal parts only, but each tensor rank of an expert receives its own number of tokens.
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import layers, mappings
 
     mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
+
+    # A gradient that is made apart is written, read and added: three times its memory's way.
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
 
     # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA tensors.
     tensor_class.type = _cuda_type_name(Tensor.type)

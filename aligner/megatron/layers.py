@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from aligner.data.types import KeptTokens
 from aligner.megatron.attention import PackedAttention
@@ -43,6 +45,33 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         _mark_for_sequence_parallelism(self, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed x [..., H], of the same shape."""
+        return super().forward(x) if x.is_cuda else _RmsNorm.apply(x, self.weight, self.eps)
+
+
+class _RmsNorm(Function):
+    """torch's, of whose operators on a CPU each keeps and goes over a tensor of its own: this one keeps its input alone."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.epsilon = epsilon
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With y = w x r and r = (mean(x^2) + epsilon)^-1/2: w g r - x r^3 mean(w g x), and the sum of g x r."""
+        x, weight = context.saved_tensors
+        size = weight.numel()
+        rows, upstream, scale = x.reshape(-1, size).float(), gradient.reshape(-1, size).float(), weight.float()
+        inverse = torch.linalg.vector_norm(rows, dim=-1).square_().div_(size).add_(context.epsilon).rsqrt_()
+        product = upstream * rows
+        along = (product @ scale).mul_(inverse**3).div_(-size)
+        for_x = (upstream * scale).mul_(inverse[:, None]).addcmul_(rows, along[:, None])
+        return for_x.view(x.shape).to(x.dtype), (inverse @ product).to(weight.dtype), None
 
 
 class LayerNorm(nn.LayerNorm):

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from aligner.data.types import KeptTokens
+from aligner.megatron.cpu_backend import add_product
 from aligner.models import batch_invariant
 
 # On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
@@ -156,9 +157,7 @@ def _leave_out(scores: Tensor, kept: KeptTokens | None, tokens: slice, group: di
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Add left @ right to a float32 total, in place."""
-    if total is None:
-        return (left @ right).float()
-    return total.addmm_(left, right) if left.dtype == torch.float32 else total.add_(left @ right)
+    return (left @ right).float() if total is None else add_product(total, left, right)
 
 
 def _local_targets(targets: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -275,6 +275,18 @@ def attend(
     return attended.detach(), gradients
 
 
+def rms_norm(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """A layer's norm of x [..., H], and the gradients of both for one of the result."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from aligner.megatron.layers import RMSNorm
+
+    norm = RMSNorm(TransformerConfig(num_layers=1, hidden_size=len(weight), num_attention_heads=1), len(weight))
+    norm.weight = torch.nn.Parameter(weight)
+    normed = norm(x.requires_grad_())
+    return normed.detach(), *torch.autograd.grad(normed, (x, norm.weight), gradient)
+
+
 def refused_sequence(directory: str, length: int) -> str:
     """The error that a sequence of this length gives."""
     actor = policy(directory, {})

@@ -36,3 +36,16 @@ def test_packed_attention_and_its_gradients_equal_dense_ones(pool, layout, windo
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(given[name], gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_and_its_gradients_are_torchs(pool, dtype):
+    draw = torch.Generator().manual_seed(5)
+    x, gradient = (torch.randn(11, 1, 48, generator=draw).to(dtype) for _ in range(2))
+    weight = (1 + 0.3 * torch.randn(48, generator=draw)).to(dtype)
+    [(normed, *gradients)] = pool.run(jobs.rms_norm, 1, x, weight, gradient)
+    assert torch.equal(normed, torch.nn.functional.rms_norm(x, (48,), weight, 1e-5))
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    exact = torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (48,), leaves[1], 1e-5), leaves, gradient.double())
+    for given, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(given, expected.to(dtype))

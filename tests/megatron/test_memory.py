@@ -56,7 +56,7 @@ CASES = {
     "llama-selective": (LLAMA, {}, "vocabulary", {"recompute": "selective"}),
     "llama-full": (LLAMA, {}, "vocabulary", {"recompute": "full"}),
     "llama-bf16": (LLAMA, {}, "vocabulary", {"precision": "bf16"}),
-    "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 4}}),
+    "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 2}}),  # what adapters keep is not counted: rank over hidden
     "llama-frozen": (LLAMA, {}, "vocabulary", {"frozen": ["model.embed_tokens.*"]}),
     "critic": (LLAMA, {}, "scalar", {}),
     "tied": (TIED, {}, "vocabulary", {}),

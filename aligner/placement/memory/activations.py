@@ -46,7 +46,7 @@ class Layer:
         dense = self.device.itemsize * self._activated / self.layout.tensor
         network = self._experts if self.shape.num_experts else dense
         attended = self.device.itemsize * self._heads[0]
-        return norm_inputs * self.norm + 2 * self.input + self.core_inputs + self._normed_heads + attended + network
+        return (norm_inputs + 2) * self.input + self.core_inputs + self._normed_heads + attended + network
 
     @property
     def core_inputs(self) -> float:
@@ -75,16 +75,6 @@ class Layer:
         return not self.device.gpus and self.layout.context == 1 and shape.sliding_window is None and not shape.num_experts
 
     @property
-    def norm(self) -> float:
-        """The input of a norm. torch's RMS norm on a CPU is made of several operators, which compute and keep fp32."""
-        return self._stream * self._norm_bytes
-
-    @property
-    def _norm_bytes(self) -> int:
-        composite = self.shape.normalization == "rms" and not self.device.gpus
-        return 2 * FP32 if composite else self.device.itemsize
-
-    @property
     def _stream(self) -> float:
         return self.shape.hidden_size / (self.layout.tensor if self.layout.sequence else 1)
 
@@ -98,7 +88,7 @@ class Layer:
     def _normed_heads(self) -> float:
         """What norms of queries and keys keep."""
         queries, keys = self._heads
-        return self._norm_bytes * (queries + keys) if self.shape.qk_norm else 0
+        return self.device.itemsize * (queries + keys) if self.shape.qk_norm else 0
 
     @property
     def _mask(self) -> float:
@@ -229,7 +219,7 @@ class Stage:
     @property
     def _head_kept(self) -> float:
         """Bytes that the last norm and the head keep: the states that are projected, and logits of the last chunk."""
-        norm = self._tokens * self._layer.norm
+        norm = self._tokens * self._layer.input
         if self.head == "scalar":
             return norm + self._tokens * self._layer.input
         return norm + self._hidden + FP32 * self._logits
