@@ -75,13 +75,14 @@ class _VocabParallelLogprobs(Function):
         entropy = log_normalizer - weighted / normalizer
         context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
         context.temperature, context.chunk_tokens, context.kept, context.group = temperature, chunk_tokens, kept, group
+        context.buffer_of_gradients = getattr(weight, "main_grad", None)  # megatron-core's
         context.set_materialize_grads(False)
         return chosen - log_normalizer, entropy if with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, for_logprobs: Tensor | None, for_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the hidden states (this rank's part) and of the weight."""
+        """Gradients of the hidden states (this rank's part) and of the weight, which goes into its buffer where it has one."""
         hidden, weight, local, here, peak, log_scale, entropy, buffer = context.saved_tensors
         temperature = context.temperature
         upstream = torch.zeros_like(peak) if for_logprobs is None else for_logprobs / temperature
@@ -93,7 +94,7 @@ class _VocabParallelLogprobs(Function):
             factor += entropy_factor * (entropy - log_scale)
         upstream = torch.where(here, upstream, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight: Tensor | None = None
+        grad_weight = context.buffer_of_gradients
         chunks = _chunks(len(local), context.chunk_tokens)
         for tokens in reversed(chunks):
             if tokens is chunks[-1]:
@@ -113,8 +114,9 @@ class _VocabParallelLogprobs(Function):
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
-        if context.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        if context.buffer_of_gradients is not None or not context.needs_input_grad[1]:
+            return grad_hidden, *[None] * 7
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 

@@ -167,6 +167,8 @@ class Stage:
             again = self._tokens * (whole - layer.input if recompute == "full" else layer.core)
         saved = in_flight * kept[recompute] * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
         work, sent = self._backward_work, self._layout.virtual_pipeline
+        if self.stage == 0:
+            work = max(work, self._embedding * self.device.itemsize)  # its gradient is made whole
         if self._is_last:
             # The head's part is gone when the first layer is computed anew.
             again, work, sent = max(again, self._head_kept), max(work, self._head_work), sent - 1
@@ -211,6 +213,11 @@ class Stage:
         return self._tokens * self.device.itemsize * self.shape.hidden_size
 
     @property
+    def _embedding(self) -> float:
+        """Numbers of the rank's part of the vocabulary's table."""
+        return self.shape.vocab_size * self.shape.hidden_size / self._layout.tensor
+
+    @property
     def _logits(self) -> float:
         """Numbers of a chunk of logits."""
         chunk = min(self._tokens, getattr(self.settings, "logprob_chunk_tokens", self._tokens))
@@ -226,13 +233,12 @@ class Stage:
 
     @property
     def _head_work(self) -> float:
-        """Gradients of the states and of the projection, which is added up in fp32, and the entropy's part of the logits."""
+        """Gradients of the states and, in 16 bits, a chunk's of the projection; and the entropy's part of the logits."""
         if self.head == "scalar":
             return self._hidden
         narrow = self.device.itemsize if self.device.itemsize < FP32 else 0
-        weight = self.shape.vocab_size * self.shape.hidden_size / self._layout.tensor
         logits = self._logits if self.device.gpus else min(self._logits, _CPU_BLOCK)
-        return self._hidden + (weight + logits) * (FP32 + narrow)
+        return self._hidden + self._embedding * narrow + logits * (FP32 + narrow)
 
     @property
     def _backward_work(self) -> float:
