@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import FINISH_REASONS, KeptTokens, Sample, kept_by
+from aligner.data.types import FINISH_REASONS, KeptTokens, Sample, kept_by, of_responses
 
 T = TypeVar("T")
 
@@ -98,6 +98,9 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "versions": torch.cat([none, *(sample.weight_versions for sample in samples)]),
         "logprobs": torch.cat([torch.empty(0), *(sample.engine_logprobs for sample in samples)]),
     }
+    for name in ("drawn", "rewards"):
+        if (told := of_responses(samples, name)) is not None:
+            tensors[name] = told
     if (kept := kept_by(samples)) is not None:
         tensors |= {"kept_counts": kept.counts, "kept_ids": kept.ids}
     if routes := [sample.routes for sample in samples if sample.routes is not None]:
@@ -109,7 +112,8 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The samples that `samples_to_tensors` made these of, without metadata."""
     heads = tensors["heads"]
     lengths, responses = heads[:, 2].tolist(), (heads[:, 2] - heads[:, 3]).tolist()
-    parts = {name: tensors[name].split(responses) for name in ("versions", "logprobs")}
+    parts = {name: tensors[name].split(responses) for name in ("versions", "logprobs", "drawn", "rewards") if name in tensors}
+    nothing = [None] * len(responses)
     tokens = tensors["tokens"].split(lengths)
     kept = routes = None
     if "kept_counts" in tensors:
@@ -129,6 +133,8 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             finish_reason=FINISH_REASONS[finish],
             kept=None if kept is None else kept[row],
             routes=routes[row] if routes is not None and routed else None,
+            drawn=parts.get("drawn", nothing)[row],
+            rewards=parts.get("rewards", nothing)[row],
         )
         for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(heads.tolist())
     ]

@@ -84,7 +84,10 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response with its prompt. It has a token at least, unless it is unfinished."""
+    """One generated response with its prompt. It has a token at least, unless it is unfinished.
+
+    What follows the prompt of an episode of several turns is drawn and given by turns: what the model says, what it is told.
+    """
 
     prompt_id: int
     sample_index: int
@@ -92,9 +95,9 @@ class Sample:
     """int64 [T]: prompt and response, the end-of-sequence token included where there is one."""
     prompt_length: int
     engine_logprobs: Tensor
-    """float32 [R]: log-probability of each response token at the sampling temperature, as the engine saw it."""
+    """float32 [R]: log-probability of each response token at the sampling temperature by the engine; 0 of given ones."""
     weight_versions: Tensor
-    """int64 [R]: version of the weights that drew each response token."""
+    """int64 [R]: version of the weights that drew each response token; 0 of given ones."""
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(default_factory=dict)
     kept: KeptTokens | None = None
@@ -102,11 +105,20 @@ class Sample:
     routes: Tensor | None = None
     """uint8 or int16 [T-1, L, K]: the experts that the engine chose for each token but the last, in each of L layers; those of
     the weights that drew the token after it. None where the engine does not tell."""
+    drawn: Tensor | None = None
+    """bool [R]: which response tokens the model drew, the others were given to it; None: all"""
+    rewards: Tensor | None = None
+    """float32 [R]: what an environment gave for each response token, 0 for most; None without one"""
 
     @property
     def response(self) -> Tensor:
         """int64 [R]: the tokens after the prompt."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def drawn_count(self) -> int:
+        """How many response tokens the model drew."""
+        return len(self.response) if self.drawn is None else int(self.drawn.sum())
 
     def cut(self, response_tokens: int, finish_reason: FinishReason) -> Self:
         """The sample with its first so many response tokens."""
@@ -119,21 +131,26 @@ class Sample:
             finish_reason=finish_reason,
             kept=None if self.kept is None else self.kept.at(slice(response_tokens)),
             routes=None if self.routes is None else self.routes[: length - 1],
+            drawn=None if self.drawn is None else self.drawn[:response_tokens],
+            rewards=None if self.rewards is None else self.rewards[:response_tokens],
         )
 
     def __post_init__(self) -> None:
         response = self.tokens.numel() - self.prompt_length
         if response < (self.finish_reason != "unfinished"):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index} has no response token")
-        if self.engine_logprobs.shape != (response,) or self.weight_versions.shape != (response,):
+        parts = {
+            "log-probs": self.engine_logprobs,
+            "versions": self.weight_versions,
+            "sets of kept tokens": None if self.kept is None else self.kept.counts,
+            "marks of drawn tokens": self.drawn,
+            "rewards": self.rewards,
+        }
+        if wrong := [
+            f"{tuple(part.shape)} {name}" for name, part in parts.items() if part is not None and part.shape != (response,)
+        ]:
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but log-probs"
-                f" {tuple(self.engine_logprobs.shape)} and versions {tuple(self.weight_versions.shape)}"
-            )
-        if self.kept is not None and self.kept.counts.shape != (response,):
-            raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but {tuple(self.kept.counts.shape)}"
-                " sets of kept tokens"
+                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but {' and '.join(wrong)}"
             )
         if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1):
             raise ValueError(
@@ -205,7 +222,7 @@ RowsT = TypeVar("RowsT", bound=Rows)
 
 @dataclass(frozen=True)
 class SampleBatch(Rows):
-    """Samples; the mask is that of the responses."""
+    """Samples; the mask is that of the response tokens that were drawn."""
 
     prompt_lengths: Tensor
     """int64 [B]"""
@@ -217,6 +234,8 @@ class SampleBatch(Rows):
     """int64 [B]: places in FINISH_REASONS"""
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
+    turn_rewards: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B, S-1]: what environments gave, 0 outside the mask; None without any"""
 
     @property
     def samples_per_prompt(self) -> int:
@@ -279,6 +298,17 @@ def kept_by(samples: Sequence[Sample]) -> KeptTokens | None:
     )
 
 
+def of_responses(samples: Sequence[Sample], name: Literal["drawn", "rewards"]) -> Tensor | None:
+    """`drawn` or `rewards` of all response tokens, one after another; None where no sample tells."""
+    told = [getattr(sample, name) for sample in samples]
+    if all(part is None for part in told):
+        return None
+    usual = torch.ones if name == "drawn" else torch.zeros
+    dtype = torch.bool if name == "drawn" else torch.float32
+    parts = zip(told, samples, strict=True)
+    return torch.cat([usual(len(sample.response), dtype=dtype) if part is None else part for part, sample in parts])
+
+
 def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     """Pad samples to the longest one, on the right; there are routes where every sample tells its own."""
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
@@ -288,6 +318,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     logprobs, versions = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.int64)
     logprobs[mask] = torch.cat([sample.engine_logprobs for sample in samples])
     versions[mask] = torch.cat([sample.weight_versions for sample in samples])
+    rewards = None
+    if (turns := of_responses(samples, "rewards")) is not None:
+        rewards = torch.zeros(mask.shape).masked_scatter_(mask, turns)
     reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
     groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
     kept, routes = kept_by(samples), None
@@ -295,7 +328,10 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         counts, starts = torch.zeros(mask.shape, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.int64)
         counts[mask], starts[mask] = kept.counts, kept.starts
         kept = KeptTokens(counts, starts, kept.ids)
+    if (drawn := of_responses(samples, "drawn")) is not None:
+        mask = mask.masked_scatter(mask, drawn)
     told = [sample.routes for sample in samples if sample.routes is not None]
     if len(told) == len(samples):
         routes = pad_sequence(told, batch_first=True)
-    return SampleBatch(tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups, kept=kept, routes=routes)
+    own = (tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
+    return SampleBatch(*own, kept=kept, routes=routes, turn_rewards=rewards)

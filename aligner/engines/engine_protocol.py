@@ -15,6 +15,8 @@ from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
+_NONE = torch.empty(0, dtype=torch.int32)
+"""The ids of a token that was not drawn, or was drawn among all."""
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
@@ -82,6 +84,8 @@ class GenerationRequest:
     """A limit of this response's own, below the options'."""
     begun: Sample | None = None
     """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
+    turn_tokens: int | None = None
+    """Most tokens of a turn of a response of several, which `Generation.go_on` tells what comes after each."""
 
     def limit(self, options: SamplingOptions) -> int:
         """Most tokens of the response."""
@@ -148,6 +152,8 @@ class PartialResponse:
     limit: int
     """Most tokens that it may have."""
     tokens: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    """Whether each token was; the others were given. Of the last ones that it does not speak of all were."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of the weights that drew each token."""
@@ -157,9 +163,32 @@ class PartialResponse:
     routes: list[Tensor] = field(default_factory=list)
     """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
 
+    @property
+    def turn_limit(self) -> int:
+        """Most tokens that the response may have when its turn ends."""
+        turn = self.request.turn_tokens
+        return self.limit if turn is None else min(self.limit, len(self.drawn) + turn)
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Add tokens that were not drawn; the next turn begins behind them.
+
+        Raises AlignerError where they leave no room for a token to be drawn.
+        """
+        if len(self.tokens) + len(tokens) >= self.limit:
+            raise AlignerError(
+                f"prompt {self.request.prompt.id}, sample {self.request.sample_index}: {len(tokens)} tokens more than the"
+                f" {len(self.tokens)} of the response leave no room within its {self.limit}"
+            )
+        self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [0] * len(tokens)
+        self.kept += [_NONE] * len(tokens) if self.kept else []
+        self.finish_reason = None
+
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
-        prompt = self.request.prompt
+        prompt, drawn = self.request.prompt, self.drawn + [True] * (len(self.tokens) - len(self.drawn))
         counts = torch.tensor([len(ids) for ids in self.kept])
         return Sample(
             prompt_id=prompt.id,
@@ -172,6 +201,7 @@ class PartialResponse:
             metadata=prompt.metadata,
             kept=KeptTokens.in_order(counts, torch.cat(self.kept)) if counts.any() else None,
             routes=torch.cat(self.routes) if self.tokens and self.routes else None,
+            drawn=None if all(drawn) else torch.tensor(drawn),
         )
 
 
@@ -186,6 +216,12 @@ class Generation(Protocol):
         """Go on; returns the responses that are complete now, each with its place among the requests.
 
         May return none. Raises AlignerError when the engine has no weights, or sleeps.
+        """
+
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
+
+        Raises AlignerError where no room is left for a token to be drawn.
         """
 
     def unfinished(self) -> list[tuple[int, Sample]]:

@@ -50,6 +50,10 @@ class Step:
     prompts: Prompts | None = None
     width: int = 1
     """Tokens of each row."""
+    first_row: int = 0
+    """The cache's row that the tokens begin with."""
+    scores: bool = True
+    """Whether logits are wanted."""
     routes: list[Tensor] | None = None
     """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
@@ -61,7 +65,7 @@ class _Geometry:
     rotation: tuple[Tensor, Tensor] | None
     """Cosine and sine of every token's angles, [N, 1, rotated dims / 2]"""
     rows: Tensor
-    """int64 [R]: the row of each token, 0, 1, 2, …"""
+    """int64 [R]: the row of each token, from the step's first on: 0, 1, 2, …"""
     mask: Tensor
     """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for `engine.exact` bool
     [rows, width, columns]: what is seen"""
@@ -119,7 +123,7 @@ class Decoder:
         if prompts is not None:
             last = rows + prompts.lengths.cumsum(0) - 1
             x = torch.cat((x[:rows], x[last][prompts.copies]))
-        normed = self._norm(x, "decoder.final_layernorm")
+        normed = self._norm(x if step.scores else x[:0], "decoder.final_layernorm")
         head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
         return self._products.linear(normed, head)
 
@@ -230,7 +234,8 @@ class Decoder:
     ) -> Tensor:
         """New tokens of rows against their cache: [R, heads * head dim]."""
         width, size, rows = step.width, self._shape.head_dim, len(query) // step.width
-        keys, values = cache.keys[layer, :rows], cache.values[layer, :rows]
+        taken = slice(step.first_row, step.first_row + rows)
+        keys, values = cache.keys[layer, taken], cache.values[layer, taken]
         place = geometry.rows, slice(None), step.positions
         keys[place], values[place] = key, value
         keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]

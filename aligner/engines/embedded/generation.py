@@ -13,6 +13,7 @@ from torch import Tensor
 from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
+from aligner.engines.embedded.parked_rows import ParkedRows
 from aligner.engines.embedded.sampling import choose, uniforms
 from aligner.engines.embedded.speculation import Lookup
 from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
@@ -74,6 +75,9 @@ class EmbeddedGeneration:
     from the row of a sibling that still runs. Where rows are few and the next tokens can be guessed (`engine.speculation`)
     they run in the same pass: each place's token is drawn with its own random number, and is the response's as long as
     all guesses before it were what was drawn.
+
+    A response that has ended a turn keeps its row as long as nobody else needs one; told to go on, it runs what is new in a
+    pass of its own, or else everything anew.
     """
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
@@ -84,6 +88,10 @@ class EmbeddedGeneration:
         self._rows: list[_Response] = []
         self._complete: list[tuple[int, Sample]] = []
         """Complete, but not yet given out."""
+        self._between_turns: dict[int, _Response] = {}
+        """Given out; they may be told to go on."""
+        self._parked = ParkedRows(machine.cache)
+        """The rows of some of them, by their places among the requests."""
 
     @property
     def done(self) -> bool:
@@ -103,6 +111,15 @@ class EmbeddedGeneration:
         complete, self._complete = self._complete, []
         return complete
 
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
+
+        Raises AlignerError where no room is left for a token to be drawn.
+        """
+        response = self._between_turns[place]
+        response.give(tokens)
+        self._waiting.append(self._between_turns.pop(place))
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The responses that are not complete as they are now, each with its place among the requests."""
         return [(response.index, response.sample()) for response in (*self._rows, *self._waiting)]
@@ -111,19 +128,25 @@ class EmbeddedGeneration:
         """Complete every response that has a row; none joins."""
         while self._rows:
             self._advance(admit=False)
+        self._parked.forget()
 
     def restart_rows(self) -> None:
         """Forget keys and values: every response that had a row waits, first in line, and is run anew from its tokens."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows = []
+        self._parked.forget()
 
     def cancel(self) -> None:
         """Drop every response."""
         self._waiting.clear()
+        self._between_turns.clear()
+        self._parked.forget()
         self._rows, self._complete = [], []
 
     def _advance(self, *, admit: bool) -> None:
         start = time.perf_counter()
+        if admit:
+            self._read_on()
         joining, beginning = self._admit() if admit else ([], [])
         rows = [*self._rows, *joining]
         guesses = [()] * len(rows) if beginning else self._guess(rows)
@@ -145,6 +168,43 @@ class EmbeddedGeneration:
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
 
+    def _read_on(self) -> None:
+        """Have rows again for those whose keys and values are still there, and run what they were given since."""
+        returning = [response for response in self._waiting if response.index in self._parked]
+        first = len(self._rows)
+        if not returning:
+            return
+        held = []
+        for response in returning:
+            self._waiting.remove(response)
+            held.append(self._parked.take(response.index, len(self._rows)))
+            self._rows.append(response)
+            self._parked.make_room(len(self._rows), 0)
+        columns, device = self._machine.cache.size.columns, self._machine.device
+        width = max(response.length - 1 - had for response, had in zip(returning, held, strict=True))
+        tokens, positions = [], []
+        for response, had in zip(returning, held, strict=True):
+            new = [*response.prompt, *response.tokens][had:-1]
+            tokens += new + [0] * (width - len(new))
+            # What fills up a row is written behind it, and overwritten before it is seen.
+            positions += [min(had + ahead, columns - 1) for ahead in range(width)]
+        if not width:
+            return
+        step = Step(
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            columns=max(positions) + 1,
+            width=width,
+            first_row=first,
+            scores=False,
+        )
+        try:
+            with torch.inference_mode():
+                self._machine.forward(step, self._machine.cache)
+        except BaseException:
+            self.restart_rows()
+            raise
+
     def _check_finite(self, logprobs: Tensor) -> None:
         if not bool(logprobs.isfinite().all()):
             self._machine.cache.clear()
@@ -164,6 +224,7 @@ class EmbeddedGeneration:
             response = self._waiting[0]
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
+                self._parked.make_room(len(self._rows) + len(joining) + len(beginning), 1)
                 cache.copy_rows([sibling], [len(self._rows) + len(joining)], len(response.prompt) - 1)
                 response.read = self._rows[sibling].read
                 joining.append(self._waiting.popleft())
@@ -174,6 +235,7 @@ class EmbeddedGeneration:
                     break
                 distinct.add(context)
                 width = max(width, len(context))
+            self._parked.make_room(len(self._rows) + len(joining) + len(beginning), 1)
             beginning.append(self._waiting.popleft())
         return joining, beginning
 
@@ -183,7 +245,7 @@ class EmbeddedGeneration:
         none: list[Sequence[int]] = [()] * len(rows)
         if not settings.tokens or not 0 < len(rows) <= settings.rows or self._options.routes:
             return none
-        most = min(settings.tokens, *(row.limit - len(row.tokens) - 1 for row in rows))
+        most = min(settings.tokens, *(row.turn_limit - len(row.tokens) - 1 for row in rows))
         found = []
         for row in rows if most else ():
             row.lookup = row.lookup or Lookup(settings.ngram)
@@ -281,7 +343,7 @@ class EmbeddedGeneration:
         row.versions.append(self._machine.version)
         if token in self._options.stop_token_ids:
             row.finish_reason = "stop"
-        elif len(row.tokens) == row.limit:
+        elif len(row.tokens) == row.turn_limit:
             row.finish_reason = "length"
 
     def _release(self) -> None:
@@ -290,14 +352,24 @@ class EmbeddedGeneration:
         kept = [at for at, row in enumerate(rows) if row.finish_reason is None]
         if len(kept) == len(rows):
             return
-        self._complete += [(row.index, row.sample()) for row in rows if row.finish_reason is not None]
-        holes = [at for at in range(len(kept)) if rows[at].finish_reason is not None]
+        ended = {at: row for at, row in enumerate(rows) if row.finish_reason is not None}
+        self._complete += [(row.index, row.sample()) for row in ended.values()]
+        turns = {at for at, row in ended.items() if row.request.turn_tokens is not None}
+        self._between_turns |= {rows[at].index: rows[at] for at in turns}
+        holes = [at for at in ended if at < len(kept)]
         movers = kept[len(kept) - len(holes) :]
+        places = dict(zip(holes, movers, strict=True))
         if holes:
-            self._machine.cache.copy_rows(movers, holes, max(rows[at].length for at in movers))
-            for hole, mover in zip(holes, movers, strict=True):
+            # Those that end a turn change places with the rows that take theirs.
+            back = [hole for hole in holes if hole in turns]
+            moved = [*movers, *back]
+            targets = [*holes, *(places[hole] for hole in back)]
+            self._machine.cache.copy_rows(moved, targets, max(rows[at].length for at in moved))
+            for hole, mover in places.items():
                 rows[hole] = rows[mover]
         self._rows = rows[: len(kept)]
+        for at in turns if not self._options.routes else ():  # whose routes are told as everything is run anew
+            self._parked.park(ended[at].index, places.get(at, at), ended[at].length - 1)
 
 
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
@@ -306,6 +378,9 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
     response = _Response(request, limit, index=index, prompt=tuple(request.prompt.tokens.tolist()), numbers=numbers)
     if request.begun is not None:
         response.tokens = request.begun.response.tolist()
+        if request.begun.drawn is not None:
+            given = (~request.begun.drawn).nonzero()[-1]
+            response.drawn = request.begun.drawn[: int(given) + 1].tolist()
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
         response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()

@@ -44,7 +44,7 @@ class GraphedForward:
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """What the decoder's own `forward` returns; valid until the next call."""
         rows = len(step.tokens)
-        if step.prompts is not None or rows == 0 or step.width > 1:
+        if step.prompts is not None or rows == 0 or step.width > 1 or not step.scores:
             return self._decoder.forward(step, cache)
         wanted_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
         wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, cache.size.columns)

@@ -1,6 +1,6 @@
 """The ranks of a replica, of which one drives TensorRT-LLM, and the responses under way on them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
@@ -86,12 +86,16 @@ class ReplicaGeneration:
         self._replica, self._check_weights = replica, check_weights
         self._open = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
         self._tasks: dict[int, Any] = {}
+        self._between_turns: dict[int, Response] = {}
+        self._options = options
+        self._start(self._open)
 
+    def _start(self, responses: Mapping[int, Response]) -> None:
         def start(client: Client) -> None:
-            tasks = client.start(list(self._open.values()), options)
-            self._tasks = dict(zip(self._open, tasks, strict=True))
+            tasks = client.start(list(responses.values()), self._options)
+            self._tasks |= dict(zip(responses, tasks, strict=True))
 
-        replica.drive("starting responses", start)
+        self._replica.drive("starting responses", start)
 
     @property
     def done(self) -> bool:
@@ -107,7 +111,19 @@ class ReplicaGeneration:
             response = self._open.pop(place)
             response.tokens, response.logprobs, response.versions, response.finish_reason = drawn
             samples.append((place, response.sample()))
+            if response.request.turn_tokens is not None:
+                self._between_turns[place] = response
         return samples
+
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        """Have a complete response take a further turn; TensorRT-LLM's own reuse finds what it has run of it.
+
+        Raises AlignerError where no room is left for a token to be drawn.
+        """
+        response = self._between_turns[place]
+        response.give(tokens)
+        self._open[place] = self._between_turns.pop(place)
+        self._start({place: response})
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: nothing could go on from them."""
@@ -123,6 +139,7 @@ class ReplicaGeneration:
             self._replica.drive("cancelling responses", cancel)
         self._tasks.clear()
         self._open.clear()
+        self._between_turns.clear()
 
     def _wait(self, client: Client) -> list[list[Any]]:
         if not any(task.done() for task in self._tasks.values()):

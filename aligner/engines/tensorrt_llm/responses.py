@@ -124,7 +124,7 @@ class Responder:
         response.versions += [self._version] * len(tokens)
         if tokens and not short_by and tokens[-1] in options.stop_token_ids:
             response.finish_reason = "stop"
-        elif len(response.tokens) >= response.limit:
+        elif len(response.tokens) >= response.turn_limit:
             response.finish_reason = "length"
 
     def _sampling(self, response: Response, options: SamplingOptions, short_by: int) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Responder:
         """
         stops = list(options.stop_token_ids)
         return {
-            "max_tokens": short_by or response.limit - len(response.tokens),
+            "max_tokens": short_by or response.turn_limit - len(response.tokens),
             "temperature": options.temperature,
             "top_k": 1 if options.greedy else options.top_k,
             "top_p": None if options.greedy else options.top_p,

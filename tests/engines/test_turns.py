@@ -1,0 +1,148 @@
+"""Responses of several turns: what is drawn hangs on the tokens before it alone, wherever keys and values come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.embedded.generation import EmbeddedGeneration
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
+from aligner.megatron import world as worlds
+from aligner.models.model_source import directory_shape
+from aligner.schema import EngineConfig
+from tests.engines.engines import load_directory
+from tests.megatron import families, jobs
+
+LENGTHS = (3, 9, 3, 20, 6, 2)
+LIMIT, TURN = 40, 5
+STOPS = (5, 9, 20, 33, 41, 60)
+
+
+def given(turn: int, place: int) -> list[int]:
+    """What a response is told after a turn."""
+    return [(7 * place + 3 * turn + at) % 70 + 2 for at in range(1 + (place + turn) % 4)]
+
+
+def episodes(directory: str, rows: int, delays: int = 0, *, forgets: bool = False, exact: bool = True) -> list[Sample]:
+    """Responses of three turns each; an answer comes so many of the engine's steps after it is asked for, or a few more."""
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(5)
+    prompts = [Prompt(at, "", torch.randint(2, 72, (length,), generator=draw)) for at, length in enumerate(LENGTHS)]
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"), EngineConfig(exact=exact, batch_size=rows), 0, seed=2
+    )
+    load_directory(engine, Path(directory))
+    requests = [GenerationRequest(prompt, 0, turn_tokens=TURN) for prompt in prompts]
+    generation = engine.start(requests, SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS))
+    assert isinstance(generation, EmbeddedGeneration)
+    done: dict[int, Sample] = {}
+    turns, due, step = dict.fromkeys(range(len(prompts)), 0), list[tuple[int, int]](), 0
+    while len(done) < len(prompts):
+        for place, sample in generation.step():
+            turns[place] += 1
+            if turns[place] == 3:
+                done[place] = sample
+            else:
+                due.append((step + delays * (1 + place % 3), place))
+        for when, place in [each for each in due if each[0] <= step]:
+            due.remove((when, place))
+            if forgets:
+                generation._parked.forget()
+            generation.go_on(place, given(turns[place], place))
+        step += 1
+    return [done[place] for place in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(families.save("llama3", tmp_path_factory.mktemp("turns")))
+
+
+def test_a_response_is_what_was_drawn_and_given_in_turn(directory):
+    for place, sample in enumerate(episodes(directory, 6)):
+        assert sample.drawn is not None
+        after = sample.drawn.int().diff().nonzero()[:, 0] + 1
+        parts = sample.response.tensor_split(after.tolist())
+        assert [part.tolist() for part in parts[1::2]] == [given(1, place), given(2, place)]
+        for turn in parts[::2]:
+            ended = torch.isin(turn, torch.tensor(STOPS))
+            assert not ended[:-1].any() and (bool(ended[-1]) or len(turn) == TURN)
+        assert (sample.engine_logprobs[~sample.drawn] == 0).all() and (sample.engine_logprobs[sample.drawn] < 0).any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rows": 6, "delays": 3}, {"rows": 6, "forgets": True}, {"rows": 4, "delays": 2}, {"rows": 2, "delays": 7}, {"rows": 1}],
+    ids=str,
+)
+def test_no_bit_of_it_hangs_on_when_answers_come_and_on_which_rows_are_kept(directory, settings):
+    for one, other in zip(episodes(directory, 6), episodes(directory, **settings), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+        assert one.drawn is not None and other.drawn is not None and torch.equal(one.drawn, other.drawn)
+
+
+def test_a_row_that_is_kept_reads_only_what_is_new(directory, monkeypatch):
+    engines = []
+    start = EmbeddedGeneration._plan
+
+    def counted(self, rows, guesses, beginning):
+        engines.append(sum(len(one.prompt) + len(one.tokens) for one in beginning))
+        return start(self, rows, guesses, beginning)
+
+    monkeypatch.setattr(EmbeddedGeneration, "_plan", counted)
+    episodes(directory, 6, delays=2)
+    assert sum(engines) == sum(LENGTHS)
+
+
+def off(directory: str, exact: bool) -> float:
+    """How far the engine's log-probs of turns are from the trainer's."""
+    actor = jobs.policy(directory, {}, {"micro_batch_tokens": 200}, exact=exact)
+    batch = collate(episodes(directory, 6, delays=2, exact=exact), pad_token_id=0)
+    actor.temperature = 0.8
+    scored = actor.logprobs(batch.tokens, batch.lengths, kept=batch.kept)
+    worlds.shutdown()
+    return float((scored - batch.engine_logprobs)[batch.mask].abs().max())
+
+
+@pytest.mark.parametrize(("exact", "bound"), [(True, 0.0), (False, 1e-5)])
+def test_the_trainer_has_the_log_probs_of_every_drawn_token(pool, directory, exact, bound):
+    assert pool.run(off, 1, directory, exact)[0] <= bound
+
+
+def test_new_weights_are_not_read_over_old_keys(directory):
+    samples = {}
+    for updates in (False, True):
+        torch.set_num_threads(1)
+        engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2)
+        load_directory(engine, Path(directory))
+        request = GenerationRequest(Prompt(0, "", torch.tensor([4, 8, 15])), 0, turn_tokens=TURN)
+        generation = engine.start([request], SamplingOptions(LIMIT, stop_token_ids=STOPS))
+        while not (complete := generation.step()):
+            pass
+        if updates:
+            load_directory(engine, Path(directory))
+            assert 0 not in generation._parked
+        generation.go_on(0, given(0, 0))
+        while not (complete := generation.step()):
+            pass
+        samples[updates] = complete[0][1]
+    assert torch.equal(samples[False].engine_logprobs, samples[True].engine_logprobs)
+
+
+def test_a_turn_without_room_is_refused(directory):
+    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(), 0, seed=2)
+    load_directory(engine, Path(directory))
+    generation = engine.start([GenerationRequest(Prompt(7, "", torch.tensor([4])), 1, turn_tokens=3)], SamplingOptions(8))
+    while not generation.step():
+        pass
+    with pytest.raises(AlignerError, match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within"):
+        generation.go_on(0, [2] * 5)
+    generation.go_on(0, [2] * 4)
+    while not (complete := generation.step()):
+        pass
+    assert complete[0][1].finish_reason == "length" and complete[0][1].drawn_count == 4
