@@ -59,17 +59,25 @@ def sealed(text: str) -> str:
     return _SEAL.format(xxhash.xxh3_64_hexdigest(text.encode())) + text[1:]
 
 
+def unsealed(text: str) -> dict[str, Any]:
+    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not as it was sealed."""
+    if text != sealed("{" + text[_SEALED_FROM:]):
+        raise DamagedError("damaged: its content is not what its checksum was made of")
+    content = json.loads(text)
+    del content["checksum"]
+    return content
+
+
 def read_sealed(file: Path) -> dict[str, Any]:
     """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not as it was written."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedError(f"{file}: cannot be read: {error}") from error
-    if text != sealed("{" + text[_SEALED_FROM:]):
-        raise DamagedError(f"{file}: damaged: its content is not what its checksum was made of")
-    content = json.loads(text)
-    del content["checksum"]
-    return content
+    try:
+        return unsealed(text)
+    except DamagedError as error:
+        raise DamagedError(f"{file}: {error}") from error
 
 
 def sealed_record(content: bytes) -> bytes:

@@ -1,0 +1,296 @@
+"""Environments for many episodes at once, in worker processes; what hangs, dies or answers wrongly there is begun again."""
+
+import asyncio
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aligner.environments.episode_environment import EpisodeLost, Outcome
+from aligner.environments.episode_journal import EpisodeJournal
+from aligner.environments.worker_process import EnvironmentFailed, WorkerLost, WorkerProcess, WorkerSettings
+from aligner.errors import AlignerError, ConfigError
+
+_log = logging.getLogger(__name__)
+_MIB = 2**20
+_SHOWN_CHARACTERS = 300
+_Result = TypeVar("_Result")
+
+
+class _Worker:
+    """A place in the pool for a process, which is started anew once it is lost."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self.starting = asyncio.create_task(WorkerProcess.start(settings))
+
+    async def process(self) -> WorkerProcess:
+        """The process, once it is ready. Raises EnvironmentFailed where it does not get so."""
+        if self.starting.done() and (self.starting.cancelled() or self.starting.exception() or self.starting.result().is_lost):
+            self.starting = asyncio.create_task(WorkerProcess.start(self._settings))
+        try:
+            return await asyncio.shield(self.starting)
+        except ConfigError as error:  # another process had found it
+            raise EnvironmentFailed(f"was not imported: {error}") from error
+
+    async def close(self) -> None:
+        self.starting.cancel()
+        await asyncio.wait([self.starting])
+        if not self.starting.cancelled() and self.starting.exception() is None:
+            await self.starting.result().close()
+
+
+@dataclass
+class _Environment:
+    """One that lives in a process."""
+
+    process: WorkerProcess
+    number: int
+    calls: int = 0
+    """That it has answered."""
+
+
+@dataclass
+class _Episode:
+    name: str
+    calls: list[list[Any]]
+    """What it has asked: its reset, then its steps."""
+    digested: list[list[Any]]
+    """The same for the journal: the reset with what environments are made of."""
+    answer: "Future[Outcome]" = field(default_factory=Future)
+    """To the last of them."""
+    failures: int = 0
+    place: _Worker | None = None
+    """Its own from its reset until it is over."""
+    environment: _Environment | None = None
+
+
+class EnvironmentPool:
+    """Environments of one class, each asked by the name of its episode; for one thread, which gets futures.
+
+    An episode whose environment fails goes on in a fresh one: that is asked all that the episode has asked, when the next
+    answer is wanted, and must answer as the first one did. Failures are a call that takes more than `deadline_s`, an
+    exception, the end of its process, and what is no answer: a wrong type, a reward that is not finite, an observation of
+    more than `most_characters`. After more than `retries` of them, and where the answers differ, the episode is lost.
+    A process that has to be ended costs the other episodes on it nothing but their replay.
+
+    `deadline_s` is wall-clock time from when a call is sent to a process, which runs the code of one environment at a time.
+    Environments that await what they wait for may be many to a process. Those that compute wait for each other: have
+    `episodes_per_worker` times the longest call well below `deadline_s`, 1 at best, and as many workers as cores.
+
+    What `journal` has of an episode is told from there: no environment is started until the episode goes beyond it.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        *,
+        workers: int,
+        episodes_per_worker: int,
+        deadline_s: float,
+        memory_mib: int | None,
+        retries: int,
+        most_characters: int,
+        journal: EpisodeJournal | None = None,
+    ) -> None:
+        """`target` is `module:Class`, made with `arguments`, which are JSON; `memory_mib` bounds a process's address space."""
+        module, _, name = target.partition(":")
+        memory_bytes = None if memory_mib is None else memory_mib * _MIB
+        self._settings = WorkerSettings(module, name, dict(arguments), most_characters, memory_bytes)
+        self._workers, self._episodes_per_worker = workers, episodes_per_worker
+        self._deadline_s, self._retries = deadline_s, retries
+        self._journal, self._keeps = journal or EpisodeJournal(), journal is not None
+        self._episodes: dict[str, _Episode] = {}
+        self._numbers = itertools.count(1)
+        self._places: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._all: list[_Worker] = []
+        self._tasks = set[asyncio.Task[Any]]()
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the processes; returns when the first one is ready, the others get so meanwhile.
+
+        Raises ConfigError, with the reason alone, where there is no such class or it does not take the arguments.
+        """
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._begin()).result()
+        except EnvironmentFailed as error:
+            self.close()
+            raise ConfigError(f"the environment {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def reset(self, episode: str, task: Mapping[str, Any], seed: int) -> "Future[Outcome]":
+        """Begin an episode; `task` is JSON. Once more are open than there are places, it waits in turn for one to be over.
+
+        The future raises EpisodeLost. Raises AlignerError for an episode that is open, and a task that is not JSON.
+        """
+        if self._thread is None:
+            raise AlignerError("the pool does not run: it must be started, and not be closed")
+        if episode in self._episodes:
+            raise AlignerError(f"episode {episode} is open; an episode is finished before it begins again")
+        asked = ["reset", dict(task), seed]
+        try:
+            json.dumps(asked, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise AlignerError(f"episode {episode}: its task must be JSON: {error}") from error
+        made_of = [self._settings.module, self._settings.name, self._settings.arguments]
+        opened = self._episodes[episode] = _Episode(episode, [asked], [[*asked, *made_of]])
+        opened.answer = self._run(self._answered(opened))
+        return opened.answer
+
+    def step(self, episode: str, action: str) -> "Future[Outcome]":
+        """Act. The future raises EpisodeLost. Raises AlignerError for an episode that is unknown, done, lost or in a call."""
+        opened = None if self._thread is None else self._episodes.get(episode)
+        if opened is None:
+            raise AlignerError(f"episode {episode} is unknown; it must be reset before a step")
+        if not opened.answer.done():
+            raise AlignerError(f"episode {episode} has not got its last answer yet; a step must wait for that")
+        if opened.answer.cancelled() or opened.answer.exception() is not None:
+            why = "it was cancelled" if opened.answer.cancelled() else opened.answer.exception()
+            raise AlignerError(f"episode {episode} is lost, and takes no step: {why}")
+        if opened.answer.result().done:
+            raise AlignerError(f"episode {episode} is done, and takes no step")
+        opened.calls.append(["step", action])
+        opened.digested.append(["step", action])
+        opened.answer = self._run(self._answered(opened))
+        return opened.answer
+
+    def finish(self, episode: str) -> None:
+        """End an episode, also in the middle of a call, whose future is cancelled; its environment is closed meanwhile.
+
+        The journal keeps it. Raises AlignerError for an unknown one.
+        """
+        if episode not in self._episodes:
+            raise AlignerError(f"episode {episode} is unknown, or was finished before")
+        finished = self._episodes.pop(episode)
+        finished.answer.cancel()
+        self._loop.call_soon_threadsafe(self._leave, finished)
+        if not self._keeps:
+            self._journal.forget([episode])
+
+    def close(self) -> None:
+        """End all processes, which close their environments; the futures of calls under way are cancelled. May be repeated."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._run(self._end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> "Future[_Result]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _begin(self) -> None:
+        self._all = [_Worker(self._settings) for _ in range(self._workers)]
+        for _ in range(self._episodes_per_worker):
+            for worker in self._all:
+                self._places.put_nowait(worker)
+        first, _ = await asyncio.wait([worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED)
+        first.pop().result()
+
+    async def _end(self) -> None:
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait({*self._tasks})
+        await asyncio.gather(*(worker.close() for worker in self._all))
+
+    def _hold(self, task: "asyncio.Task[Any] | None") -> None:
+        """Have a task that lives until it is done, or the pool is closed."""
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answered(self, episode: _Episode) -> Outcome:
+        """What the episode is answered to the last of its calls."""
+        self._hold(asyncio.current_task())
+        call = len(episode.calls) - 1
+        try:
+            if episode.place is None:
+                episode.place = await self._places.get()
+            outcome = self._journal.told(episode.name, call, episode.digested[call])
+            if outcome is None:
+                outcome = await self._outcome(episode)
+                self._journal.record(episode.name, call, episode.digested[call], outcome)
+        except BaseException:  # lost, or finished in the middle
+            self._leave(episode)
+            raise
+        if outcome.done:
+            self._leave(episode)
+        return outcome
+
+    async def _outcome(self, episode: _Episode) -> Outcome:
+        while True:
+            try:
+                return await self._asked(episode)
+            except WorkerLost:
+                episode.environment = None
+            except EnvironmentFailed as error:
+                environment, episode.environment = episode.environment, None
+                call = 0 if environment is None else environment.calls
+                if environment is not None:
+                    await self._close_environment(episode.name, environment)
+                episode.failures += 1
+                _log.warning("episode %s, in its %s, failure %d: %s", episode.name, _named(call), episode.failures, error)
+                if episode.failures > self._retries:
+                    told = f"it has failed {episode.failures} times, {self._retries} retries are allowed"
+                    raise EpisodeLost(f"episode {episode.name}, in its {_named(call)}: {error}; {told}") from error
+
+    async def _asked(self, episode: _Episode) -> Outcome:
+        """Ask an environment of this episode's all that it was not asked before."""
+        if episode.place is None:
+            raise AssertionError  # it has one until it is over
+        environment = episode.environment
+        if environment is None or environment.process.is_lost:
+            episode.environment = None
+            environment = _Environment(await episode.place.process(), next(self._numbers))
+            episode.environment = environment
+        for call, asked in enumerate(episode.calls[environment.calls :], start=environment.calls):
+            outcome = Outcome(**await environment.process.ask(environment.number, asked, self._deadline_s))
+            before = self._journal.told(episode.name, call, episode.digested[call])
+            if before is not None and before != outcome:
+                raise EpisodeLost(
+                    f"episode {episode.name}, in its {_named(call)}: the environment answered differently when it was replayed,"
+                    f" {_shown(outcome)}, than before, {_shown(before)}; it must follow from task, seed and actions alone"
+                )
+            environment.calls += 1
+        return outcome
+
+    def _leave(self, episode: _Episode) -> None:
+        """Have the episode's environment closed, and its place be another's then."""
+        place, episode.place = episode.place, None
+        environment, episode.environment = episode.environment, None
+        if place is not None:
+            self._hold(self._loop.create_task(self._vacate(episode.name, place, environment)))
+
+    async def _vacate(self, episode: str, place: _Worker, environment: _Environment | None) -> None:
+        try:
+            if environment is not None:
+                await self._close_environment(episode, environment)
+        finally:
+            self._places.put_nowait(place)
+
+    async def _close_environment(self, episode: str, environment: _Environment) -> None:
+        try:
+            await environment.process.close_environment(environment.number, self._deadline_s)
+        except EnvironmentFailed as error:
+            _log.warning("episode %s: closing its environment: %s", episode, error)
+
+
+def _named(call: int) -> str:
+    return "reset" if call == 0 else f"step {call}"
+
+
+def _shown(outcome: Outcome) -> str:
+    text = str(outcome)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from aligner.environments.environment_pool import EnvironmentPool
+from tests.environments.acting import pool_of
+
+
+class Log:
+    """What environments were asked, as they noted it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def lines(self) -> list[list[str]]:
+        return [line.split(maxsplit=2) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+
+    def asked(self, name: str) -> list[str]:
+        return [what for episode, _, what in self.lines() if episode == name]
+
+    def pids(self, name: str = "") -> list[int]:
+        """Of the processes that an episode was in, in order; of all of them and all that they started without a name."""
+        found = [int(pid) for episode, pid, _ in self.lines() if name in ("", episode)]
+        children = [int(what.split()[1]) for _, _, what in self.lines() if what.startswith("child ") and not name]
+        return list(dict.fromkeys(found + children))
+
+    def wait_for(self, name: str, what: str) -> None:
+        end = time.monotonic() + 20
+        while what not in self.asked(name):
+            assert time.monotonic() < end, self.lines()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "log")
+    yield log
+    for pid in log.pids():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def make(log: Log) -> Iterator[Callable[..., EnvironmentPool]]:
+    """Pools that run, and are closed at the end."""
+    pools = []
+
+    def made(**settings: Any) -> EnvironmentPool:
+        pools.append(pool_of(log.file, **settings))
+        pools[-1].start()
+        return pools[-1]
+
+    yield made
+    for pool in pools:
+        pool.close()
+
+
+def ended(pids: list[int], within_s: float = 15.0) -> bool:
+    """Whether processes are gone, or but for being reaped, within some time."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not any(map(_lives, pids)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

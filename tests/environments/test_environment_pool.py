@@ -1,0 +1,268 @@
+"""What goes wrong in an environment is that episode's alone; whatever else is going on goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import CancelledError, wait
+
+import pytest
+
+from aligner.environments.episode_environment import EpisodeLost, Outcome
+from aligner.errors import AlignerError, ConfigError
+from tests.environments.acting import pool_of
+from tests.environments.conftest import ended
+
+
+def opened(pool, *names, **task):
+    for answer in [pool.reset(name, {"name": name, **task}, seed) for seed, name in enumerate(names)]:
+        answer.result()
+
+
+def test_environments_that_wait_do_so_at_the_same_time(make):
+    pool = make(workers=2, episodes_per_worker=32)
+    names = [f"e{number}" for number in range(64)]
+    opened(pool, *names)
+    start = time.monotonic()
+    answers = [pool.step(name, "sleep 0.2").result() for name in []] + [
+        answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]
+    ]
+    assert time.monotonic() - start < 3.2  # a quarter of one after the other
+    assert len({answer.observation for answer in answers}) == 64 and not any(answer.done for answer in answers)
+
+
+def test_an_answer_has_observation_reward_and_end(make, log):
+    pool = make()
+    messages = '[{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}]'
+    assert pool.reset("a", {"name": "a", "first": messages}, 1).result() == Outcome(
+        [{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}], 0.0, False
+    )
+    assert pool.step("a", 'answer ("", 0.1 + 0.2, False)').result() == Outcome("", 0.1 + 0.2, False)
+    numpy = "[__import__('numpy').float32(0.5), __import__('numpy').bool_(True)]"
+    assert pool.step("a", f"answer ['end', *{numpy}]").result() == Outcome("end", 0.5, True)
+    assert pool.reset("b", {"name": "b", "first": "[]"}, 1).result() == Outcome([])
+
+
+def test_workers_import_no_torch_and_what_they_print_is_no_answer(make):
+    pool = make()
+    opened(pool, "a")
+    assert pool.step("a", "print").result().observation.startswith("print: ")
+    assert pool.step("a", "answer (str('torch' in sys.modules), 0, False)").result().observation == "False"
+
+
+def test_a_new_episode_waits_in_turn_for_a_place_and_open_ones_go_on(make, log):
+    pool = make(episodes_per_worker=2)
+    opened(pool, "a", "b")
+    third, fourth, fifth = (pool.reset(name, {"name": name}, 0) for name in "cde")
+    for _ in range(3):
+        assert pool.step("a", "say").result() and pool.step("b", "say").result()
+    assert not third.done()
+    pool.finish("a")
+    assert third.result() and not fourth.done()
+    pool.finish("d")  # before it had a place
+    assert fourth.cancelled()
+    assert pool.step("b", "done").result().done  # as good as finished
+    assert fifth.result()
+    log.wait_for("b", "close")
+    assert log.asked("a") == ["reset", "say", "say", "say", "close"] and log.asked("d") == []
+
+
+def test_what_cannot_be_asked_is_told_at_once(make):
+    pool = make()
+    with pytest.raises(AlignerError, match="episode a is unknown; it must be reset before a step"):
+        pool.step("a", "say")
+    opened(pool, "a", "b")
+    with pytest.raises(AlignerError, match="episode a is open"):
+        pool.reset("a", {}, 0)
+    with pytest.raises(AlignerError, match=r"episode c: its task must be JSON: .*set"):
+        pool.reset("c", {"name": {1}}, 0)
+    under_way = pool.step("a", "sleep 0.2")
+    with pytest.raises(AlignerError, match="episode a has not got its last answer yet"):
+        pool.step("a", "say")
+    under_way.result()
+    pool.step("a", "done").result()
+    with pytest.raises(AlignerError, match="episode a is done, and takes no step"):
+        pool.step("a", "say")
+    with pytest.raises(EpisodeLost):
+        pool.step("b", "raise").result()
+    with pytest.raises(AlignerError, match=r"episode b is lost, and takes no step: .*nobody is in"):
+        pool.step("b", "say")
+    pool.finish("a")
+    with pytest.raises(AlignerError, match="episode a is unknown, or was finished before"):
+        pool.finish("a")
+    opened(pool, "a")
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        ("raise", "step raised ValueError: nobody is in"),
+        ("exit", "step raised SystemExit: enough"),
+        ("memory", "step raised MemoryError"),
+        ("answer ('', 0)", "step returned ('', 0); it must be an observation, a reward and whether it is done"),
+        ("answer None", "step returned None; it must be an observation"),
+        ("answer (None, 0, False)", "step returned the observation None; it must be a text or a list of messages"),
+        ("answer (['a'], 0, False)", "step returned the observation ['a']; it must be a text or a list of messages"),
+        ("answer ([{'role': 'user'}], 0, False)", "exactly a `role` and a `content`"),
+        ("answer ([{'role': 'user', 'content': 1}], 0, False)", "exactly a `role` and a `content`"),
+        ("answer ([{'role': 'user', 'content': '', 'x': ''}], 0, False)", "exactly a `role` and a `content`"),
+        ("answer ('\\ud800', 0, False)", "texts that UTF-8 can hold"),
+        ("answer ('x' * 1001, 0, False)", "step returned an observation of 1001 characters; at most 1000 are allowed"),
+        ("answer ([{'role': '', 'content': ''}] * 1001, 0, False)", "step returned 1001 messages; at most 1000 are allowed"),
+        ("answer ('', float('nan'), False)", "step returned the reward nan; it must be a finite number"),
+        ("answer ('', 10**400, False)", "it must be a finite number"),
+        ("answer ('', '1', False)", "step returned the reward '1'; it must be a finite number"),
+        ("answer ('', True, False)", "step returned the reward True; it must be a finite number"),
+        ("answer ('', 1, 0)", "step returned 0 for whether it is done; it must be True or False"),
+    ],
+)
+def test_what_is_no_answer_loses_the_episode_and_tells_why(shared, action, told):
+    name = f"episode of {action[:30]}"
+    opened(shared, name)
+    shared.step(name, "say").result()
+    with pytest.raises(EpisodeLost) as caught:
+        shared.step(name, action).result()
+    assert told in str(caught.value)
+    assert str(caught.value).startswith(f"episode {name}, in its step 2: ")
+    assert str(caught.value).endswith("it has failed 1 times, 0 retries are allowed")
+    shared.finish(name)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    pool = pool_of(tmp_path_factory.mktemp("shared") / "log", memory_mib=2000)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(make):
+    pool = make(kind="Plain")
+    with pytest.raises(EpisodeLost, match=r"episode a, in its reset: reset returned the observation 1; "):
+        opened(pool, "a", first="1")
+    opened(pool, "b")
+    with pytest.raises(EpisodeLost, match=r"it must be `async def step`"):
+        pool.step("b", "say").result()
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "told"),
+    [
+        ("tests.environments.nowhere:Told", {}, "No module named 'tests.environments.nowhere'"),
+        ("tests.environments.acting:Nobody", {}, "has no attribute 'Nobody'"),
+        ("tests.environments.acting:NOTHING", {}, "'NOTHING' has no reset and no step"),
+        ("tests.environments.acting:NoStep", {}, "'NoStep' has no step: it must be a class with both"),
+        ("tests.environments.acting:Told", {"logs": ""}, r"'Told' does not take the arguments \['logs'\]: "),
+        ("Told", {}, ""),
+    ],
+)
+def test_a_class_that_is_not_there_or_does_not_fit_is_refused_at_the_start(target, arguments, told):
+    pool = pool_of(None)
+    pool = type(pool)(
+        target,
+        arguments,
+        **{"workers": 2, "episodes_per_worker": 1, "deadline_s": 1, "memory_mib": None, "retries": 0, "most_characters": 9},
+    )
+    with pytest.raises(ConfigError, match=told):
+        pool.start()
+    pool.close()
+
+
+def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
+    pool = make(deadline_s=0.6)
+    opened(pool, "late", "other")
+    start = time.monotonic()
+    with pytest.raises(EpisodeLost, match=r"episode late, in its step 1: gave no answer within 0.6 s; it has failed 1 times"):
+        pool.step("late", "sleep 60").result()
+    assert time.monotonic() - start < 3
+    pool.step("other", "say").result()
+    assert len(log.pids()) == 1 and log.asked("other") == ["reset", "say"] and log.asked("late")[-1] == "close"
+
+
+@pytest.mark.parametrize("how", ["hang", "hold", "task hang", "deaf", "die", "task die"])
+def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, how):
+    pool = make(deadline_s=1.0)
+    opened(pool, "guilty", "busy", "idle")
+    before = pool.step("idle", "say").result()
+    busy = pool.step("busy", "sleep 0.7")  # sent before, so that it would be late before
+    time.sleep(0.1)
+    with pytest.raises(EpisodeLost, match=r"episode guilty, in its step 1: .*(no answer within 1 s|ended with code 3)"):
+        pool.step("guilty", how).result()
+    assert busy.result().observation.startswith("sleep 0.7: ")
+    after = pool.step("idle", "say").result()
+    assert before.observation.startswith("say: ") and before != after
+    assert log.asked("idle") == ["reset", "say", "reset", "say", "say"] and len(log.pids("idle")) == 2
+    assert log.asked("guilty")[:2] == ["reset", how]
+    assert ended(log.pids("idle")[:1])
+
+
+def test_a_process_that_is_killed_from_outside_is_replaced_when_it_is_needed(make, log):
+    pool = make(retries=1)
+    opened(pool, "a", "b")
+    drawn = pool.step("a", "say").result()
+    os.kill(log.pids()[0], signal.SIGKILL)
+    assert ended(log.pids()[:1])
+    assert pool.step("a", "say").result() != drawn
+    assert log.asked("a") == ["reset", "say", "reset", "say", "say"] and log.asked("b") == ["reset"]
+    under_way = pool.step("a", "sleep 0.5")
+    log.wait_for("a", "sleep 0.5")
+    os.kill(log.pids("a")[1], signal.SIGKILL)
+    assert under_way.result().observation.startswith("sleep 0.5: ") and len(log.pids("a")) == 3
+
+
+def test_what_fails_once_goes_on_as_if_it_had_not(make, log, tmp_path):
+    pool = make(retries=2, deadline_s=0.8)
+    opened(pool, "a")
+    told = [pool.step("a", "say").result()]
+    for kind in ("raise", "sleep 60"):
+        told.append(pool.step("a", f"once {tmp_path / kind[:5]} {kind}").result())
+    with pytest.raises(EpisodeLost, match=r"episode a, in its step 4: .*it has failed 3 times, 2 retries are allowed"):
+        pool.step("a", "raise").result()
+    for marker in ("raise", "sleep"):
+        (tmp_path / marker).touch()
+    opened(pool, "again")
+    actions = ["say", f"once {tmp_path / 'raise'} raise", f"once {tmp_path / 'sleep'} sleep 60"]
+    assert [pool.step("again", action).result() for action in actions] == told
+
+
+@pytest.mark.parametrize("first", ["str(os.getpid())", "'same'"])
+def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(make, log, first):
+    pool = make(retries=5)
+    opened(pool, "a", first=first)
+    pool.step("a", "answer (str(os.getpid()), 0, False)").result()
+    os.kill(log.pids()[0], signal.SIGKILL)
+    call = "reset" if "pid" in first else "step 1"
+    with pytest.raises(EpisodeLost, match=rf"episode a, in its {call}: the environment answered differently when it was repl"):
+        pool.step("a", "say").result()
+    opened(pool, "b")
+
+
+def test_finishing_in_the_middle_of_a_call_closes_the_environment(make, log):
+    pool = make(episodes_per_worker=1)
+    opened(pool, "a")
+    under_way = pool.step("a", "sleep 60")
+    log.wait_for("a", "sleep 60")
+    pool.finish("a")
+    assert under_way.cancelled()
+    opened(pool, "a")
+    assert log.asked("a") == ["reset", "sleep 60", "close", "reset"] and len(log.pids()) == 1
+
+
+def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
+    pool = make(workers=3, deadline_s=60)
+    opened(pool, "a", "b", "c", "d")
+    pool.step("a", "child").result()
+    hanging = [pool.step("b", "hang"), pool.step("c", "thread 60")]
+    log.wait_for("b", "hang")
+    log.wait_for("c", "thread 60")
+    assert len(log.pids()) == 4
+    pool.close()
+    wait(hanging)
+    assert ended(log.pids(), 0.5)
+    assert "close" in log.asked("a") and "close" in log.asked("d")
+    with pytest.raises(CancelledError):
+        hanging[0].result()
+    with pytest.raises(AlignerError, match="the pool does not run"):
+        pool.reset("e", {}, 0)
+    pool.close()
