@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.environment import environment as with_environment
+from aligner.environment_variables import environment as with_environment
 from aligner.launch.rank_environment import library_environment
 from aligner.launch.server_ports import FreePorts
 

@@ -49,7 +49,8 @@ class OnlineAlgorithm:
     ) -> ScoredSamples:
         """Scores [B] to rewards [B, S-1], and the samples that are learned from; values are [B, S] where there is a critic.
 
-        A KL penalty in the reward is taken token by token, the score on the last response token.
+        A KL penalty in the reward is taken token by token, the score on the last response token, but for what an environment
+        gave for others.
         """
         coefficient = 0.0 if self._kl_in_loss else kl_coefficient
         kl, cut_values = torch.zeros_like(reference_logprobs), None
@@ -58,10 +59,13 @@ class OnlineAlgorithm:
         if values is not None and self.settings.bootstrap_cut:
             after_last = values.gather(1, batch.lengths[:, None] - 1)[:, 0]
             cut_values = torch.where(has_ended(batch), 0.0, after_last)
+        turns = batch.turn_rewards
+        at_end = scores if turns is None else scores - turns.sum(1)
+        rewards = penalized_rewards(at_end, kl, coefficient, batch.mask)
         samples = ScoredSamples(
             **vars(batch),
             scores=scores,
-            rewards=penalized_rewards(scores, kl, coefficient, batch.mask),
+            rewards=rewards if turns is None else rewards + turns,
             values=None if values is None else torch.where(batch.mask, values[:, :-1], 0.0),
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,

@@ -11,7 +11,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from aligner.environment import OPENMP_WAITS
+from aligner.environment_variables import OPENMP_WAITS
 from aligner.planner.command import add_plan_arguments
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"

@@ -120,6 +120,14 @@ class Sample:
         """How many response tokens the model drew."""
         return len(self.response) if self.drawn is None else int(self.drawn.sum())
 
+    def turns(self) -> list[Tensor]:
+        """The response in parts, int64 each, of which every second, from the second on, was given."""
+        if self.drawn is None:
+            return [self.response]
+        borders = (self.drawn[1:] != self.drawn[:-1]).nonzero()[:, 0] + 1
+        parts = list(self.response.tensor_split(borders.tolist()))
+        return parts if self.drawn[0] else [self.response[:0], *parts]
+
     def cut(self, response_tokens: int, finish_reason: FinishReason) -> Self:
         """The sample with its first so many response tokens."""
         length = self.prompt_length + response_tokens
@@ -157,6 +165,18 @@ class Sample:
                 f"sample {self.prompt_id}/{self.sample_index}: routes are {tuple(self.routes.shape)}, must be of"
                 f" {self.tokens.numel() - 1} tokens"
             )
+
+
+def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
+    """What environments gave for each of these samples, float32 [B]; None without any.
+
+    Not a number for all samples of a prompt where it is for one: an episode was lost.
+    """
+    if all(sample.rewards is None for sample in samples):
+        return None
+    sums = torch.stack([torch.zeros(()) if sample.rewards is None else sample.rewards.sum() for sample in samples])
+    groups = sums.view(-1, samples_per_prompt)
+    return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
 
 
 def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:

@@ -86,6 +86,8 @@ class GenerationRequest:
     """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
     turn_tokens: int | None = None
     """Most tokens of a turn of a response of several, which `Generation.go_on` tells what comes after each."""
+    waits: bool = False
+    """Whether the first turn waits for `go_on` too."""
 
     def limit(self, options: SamplingOptions) -> int:
         """Most tokens of the response."""
@@ -232,6 +234,13 @@ class Generation(Protocol):
 
     def cancel(self) -> None:
         """Drop what is not complete."""
+
+
+class BeginsGenerations(Protocol):
+    """An engine, or what has one draw more than single responses."""
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+        """As `GenerationEngine.start`."""
 
 
 def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import BeginsGenerations, Generation, GenerationRequest, SamplingOptions, advance
 from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 
@@ -47,7 +47,7 @@ def replica_group(layout: EngineParallelConfig, rank: int, timeout: timedelta) -
 
 
 def generate_in_parts(
-    engine: GenerationEngine,
+    engine: BeginsGenerations,
     layout: EngineParallelConfig,
     rank: int,
     samples: Sequence[Sample],

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from aligner.environment import OPENMP_WAITS
+from aligner.environment_variables import OPENMP_WAITS
 from aligner.errors import AlignerError
 from aligner.launch.processes import end_with_launcher
 from aligner.placement.addresses import WORLD_SECRET

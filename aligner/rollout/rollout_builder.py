@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Prompt, Sample, SampleBatch, collate, unbegun
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, environment_scores, unbegun
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
@@ -82,7 +82,7 @@ class RolloutBatch:
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
     """Response tokens of each sample that is not among the rows, int64 [N]."""
     among = set(rows.tolist())
-    return tuple(len(sample.response) for row, sample in enumerate(samples) if row not in among)
+    return tuple(sample.drawn_count for row, sample in enumerate(samples) if row not in among)
 
 
 @dataclass
@@ -167,13 +167,18 @@ class RolloutBuilder:
             [generated.prompts[row] for row in rows.tolist()],
             samples,
             collate(samples, self._pad_token_id),
-            PendingRows(tuple(generated.scores), rows),
+            self._scores(generated, rows),
             PendingRows(tuple(generated.values), rows),
             deferred=len(self._under_way),
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
             guesses=guesses,
         )
+
+    def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
+        """Those that were asked for, with what environments gave; of these rows, int64 [B], or all."""
+        added = environment_scores(generated.samples, self._settings.samples_per_prompt)
+        return PendingRows(tuple(generated.scores), rows, added)
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:
         """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
@@ -251,7 +256,7 @@ class RolloutBuilder:
         """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
-            pending = PendingRows(tuple(generated.scores))
+            pending = self._scores(generated)
             scores = pending.local() if self._is_alone else pending.result()
             rows = informative(self._compared(scores, generated.samples), each)
             found = len(rows) // each

@@ -260,8 +260,8 @@ class RolloutPipeline:
         """Rank 0's batch on every rank, with the critic's values of it asked for."""
         fields, rows = broadcast_json((None, None) if drawn is None else (_to_json(drawn), _rows(drawn).tolist()))
         samples = broadcast_samples(None if drawn is None else drawn.samples)
-        futures = () if drawn is None else drawn.scores.futures
-        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows)))
+        futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
+        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added))
         return replace(rollout, values=PendingRows(self._services.ask_values(rollout.batch)))
 
     def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:

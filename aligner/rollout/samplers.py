@@ -7,6 +7,7 @@ from typing import Protocol
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
+from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
 from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.services import together
@@ -46,14 +47,17 @@ class ColocatedSampler:
     rank: int
     sleeps: bool = False
     """Whether the engine gives its memory back between steps."""
+    episodes: EpisodeEngine | None = None
+    """What draws where there is an environment."""
 
     def sample(
         self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
     ) -> list[Sample]:
         """As `Sampler`."""
         steps = None if enough is None else STEPS_A_PART
+        engine = self.engine if self.episodes is None else self.episodes
         parts = generate_in_parts(
-            self.engine, self.layout, self.rank, samples, samples_per_prompt, options, steps=steps, enough=enough
+            engine, self.layout, self.rank, samples, samples_per_prompt, options, steps=steps, enough=enough
         )
         return run_through(parts)
 
@@ -65,6 +69,8 @@ class ColocatedSampler:
 
     def close(self) -> None:
         """As `Sampler`."""
+        if self.episodes is not None:
+            self.episodes.environments.close()
         self.engine.shutdown()
 
 

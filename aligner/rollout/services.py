@@ -52,6 +52,8 @@ class PendingRows:
     futures: tuple[Future[Tensor], ...]
     chosen: Tensor | None = None
     """int64 [B]: which of the rows are wanted, all where None"""
+    added: Tensor | None = None
+    """[rows]: what is added to all of them, on rank 0"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
     """All rows by their width, once they are here; selections share it."""
 
@@ -67,7 +69,7 @@ class PendingRows:
 
     def local(self) -> Tensor:
         """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
-        rows = torch.cat(_results(self.futures))
+        rows = self._with_added(torch.cat(_results(self.futures)))
         return rows if self.chosen is None else rows[self.chosen]
 
     def _receive(self, width: int | None) -> Tensor:
@@ -78,7 +80,7 @@ class PendingRows:
             if not parts:
                 return None
             whole = [part if width is None else F.pad(part, (0, width - part.shape[1])) for part in parts]
-            parts[:] = [torch.cat(whole).contiguous()]
+            parts[:] = [self._with_added(torch.cat(whole)).contiguous()]
             return list(parts[0].shape)
 
         shape = together(receive)
@@ -86,6 +88,9 @@ class PendingRows:
         if is_distributed():
             dist.broadcast(rows, 0)
         return rows
+
+    def _with_added(self, rows: Tensor) -> Tensor:
+        return rows if self.added is None else rows + self.added
 
     def select(self, rows: Tensor) -> "PendingRows":
         """Some of these rows (int64 [N]), in that order."""

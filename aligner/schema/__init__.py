@@ -14,6 +14,7 @@ from aligner.schema.critic import TRAINED, CriticConfig
 from aligner.schema.data import DataConfig
 from aligner.schema.dry_run import DryRunConfig
 from aligner.schema.engine import EngineConfig, EngineParallelConfig, SpeculationConfig
+from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation import EvaluationConfig
 from aligner.schema.logging import LoggingConfig
 from aligner.schema.model import ModelConfig
@@ -43,6 +44,7 @@ class Config:
         micro_batch_tokens=".kind=model|combined",
         precision=".kind=model|combined",
     )
+    environment: EnvironmentConfig = section(EnvironmentConfig, read="algorithm.trainer=online")
     engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
     server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
     cluster: ClusterConfig = section(ClusterConfig)

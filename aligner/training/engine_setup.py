@@ -4,9 +4,12 @@ import functools
 import os
 from datetime import timedelta
 
+from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
+from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.replicas import replica_group
+from aligner.environments.environment_pool import EnvironmentPool
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -24,7 +27,11 @@ from aligner.servers.generator_client import GeneratorClient
 
 
 def build_engine_ends(
-    config: Config, policy: Policy, client: GeneratorClient | None, listener: SpanListener | None = None
+    config: Config,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    client: GeneratorClient | None,
+    listener: SpanListener | None = None,
 ) -> tuple[Sampler, WeightPublisher]:
     """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
     `listener` is told what a colocated engine tells of, and when weights move to the generator.
@@ -33,8 +40,27 @@ def build_engine_ends(
         publisher = _remote_publisher(config, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
     engine = _colocated_engine(config, policy, listener)
-    sampler = ColocatedSampler(engine, config.engine.parallel, policy.world.rank, config.engine.sleep)
+    episodes = None if config.environment.target is None else _episodes(config, engine, tokenizer)
+    sampler = ColocatedSampler(engine, config.engine.parallel, policy.world.rank, config.engine.sleep, episodes)
     return sampler, _colocated_publisher(config, policy, engine)
+
+
+def _episodes(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> EpisodeEngine:
+    """What draws episodes on this rank, in environments of its own. Raises ConfigError where these cannot be made."""
+    settings = config.environment
+    assert settings.target is not None
+    environments = EnvironmentPool(
+        settings.target,
+        settings.arguments,
+        workers=settings.workers,
+        episodes_per_worker=settings.episodes_per_worker,
+        deadline_s=settings.deadline_s,
+        memory_mib=settings.memory_mib,
+        retries=settings.retries,
+        most_characters=settings.most_characters,
+    )
+    environments.start()
+    return EpisodeEngine(engine, environments, tokenizer, settings, config.seed)
 
 
 def _remote_publisher(

@@ -13,7 +13,7 @@ from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
 from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Prompt, Sample, collate
+from aligner.data.types import Prompt, Sample, collate, environment_scores
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.files import write_file
@@ -102,14 +102,18 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics, `eval/…`, of the weights that the engine holds, those of `step`. Collective.
 
-        Random streams are the same every time and never a training step's. Raises AlignerError as the scorer does, and where
+        Random streams are the same every time and never a training step's. An episode whose environment failed counts as one
+        that is worth nothing, and in `eval/lost_episodes`. Raises AlignerError as the scorer does, and where
         the run has gone on without the references' scores.
         """
         references = self._references(step)
         samples = self.builder.generate(self.prompts, self.settings.samples, self.options)
         prompts = [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
         scores = self._scores(prompts, samples).view(len(self.prompts), -1)
-        metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
+        lost = int(scores.isnan().sum())
+        metrics = evaluation_metrics(scores.nan_to_num(), self.settings.pass_threshold, references)
+        if lost:
+            metrics["eval/lost_episodes"] = float(lost)
         batch = collate(samples, self.tokenizer.pad_token_id)
         logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
@@ -117,11 +121,14 @@ class Evaluator:
         return metrics
 
     def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
-        """[B]: what each sample is worth."""
+        """[B]: what each sample is worth, with what its environment gave."""
         if self.scorer is not None:
-            return text_scores(self.scorer, prompts, samples, self.tokenizer)
-        batch = collate(samples, self.tokenizer.pad_token_id)
-        return self.services.score(batch, [prompt.metadata for prompt in prompts])
+            scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
+        else:
+            batch = collate(samples, self.tokenizer.pad_token_id)
+            scores = self.services.score(batch, [prompt.metadata for prompt in prompts])
+        given = environment_scores(samples, 1)
+        return scores if given is None else scores + given
 
     def _references(self, step: int) -> Tensor:
         """[P]: the scores of the references, which are found once and kept in the run directory.

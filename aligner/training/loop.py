@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Sample
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, RecordWriter
@@ -54,10 +55,18 @@ class Recorder:
                 "prompt": prompts[index].text,
                 "response": self.tokenizer.decode(samples[index].response),
                 "reward": float(result.scores[index]),
+                **self._transcript(samples[index]),
             }
             for index in range(0, len(samples), -(-len(samples) // count))
         ]
         self.samples.write(step, records)
+
+    def _transcript(self, sample: Sample) -> dict[str, list[dict[str, str]]]:
+        """What was said in an episode of several turns, and by whom."""
+        if sample.drawn is None:
+            return {}
+        turns = [self.tokenizer.decode(turn) for turn in sample.turns()]
+        return {"turns": [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]}
 
 
 class StopCondition:

@@ -94,7 +94,7 @@ def build_trainer(
         with_reference=is_learning,
         exact=config.engine.exact,
     )
-    sampler, publisher = build_engine_ends(config, policy, services.generator, timeline.add)
+    sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add)
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
     if not is_learning:
         return PreferenceSampler(

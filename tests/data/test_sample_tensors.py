@@ -1,13 +1,13 @@
 """What engines tell of every token goes with the samples: between ranks, over the wire, into checkpoints and batches."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import KeptTokens, Sample, collate
+from aligner.data.types import KeptTokens, Sample, collate, environment_scores
 from aligner.rollout.rollout_builder import truncated
 from aligner.servers.wire_protocol import response_tensors, with_responses
 
@@ -121,3 +121,37 @@ def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_make
     some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
     assert collate(some, pad_token_id=0).routes is None
     assert all(sample.routes is None for sample in with_responses(some, response_tensors(some)))
+
+
+def an_episode() -> Sample:
+    """Two turns of two and one tokens, with two given between them."""
+    sample = a_sample(3, 0, 5, None, routed=False)
+    drawn, rewards = torch.tensor([True, True, False, False, True]), torch.tensor([0.0, 0.5, 0.0, 0.0, -1.0])
+    return replace(sample, drawn=drawn, rewards=rewards)
+
+
+def test_which_tokens_were_drawn_and_what_environments_gave_goes_with_the_samples():
+    episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
+    first, second = samples_from_tensors(samples_to_tensors([episode, plain]))
+    assert torch.equal(first.drawn, episode.drawn) and torch.equal(first.rewards, episode.rewards)
+    assert bool(second.drawn.all()) and not bool(second.rewards.any())
+    (alone,) = samples_from_tensors(samples_to_tensors([plain]))
+    assert alone.drawn is None and alone.rewards is None
+
+
+def test_what_was_given_is_neither_learned_from_nor_counted():
+    episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
+    batch = collate([episode, plain], pad_token_id=0)
+    assert batch.mask.tolist() == [[False] * 2 + [True] * 2 + [False] * 2 + [True], [False] + [True] * 4 + [False] * 2]
+    assert batch.turn_rewards.tolist() == [[0.0] * 3 + [0.5, 0.0, 0.0, -1.0], [0.0] * 7]
+    assert torch.equal(batch.engine_logprobs[0, 2:], episode.engine_logprobs)
+    assert (episode.drawn_count, plain.drawn_count) == (3, 4)
+    assert [turn.tolist() for turn in episode.turns()] == [part.tolist() for part in episode.response.split([2, 2, 1])]
+    assert torch.equal(torch.cat(episode.cut(3, "length").turns()), episode.response[:3])
+
+
+def test_a_prompt_whose_episode_was_lost_has_no_score():
+    lost = replace(an_episode(), rewards=torch.full((5,), torch.nan))
+    scores = environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)
+    assert scores[:2].tolist() == [-0.5, -0.5] and bool(scores[2:].isnan().all())
+    assert environment_scores([a_sample(2, 1, 4, None, routed=False)], 1) is None

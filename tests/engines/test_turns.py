@@ -38,7 +38,9 @@ def episodes(directory: str, rows: int, delays: int = 0, *, forgets: bool = Fals
     )
     load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompt, 0, turn_tokens=TURN) for prompt in prompts]
-    generation = engine.start(requests, SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS))
+    generation = engine.start(
+        requests, SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS)
+    )
     assert isinstance(generation, EmbeddedGeneration)
     done: dict[int, Sample] = {}
     turns, due, step = dict.fromkeys(range(len(prompts)), 0), list[tuple[int, int]](), 0
@@ -140,7 +142,9 @@ def test_a_turn_without_room_is_refused(directory):
     generation = engine.start([GenerationRequest(Prompt(7, "", torch.tensor([4])), 1, turn_tokens=3)], SamplingOptions(8))
     while not generation.step():
         pass
-    with pytest.raises(AlignerError, match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within"):
+    with pytest.raises(
+        AlignerError, match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within"
+    ):
         generation.go_on(0, [2] * 5)
     generation.go_on(0, [2] * 4)
     while not (complete := generation.step()):

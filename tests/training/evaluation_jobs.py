@@ -51,7 +51,7 @@ def evaluator(config: Config, world: World) -> Evaluator:
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
-    sampler, publisher = build_engine_ends(config, policy, client=None)
+    sampler, publisher = build_engine_ends(config, policy, tokenizer, client=None)
     publisher.publish(version=0)
     options, services = build_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)

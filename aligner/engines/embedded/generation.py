@@ -84,11 +84,12 @@ class EmbeddedGeneration:
         self._machine, self._options = machine, options
         responses = [_begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
-        self._waiting = deque(sorted(responses, key=lambda response: first[response.prompt]))
+        in_order = sorted(responses, key=lambda response: first[response.prompt])
+        self._waiting = deque(response for response in in_order if not response.request.waits)
         self._rows: list[_Response] = []
         self._complete: list[tuple[int, Sample]] = []
         """Complete, but not yet given out."""
-        self._between_turns: dict[int, _Response] = {}
+        self._between_turns = {response.index: response for response in responses if response.request.waits}
         """Given out; they may be told to go on."""
         self._parked = ParkedRows(machine.cache)
         """The rows of some of them, by their places among the requests."""

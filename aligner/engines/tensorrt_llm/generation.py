@@ -84,9 +84,10 @@ class ReplicaGeneration:
     ) -> None:
         """`check_weights` raises when there are none. Collective over the replica."""
         self._replica, self._check_weights = replica, check_weights
-        self._open = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
+        responses = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
+        self._between_turns = {place: response for place, response in responses.items() if response.request.waits}
+        self._open = {place: response for place, response in responses.items() if not response.request.waits}
         self._tasks: dict[int, Any] = {}
-        self._between_turns: dict[int, Response] = {}
         self._options = options
         self._start(self._open)
 

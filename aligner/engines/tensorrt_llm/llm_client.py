@@ -15,7 +15,7 @@ import torch
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
 from aligner.engines.tensorrt_llm.responses import Responder, Response
-from aligner.environment import environment
+from aligner.environment_variables import environment
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig

@@ -1,0 +1,28 @@
+"""Episodes against the engine, and against what draws them."""
+
+from collections.abc import Iterator
+
+from aligner.models.model_source import ExpectedInputs
+from aligner.models.shape import ModelShape
+from aligner.schema import Config
+from aligner.schema.options import callable_place
+
+
+def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+    """What no episodes can be drawn with."""
+    settings, engine = config.environment, config.engine
+    if settings.target is None:
+        return
+    key = f"environment.target={settings.target}"
+    if callable_place(settings.target) is None:
+        yield f"{key}: must be module:Class, or null"
+    if engine.placement != "colocated":
+        yield f"{key}: episodes are drawn on the trainer's ranks alone; give engine.placement=colocated"
+    if engine.parallel.tensor > 1:
+        yield f"{key}: engine.parallel.tensor={engine.parallel.tensor}: must be 1, each rank has its own episodes"
+    if config.rollout.spare_prompts:
+        yield f"{key}: rollout.spare_prompts={config.rollout.spare_prompts}: episodes are not left behind; give 0"
+    if not config.rollout.stop_at_eos and settings.turn_end is None:
+        yield f"{key}: a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"
+    if config.rollout.truncate_token is not None:
+        yield f"{key}: rollout.truncate_token={config.rollout.truncate_token!r} would cut episodes; give null"

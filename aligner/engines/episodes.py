@@ -1,0 +1,172 @@
+"""Episodes: responses of several turns, and what an environment says between them."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import FinishReason, Sample
+from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.environments.episode_environment import EpisodeLost, Outcome
+from aligner.errors import AlignerError
+from aligner.schema.environment import EnvironmentConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeEngine:
+    """An engine whose responses are episodes in environments of this process's own."""
+
+    engine: GenerationEngine
+    environments: EnvironmentPool
+    tokenizer: Tokenizer
+    settings: EnvironmentConfig
+    seed: int
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "EpisodeGeneration":
+        """Begin one episode a request; as `GenerationEngine.start`."""
+        turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
+        ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
+        turns = [replace(each, turn_tokens=self.settings.max_turn_tokens, waits=True) for each in requests]
+        return EpisodeGeneration(self, requests, self.engine.start(turns, replace(options, stop_token_ids=ends)))
+
+
+@dataclass
+class _Episode:
+    name: str
+    request: GenerationRequest
+    sample: Sample | None = None
+    """As it was at the end of the last turn."""
+    turns: int = 0
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """By the response token that each was given for, a turn's last one."""
+
+
+class EpisodeGeneration:
+    """A `Generation` of episodes: while environments answer some of them, the engine draws turns of the others.
+
+    An episode ends where its environment says so; it is cut where a turn, the response or the number of turns reaches its
+    limit. One whose environment fails for good comes with a reward that is not a number, which no score is made of.
+    """
+
+    def __init__(self, means: EpisodeEngine, requests: Sequence[GenerationRequest], generation: Generation) -> None:
+        self._means, self._generation = means, generation
+        self._open: dict[int, _Episode] = {}
+        self._asked: dict[Future[Outcome], int] = {}
+        self._complete: list[tuple[int, Sample]] = []
+        for place, request in enumerate(requests):
+            prompt = request.prompt
+            episode = self._open[place] = _Episode(f"{prompt.id}/{request.sample_index}/{place}", request)
+            task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
+            # A prompt's samples meet the same environment.
+            seed = means.seed * 1_000_003 + prompt.id
+            self._asked[means.environments.reset(episode.name, task, seed)] = place
+
+    @property
+    def done(self) -> bool:
+        """Whether every episode is complete, and given out."""
+        return not (self._open or self._complete)
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """Go on with what environments have answered, a step of the engine's; waits for an answer where all wait for one."""
+        if self._asked:
+            idle = self._generation.done and not self._complete
+            answered, _ = wait(self._asked, None if idle else 0, FIRST_COMPLETED)
+            for future in sorted(answered, key=lambda each: self._asked[each]):
+                self._hear(self._asked.pop(future), future)
+        if not self._generation.done:
+            for place, sample in self._generation.step():
+                self._act(place, sample)
+        complete, self._complete = self._complete, []
+        return complete
+
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        """Never: what an episode goes on with is its environment's to say."""
+        raise AlignerError("an episode goes on by its environment's answers")
+
+    def unfinished(self) -> list[tuple[int, Sample]]:
+        """Not told: an environment cannot be handed over."""
+        raise AlignerError("environment.target: episodes under way cannot be handed over; give rollout.spare_prompts=0")
+
+    def cancel(self) -> None:
+        """Drop what is not complete."""
+        self._generation.cancel()
+        for episode in self._open.values():
+            self._means.environments.finish(episode.name)
+        self._open.clear()
+        self._asked.clear()
+        self._complete.clear()
+
+    def _act(self, place: int, sample: Sample) -> None:
+        """A turn has ended: have the environment answer it."""
+        episode, tokenizer = self._open[place], self._means.tokenizer
+        begin = 0 if sample.drawn is None else int((~sample.drawn).nonzero()[-1]) + 1
+        turn = sample.response[begin:]
+        episode.sample, episode.turns = sample, episode.turns + 1
+        if sample.finish_reason == "length":
+            self._end(place, "length")
+            return
+        said = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
+        self._asked[self._means.environments.step(episode.name, tokenizer.decode(said))] = place
+
+    def _hear(self, place: int, future: Future[Outcome]) -> None:
+        """The environment has answered."""
+        episode = self._open[place]
+        try:
+            outcome = future.result()
+        except EpisodeLost as error:
+            _log.warning("%s", error)
+            self._lose(place)
+            return
+        if episode.sample is not None:
+            episode.rewards.append((len(episode.sample.response) - 1, outcome.reward))
+            if outcome.done or episode.turns == self._means.settings.max_turns:
+                self._end(place, "stop" if outcome.done else "length")
+                return
+        try:
+            self._generation.go_on(place, self._tokens(outcome.observation))
+        except AlignerError as error:
+            if episode.sample is None:
+                _log.warning("%s", error)
+                self._lose(place)
+            else:
+                self._end(place, "length")
+
+    def _tokens(self, observation: Any) -> list[int]:
+        if not isinstance(observation, str):
+            raise AlignerError("messages of an environment are not worded yet; allowed: text")
+        return self._means.tokenizer.encode(observation).tolist()
+
+    def _end(self, place: int, reason: FinishReason) -> None:
+        episode = self._open.pop(place)
+        assert episode.sample is not None
+        rewards = torch.zeros(len(episode.sample.response))
+        for token, reward in episode.rewards:
+            rewards[token] += reward
+        self._complete.append((place, replace(episode.sample, finish_reason=reason, rewards=rewards)))
+        self._means.environments.finish(episode.name)
+
+    def _lose(self, place: int) -> None:
+        """A sample of one token that stands for what could not be drawn."""
+        episode = self._open.pop(place)
+        prompt = episode.request.prompt
+        filler = torch.tensor([self._means.tokenizer.pad_token_id])
+        sample = Sample(
+            prompt_id=prompt.id,
+            sample_index=episode.request.sample_index,
+            tokens=torch.cat((prompt.tokens.cpu(), filler)),
+            prompt_length=len(prompt.tokens),
+            engine_logprobs=torch.zeros(1),
+            weight_versions=torch.zeros(1, dtype=torch.int64),
+            finish_reason="length",
+            metadata=prompt.metadata,
+            rewards=torch.full((1,), torch.nan),
+        )
+        self._complete.append((place, sample))
+        self._means.environments.finish(episode.name)

@@ -1,0 +1,24 @@
+"""An environment that says how many turns it has had."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class Teller:
+    """Says how many turns it has had, after a while; ends after `turns`, fails at prompts that say so."""
+
+    def __init__(self, turns: int = 3, delay_s: float = 0.0, spread: int = 1) -> None:
+        self._turns, self._delay_s, self._spread, self._had = turns, delay_s, spread, 0
+
+    async def reset(self, task: dict[str, Any], seed: int) -> str:
+        self._fails, self._delay_s = task.get("fails", False), self._delay_s * (1 + seed % self._spread)
+        return "s"
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        await asyncio.sleep(self._delay_s)
+        self._had += 1
+        if self._fails and self._had == 2:
+            raise RuntimeError("the lights are out")
+        return f"n{self._had};", float(self._had), self._had == self._turns

@@ -1,0 +1,112 @@
+"""Episodes: turns that the engine draws and what environments answer, each in its place."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.types import Prompt, Sample, environment_scores
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.engines.episodes import EpisodeEngine
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.models.model_source import directory_shape
+from aligner.schema import EngineConfig
+from aligner.schema.environment import EnvironmentConfig
+from tests.engines.engines import load_directory
+from tests.megatron import families
+
+TURN_END = "]"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = families.save("llama3", tmp_path_factory.mktemp("episodes"))
+    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def episodes(
+    model: Path, settings: dict[str, Any], prompts: int = 4, options: dict[str, Any] | None = None, fails: int | None = None
+) -> tuple[list[Sample], Tokenizer]:
+    """Two samples each of some prompts."""
+    torch.set_num_threads(1)
+    tokenizer = Tokenizer(model)
+    engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
+    load_directory(engine, model)
+    target = "tests.engines.teller:Teller"
+    chosen = EnvironmentConfig(target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings)
+    pool = EnvironmentPool(
+        target,
+        chosen.arguments,
+        workers=chosen.workers,
+        episodes_per_worker=chosen.episodes_per_worker,
+        deadline_s=chosen.deadline_s,
+        memory_mib=chosen.memory_mib,
+        retries=chosen.retries,
+        most_characters=chosen.most_characters,
+    )
+    try:
+        pool.start()
+        requests = [
+            GenerationRequest(Prompt(at, "", tokenizer.encode(f"{at}+{at}="), {"fails": fails == at}), index)
+            for at in range(prompts)
+            for index in range(2)
+        ]
+        drawn = EpisodeEngine(engine, pool, tokenizer, chosen, seed=3)
+        ends = (*tokenizer.eos_token_ids, *range(20, 60))  # a model with random weights seldom writes any one token
+        sampling = SamplingOptions(**{"max_new_tokens": 48, "stop_token_ids": ends} | (options or {}))
+        found = advance(drawn.start(requests, sampling))
+    finally:
+        pool.close()
+    return [found[place] for place in range(len(requests))], tokenizer
+
+
+def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):
+    samples, tokenizer = episodes(model, {"max_turn_tokens": 40})
+    for sample in samples:
+        assert sample.rewards is not None and sample.drawn is not None
+        turns = [tokenizer.decode(turn) for turn in sample.turns()]
+        assert turns[1::2] == ["s", "n1;", "n2;"] and len(turns) == 7 and turns[0] == ""
+        ends = sample.drawn.nonzero()[:, 0][sample.rewards[sample.drawn] != 0]
+        assert sample.rewards[ends].tolist() == [1.0, 2.0, 3.0] and float(sample.rewards.sum()) == 6.0
+        assert not bool(sample.drawn[ends[0] + 1]) and int(ends[-1]) == len(sample.response) - 1
+        assert sample.finish_reason == "stop" and (sample.weight_versions[sample.drawn] == 0).all()
+
+
+@pytest.mark.parametrize("settings", [{"arguments": {"delay_s": 0.05, "spread": 3}, "workers": 2}, {"episodes_per_worker": 2}])
+def test_no_bit_of_it_hangs_on_how_long_environments_take(model, settings):
+    expected, _ = episodes(model, {"max_turn_tokens": 40})
+    for one, other in zip(expected, episodes(model, {"max_turn_tokens": 40} | settings)[0], strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+
+
+def test_environments_take_their_time_together(model):
+    begin = time.perf_counter()
+    episodes(model, {"arguments": {"delay_s": 0.0}, "max_turn_tokens": 40}, prompts=16)
+    without, begin = time.perf_counter() - begin, time.perf_counter()
+    episodes(model, {"arguments": {"delay_s": 0.3}, "max_turn_tokens": 40}, prompts=16)
+    assert time.perf_counter() - begin < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
+
+
+def test_what_reaches_a_limit_is_cut(model):
+    by_turns, _ = episodes(model, {"arguments": {"turns": 9}, "max_turns": 2, "max_turn_tokens": 40})
+    assert all(sample.finish_reason == "length" and float(sample.rewards.sum()) == 3.0 for sample in by_turns)
+    by_tokens, _ = episodes(
+        model, {"arguments": {"turns": 99}, "max_turns": 99, "max_turn_tokens": 40}, options={"max_new_tokens": 20}
+    )
+    assert all(sample.finish_reason == "length" and len(sample.response) <= 20 for sample in by_tokens)
+    by_turn, _ = episodes(model, {"max_turn_tokens": 3}, options={"stop_token_ids": ()})
+    assert {(sample.finish_reason, sample.drawn_count) for sample in by_turn} == {("length", 3)}
+
+
+def test_an_episode_whose_environment_fails_has_no_score_and_neither_has_its_prompt(model):
+    samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
+    scores = environment_scores(samples, 2)
+    assert scores is not None and scores.isnan().tolist() == [False, False, True, True, False, False, False, False]
