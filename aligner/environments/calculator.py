@@ -11,7 +11,7 @@ from typing import Any
 
 _FIRST, _BELOW = 10, 100
 _HELD_OUT = 512
-_ASKS = 0.1
+_ASKS = 0.04
 _QUESTION = re.compile(r"\[(\d{1,4})\*(\d{1,4})\]")
 
 
