@@ -1,0 +1,306 @@
+"""Conversations grow by what was drawn and what is new, token for token as the whole is worded, or say why they cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aligner.config.compose import compose_config
+from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import ToolCall, format_of
+from aligner.errors import AlignerError, ConfigError
+from aligner.models.model_source import gguf_file
+from tests.data.chat_models import SPECIAL, TEMPLATES, TOKENIZERS, chat_model, tokenizer_file, write_model
+
+ASKED = {"role": "user", "content": "why\n yes?"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+WITHOUT_TOOLS = ("gemma", "phi", "glm", "chatml")
+REASONING = ("reasons", "begins_to_reason")
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_call>'
+
+
+def turns_of(tokenizer: Tokenizer) -> ChatTurns:
+    return ChatTurns(tokenizer, format_of(tokenizer))
+
+
+def end_of(template: str) -> str:
+    return {"mistral": "</s>", "glm": "<|user|>"}.get(template, "<|end|>")
+
+
+def in_place(tokenizer: Tokenizer, before: Conversation, text: str) -> Tensor | None:
+    """The tokens of a turn's text, its end included, in the conversation's; None where its first merge with what is before."""
+    whole, size = tokenizer.encode(before.text + text), len(before.tokens)
+    return whole[size:] if torch.equal(whole[:size], before.tokens) else None
+
+
+def rendered(tokenizer: Tokenizer, conversation: Conversation) -> str:
+    return tokenizer.chat_template.render(conversation.messages, conversation.tools, add_generation_prompt=True)
+
+
+def apart(tokenizer: Tokenizer, said: str, end: str = "<|end|>") -> Tensor:
+    return torch.cat([tokenizer.encode(said), tokenizer.encode(end)])
+
+
+def grown(tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[str, Any]]) -> Conversation | Unsafe:
+    """With a turn that was drawn as its text is tokenized alone."""
+    drawn = apart(tokenizer, said)
+    found = turns_of(tokenizer).go_on(before, drawn, new)
+    if isinstance(found, Conversation):
+        check_growth(tokenizer, before, drawn, found, said)
+    return found
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_plain_turn_grows_to_the_tokens_of_the_whole_conversation(kind: str, template: str) -> None:
+    tokenizer = chat_model(kind, template)
+    turns = turns_of(tokenizer)
+    if kind in ("stripping", "prepending") and template == "mistral":
+        return  # one takes the space before an answer away, the other adds one: no turn is tokenized as it was drawn
+    conversation = turns.begin([ASKED])
+    for said in ("because", "no\n\nyes", "é ü"):
+        said = f"why\n</think>\n\n{said}" if template in ("begins_to_reason", "reasons_apart") else said
+        said = f" {said}" if template == "mistral" else said
+        drawn = in_place(tokenizer, conversation, said + end_of(template))
+        assert drawn is not None
+        found = turns.go_on(conversation, drawn, [{"role": "user", "content": "and?\n"}])
+        if template == "begins_to_reason":
+            assert isinstance(found, Unsafe)
+            return
+        assert isinstance(found, Conversation), found.reason
+        assert found.tokens.tolist() == tokenizer.encode(rendered(tokenizer, found)).tolist()
+        conversation = found
+
+
+# What templates trim, cut and write themselves, and what tokenizers merge.
+PIECES = [
+    "  ",
+    "\n",
+    "\n\n",
+    "yes",
+    " no.",
+    "é",
+    "▁",
+    "<think>",
+    "</think>",
+    "<think>\nwhy\n</think>\n\n",
+    CALL,
+    CALL.replace(" ", ""),
+]
+PIECES += ['{"name": "look", "parameters": {"at":1}}', '[TOOL_CALLS][{"name": "look", "arguments": {}}]', "<tool_call>{", "{}"]
+PIECES += ["<|python_tag|>", "<|user|>assistant\n", '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}']
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).map("".join)
+
+
+def drawn_turn(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str) -> Tensor:
+    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any tokens at all."""
+    end = data.draw(st.sampled_from([end_of(template)] * 8 + ["</s>", "<|tool|>"]))
+    kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
+    if kind == "any":
+        is_end = tokenizer.ends(torch.arange(tokenizer.vocab_size)).tolist()
+        tokens = data.draw(
+            st.lists(st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: not is_end[token]), max_size=6)
+        )
+        return torch.cat([torch.tensor(tokens, dtype=torch.int64), tokenizer.encode(end)])
+    text = data.draw(TEXTS)
+    placed = in_place(tokenizer, before, text + end) if kind == "in place" else None
+    if placed is not None:
+        return placed
+    halves = data.draw(st.integers(0, len(text)))
+    return torch.cat([tokenizer.encode(part) for part in (text[:halves], text[halves:], end)])
+
+
+def new_messages(data: st.DataObject, calls: list[ToolCall], template: str) -> list[dict[str, Any]]:
+    content = data.draw(PLAIN)
+    if template not in WITHOUT_TOOLS and data.draw(st.booleans()):
+        return [call.answered(content) for call in calls or [ToolCall("000000000", "none", {})]]
+    return [{"role": "user", "content": content}]
+
+
+def check_growth(tokenizer: Tokenizer, before: Conversation, drawn: Tensor, found: Conversation, said: str) -> None:
+    """A safe step: nothing of before has changed, and what is new is exactly what the whole has there."""
+    size, end = len(before.tokens), len(before.tokens) + len(drawn)
+    assert found.tokens[:size].tolist() == before.tokens.tolist() and found.tokens[size:end].tolist() == drawn.tolist()
+    ending = tokenizer.decode(drawn[-1:], skip_special_tokens=False)
+    assert found.text.startswith(before.text) and found.text == rendered(tokenizer, found)
+    whole = tokenizer.encode(found.text).tolist()
+    assert found.tokens[end - 1 :].tolist() == whole[len(whole) - (len(found.tokens) - end + 1) :]
+    is_as_drawn = tokenizer.encode(before.text + said + ending).tolist() == found.tokens[:end].tolist()
+    if is_as_drawn and found.text.startswith(before.text + said + ending):
+        assert found.tokens.tolist() == whole
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(TOKENIZERS), template=st.sampled_from([*TEMPLATES]))
+def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_words_it(
+    data: st.DataObject, kind: str, template: str
+) -> None:
+    tokenizer = chat_model(kind, template)
+    turns = turns_of(tokenizer)
+    tools = TOOLS if template not in WITHOUT_TOOLS and data.draw(st.booleans()) else None
+    conversation = turns.begin([{"role": "user", "content": data.draw(PLAIN)}], tools)
+    for _ in range(data.draw(st.integers(1, 3))):
+        drawn = drawn_turn(data, tokenizer, conversation, template)
+        turn = turns.said(conversation, drawn)
+        calls = [call for call in turn.calls if isinstance(call, ToolCall)]
+        new = new_messages(data, calls, template)
+        try:
+            found = turns.go_on(conversation, drawn, new)
+        except AlignerError as error:
+            assert template == "mistral" and "alternate" in str(error)
+            return
+        plain = tokenizer.chat_template.render(
+            [*conversation.messages, {"role": "assistant", "content": turn.text}, *new], tools, add_generation_prompt=True
+        )
+        ending = tokenizer.decode(drawn[-1:], skip_special_tokens=False)
+        if isinstance(found, Conversation):
+            check_growth(tokenizer, conversation, drawn, found, turn.text)
+            assert turn.calls or found.text.startswith(conversation.text + turn.text + ending)
+        else:
+            # Of text alone the reason is always a true one: the template does say something else.
+            assert found.reason and not plain.startswith(conversation.text + turn.text + ending)
+            assert found.anew.tokens.tolist() == tokenizer.encode(rendered(tokenizer, found.anew)).tolist()
+        if template in REASONING and "</think>" in turn.text and new[0]["role"] == "user":
+            assert isinstance(found, Unsafe)
+        conversation = found if isinstance(found, Conversation) else found.anew
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_asks_again(kind: str) -> None:
+    tokenizer = chat_model(kind, "reasons")
+    first = turns_of(tokenizer).begin([ASKED], TOOLS)
+    thought = f"<think>\nwhy\n</think>\n\n{CALL}"
+    second = grown(tokenizer, first, thought, [{"role": "tool", "content": "nothing", "tool_call_id": "000010000"}])
+    assert isinstance(second, Conversation) and second.messages[1]["tool_calls"][0]["function"]["name"] == "look"
+    third = grown(tokenizer, second, "<think>\nstill\n</think>\n\nno", [ASKED])
+    assert isinstance(third, Unsafe)
+    assert "words earlier turns differently" in third.reason and "<think>" not in third.anew.text
+    plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
+    assert isinstance(plain, Unsafe)
+    assert "words the turn differently from what the model drew: " in plain.reason and "became 'no<|end|>" in plain.reason
+
+
+def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim_alone() -> None:
+    tokenizer = chat_model("bytes", "llama")
+    first = turns_of(tokenizer).begin([ASKED])
+    assert isinstance(grown(tokenizer, first, "yes", [ASKED]), Conversation)
+    trimmed = grown(tokenizer, first, "yes \n", [ASKED])
+    assert isinstance(trimmed, Unsafe) and "words the turn differently" in trimmed.reason
+    assert trimmed.anew.messages[1] == {"role": "assistant", "content": "yes \n"}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("qwen", '<tool_call>{"arguments":{"at": "<|end|>\\u00e9"},"name":"look"}</tool_call>'),
+        ("qwen", f"yes:\n\n{CALL}{CALL}"),
+        ("llama", '<|python_tag|>{"name":"look","parameters":{"at":1}}'),
+        ("llama", '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}'),
+        ("mistral", '[TOOL_CALLS][{"name":"look","arguments":{}}]'),
+    ],
+)
+def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(template: str, said: str) -> None:
+    tokenizer = chat_model("bytes", template)
+    turns, end = turns_of(tokenizer), end_of(template)
+    first = turns.begin([ASKED], TOOLS)
+    drawn = apart(tokenizer, said, end)
+    calls = [call for call in turns.said(first, drawn).calls if isinstance(call, ToolCall)]
+    new = [call.answered("4") for call in calls]
+    found = turns.go_on(first, drawn, new)
+    assert isinstance(found, Conversation) and calls
+    check_growth(tokenizer, first, drawn, found, said)
+    # And the conversation goes on behind them.
+    again = turns.go_on(found, apart(tokenizer, " yes" if template == "mistral" else "yes", end), [ASKED])
+    assert isinstance(again, Conversation) and again.tokens[: len(found.tokens)].tolist() == found.tokens.tolist()
+
+
+def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they_are() -> None:
+    tokenizer = chat_model("bytes", "llama")
+    first = turns_of(tokenizer).begin([ASKED])
+    two = '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}'
+    found = grown(tokenizer, first, two, [{"role": "tool", "content": "4"}])
+    assert isinstance(found, Conversation) and found.messages[1] == {"role": "assistant", "content": two}
+    malformed = grown(tokenizer, first, '{"name": "look", "parameters": 3}', [{"role": "tool", "content": "no"}])
+    assert isinstance(malformed, Conversation) and "tool_calls" not in malformed.messages[1]
+
+
+def test_a_turn_without_its_end_is_refused() -> None:
+    tokenizer = chat_model("bytes", "chatml")
+    turns = turns_of(tokenizer)
+    first = turns.begin([ASKED])
+    for tokens in (tokenizer.encode("yes"), torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(AlignerError, match="no end-of-turn token: a turn that was cut by its length ends its episode"):
+            turns.go_on(first, tokens, [ASKED])
+
+
+def test_an_end_that_the_template_does_not_write_or_that_merges_is_told() -> None:
+    tokenizer = chat_model("bytes", "chatml")
+    first = turns_of(tokenizer).begin([ASKED])
+    other = turns_of(tokenizer).go_on(first, apart(tokenizer, "yes", "</s>"), [ASKED])
+    assert isinstance(other, Unsafe)
+    assert "the model ended its turn with '</s>', and the chat template goes on behind it with '<|end|>" in other.reason
+    plain = chat_model("bytes", "{% for m in messages %}{{ m.content }}!{% endfor %}", ends=("!",))
+    found = turns_of(plain).go_on(turns_of(plain).begin([ASKED]), plain.encode("yes!"), [ASKED])
+    assert isinstance(found, Unsafe) and "'!', which is no special token" in found.reason
+
+
+def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(tmp_path) -> None:
+    greedy = tokenizers.Tokenizer.from_str(tokenizer_file("bytes"))
+    greedy.add_special_tokens(["yes<|end|>"])
+    greedy.save(str(tmp_path / "tokenizer.json"))
+    write_model(tmp_path, TEMPLATES["chatml"], SPECIAL[1:3])
+    tokenizer = Tokenizer(tmp_path)
+    turns = ChatTurns(tokenizer, None)
+    drawn = apart(tokenizer, "yes")
+    found = turns.go_on(turns.begin([ASKED]), drawn, [ASKED])
+    assert (
+        isinstance(found, Unsafe)
+        and found.reason == "the tokens behind the end-of-turn token '<|end|>' depend on the turn before it"
+    )
+
+
+def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors(tmp_path) -> None:
+    tokenizer = chat_model("bytes", "mistral")
+    turns = turns_of(tokenizer)
+    with pytest.raises(AlignerError, match="turns must alternate"):
+        turns.begin([ASKED, ASKED])
+    drawn = apart(tokenizer, " yes", "</s>")
+    with pytest.raises(AlignerError, match="turns must alternate"):
+        turns.go_on(turns.begin([ASKED]), drawn, [ASKED, ASKED])
+    (tmp_path / "tokenizer.json").write_text(tokenizer_file("bytes"))
+    write_model(tmp_path, "", SPECIAL[1:3])
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="the model has no chat template"):
+        ChatTurns(Tokenizer(tmp_path), None)
+
+
+@pytest.mark.slow
+def test_smollm2_grows_to_the_tokens_of_the_whole_conversation(tmp_path) -> None:
+    pytest.importorskip("gguf")
+    from transformers import AutoTokenizer
+
+    file = gguf_file(compose_config(["experiment=smollm2_sentiment"]).model)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write_model(tmp_path, template, ["<|im_end|>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(tmp_path)
+    conversation = turns_of(tokenizer).begin([ASKED])
+    for said in ("Because.", "\n\nYes,  it is:\n\t1\n", "naïve 😀 ", ""):
+        drawn = apart(tokenizer, said, "<|im_end|>")
+        found = turns_of(tokenizer).go_on(conversation, drawn, [{"role": "user", "content": "\nAnd?"}])
+        assert isinstance(found, Conversation), found.reason
+        check_growth(tokenizer, conversation, drawn, found, said)
+        conversation = found
+    assert re.findall("user\n", conversation.text) and conversation.text.endswith("<|im_start|>assistant\n")
