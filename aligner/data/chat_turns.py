@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import Messages, Tokenizer, Tools
-from aligner.data.tool_calls import AssistantTurn, ToolFormat, parse_turn
+from aligner.data.tool_calls import THINK, AssistantTurn, ToolFormat, parse_turn
 from aligner.errors import AlignerError
 
 
@@ -70,7 +70,7 @@ class ChatTurns:
         before = self._text(conversation.tokens[-1:])
         whole = self._text(torch.cat([conversation.tokens[-1:], drawn[:-1]]))
         text = whole[len(before) :] if whole.startswith(before) else self._text(drawn[:-1])
-        return parse_turn(text, self._form, len(conversation.messages))
+        return self._parsed(text, conversation)
 
     def go_on(self, conversation: Conversation, drawn: Tensor, new: Messages) -> Conversation | Unsafe:
         """The conversation with a turn that was drawn, and the messages, one or more, that came behind it.
@@ -111,7 +111,7 @@ class ChatTurns:
         after, ending = text[len(before) :], self._text(torch.tensor([end]))
         if self._tokenizer.decode([end]) or not ending:
             return f"the model ended its turn with {ending!r}, which is no special token: what follows could merge with it"
-        start = self._end_of(turn, after, ending, len(conversation.messages))
+        start = self._end_of(turn, after, ending, conversation)
         if start is None:
             if not after.startswith(turn.text):
                 return f"the chat template words the turn differently from what the model drew: {_apart(turn.text, after)}"
@@ -122,17 +122,21 @@ class ChatTurns:
             return f"the tokens behind the end-of-turn token {ending!r} depend on the turn before it"
         return tail[1:]
 
-    def _end_of(self, turn: AssistantTurn, after: str, ending: str, place: int) -> int | None:
+    def _end_of(self, turn: AssistantTurn, after: str, ending: str, conversation: Conversation) -> int | None:
         """Where the turn's end-of-turn token is in the text that begins with the turn; None where that is another turn."""
         if after.startswith(turn.text + ending):
             return len(turn.text)
         start = after.find(ending) if turn.calls else -1
         while start >= 0:
-            worded = parse_turn(after[:start], self._form, place)
+            worded = self._parsed(after[:start], conversation)
             if (worded.content, worded.calls) == (turn.content, turn.calls):
                 return start
             start = after.find(ending, start + 1)
         return None
+
+    def _parsed(self, text: str, conversation: Conversation) -> AssistantTurn:
+        reasons = conversation.text.rstrip().endswith(THINK)
+        return parse_turn(text, self._form, len(conversation.messages), reasons=reasons)
 
     def _worded(self, messages: Messages, tools: Tools | None) -> str:
         return self._template.render(messages, tools, add_generation_prompt=True)

@@ -21,7 +21,7 @@ _FORMS: dict[ToolFormat, str] = {
     "mistral": '[TOOL_CALLS][{"name": "TOOL", "arguments": {…}}]',
 }
 _OPENING, _CLOSING, _PYTHON_TAG, _TOOL_CALLS = "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"
-_THINK, _THOUGHT = "<think>", "</think>"
+THINK, _THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,18 @@ class AssistantTurn:
 
 def _reasoning_apart(message: dict[str, Any]) -> dict[str, Any]:
     thought, _, said = message["content"].partition(_THOUGHT)
-    reasoning = thought.strip("\n").removeprefix(_THINK).strip("\n")
+    reasoning = thought.strip("\n").removeprefix(THINK).strip("\n")
     return message | {"reasoning_content": reasoning, "content": said.lstrip("\n")}
 
 
-def parse_turn(text: str, form: ToolFormat | None, turn: int = 0) -> AssistantTurn:
+def parse_turn(text: str, form: ToolFormat | None, turn: int = 0, *, reasons: bool = False) -> AssistantTurn:
     """What an assistant's text says and calls; nothing is called where `form` is None, nor within reasoning (`<think>`).
 
     `turn` is the message's place in its conversation, which makes the ids of its calls differ from those of other turns.
+    `reasons` where the prompt has begun the reasoning that the text goes on with.
     """
     thought, end, said = text.rpartition(_THOUGHT)
-    if form is None or (not end and _THINK in text):
+    if form is None or (not end and (reasons or THINK in text)):
         return AssistantTurn(text, text)
     content, written = _PARSERS[form](said)
     if not written:

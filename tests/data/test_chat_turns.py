@@ -190,6 +190,18 @@ def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_a
     assert "words the turn differently from what the model drew: " in plain.reason and "became 'no<|end|>" in plain.reason
 
 
+def test_reasoning_that_the_prompt_begins_calls_nothing_before_it_ends() -> None:
+    tokenizer = chat_model("bytes", "begins_to_reason")
+    turns = turns_of(tokenizer)
+    first = turns.begin([ASKED], TOOLS)
+    assert not turns.said(first, apart(tokenizer, f"hm {CALL}")).calls
+    drawn = apart(tokenizer, f"hm {CALL}\n</think>\n\n{CALL}")
+    (call,) = turns.said(first, drawn).calls
+    assert isinstance(call, ToolCall)
+    found = turns.go_on(first, drawn, [call.answered("4")])
+    assert isinstance(found, Conversation) and found.tokens[len(first.tokens) :][: len(drawn)].tolist() == drawn.tolist()
+
+
 def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim_alone() -> None:
     tokenizer = chat_model("bytes", "llama")
     first = turns_of(tokenizer).begin([ASKED])
