@@ -40,13 +40,26 @@ def prompt_text(record: Record, tokenizer: Tokenizer) -> PromptText:
 
     Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the model has no template.
     """
+    name, messages = _asked(record)
+    if messages is None:
+        return PromptText(record.text(name), is_worded=False)
+    return PromptText(_prompt(record, name, messages, tokenizer), is_worded=True)
+
+
+def asked_messages(record: Record) -> dict[str, Any]:
+    """The `messages` that a record asks, and its `tools` if it has any; nothing of a plain text. Raises as `prompt_text`."""
+    _, messages = _asked(record)
+    tools = {"tools": record.values["tools"]} if record.values.get("tools") is not None else {}
+    return {} if messages is None else {"messages": messages, **tools}
+
+
+def _asked(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
+    """The field that asks, and its messages, without an assistant's at the end; None for a plain text."""
     name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
     if name == "prompt" and not isinstance(record.values.get(name), list):
-        return PromptText(record.text(name), is_worded=False)
+        return name, None
     messages = _messages(record, name)
-    if messages[-1]["role"] == _ASSISTANT:
-        messages = messages[:-1]
-    return PromptText(_prompt(record, name, messages, tokenizer), is_worded=True)
+    return name, messages[:-1] if messages[-1]["role"] == _ASSISTANT else messages
 
 
 def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import PromptText, prompt_text
+from aligner.data.conversations import PromptText, asked_messages, prompt_text
 from aligner.data.records import (
     BadRecord,
     LongPrompt,
@@ -84,7 +84,7 @@ def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokeni
 
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
     text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
-    return Prompt(0, text, tokens, _metadata(record))
+    return Prompt(0, text, tokens, _metadata(record) | asked_messages(record))
 
 
 def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig) -> tuple[str, Tensor]:

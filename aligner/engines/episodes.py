@@ -4,15 +4,18 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
+from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import format_of
 from aligner.data.types import FinishReason, Sample
 from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.environments.environment_pool import EnvironmentPool
-from aligner.environments.episode_environment import EpisodeLost, Outcome
+from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
@@ -29,6 +32,11 @@ class EpisodeEngine:
     settings: EnvironmentConfig
     seed: int
 
+    @cached_property
+    def chat(self) -> ChatTurns:
+        """How chat messages go on. Raises ConfigError for a model without a chat template."""
+        return ChatTurns(self.tokenizer, format_of(self.tokenizer))
+
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "EpisodeGeneration":
         """Begin one episode a request; as `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
@@ -43,7 +51,11 @@ class _Episode:
     request: GenerationRequest
     sample: Sample | None = None
     """As it was at the end of the last turn."""
+    turn: Tensor | None = None
+    """The last one's tokens, its end among them."""
     turns: int = 0
+    conversation: Conversation | None = None
+    """As it was when the policy last had to answer; None where it is no chat's."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """By the response token that each was given for, a turn's last one."""
 
@@ -107,7 +119,7 @@ class EpisodeGeneration:
         """A turn has ended: have the environment answer it."""
         episode, tokenizer = self._open[place], self._means.tokenizer
         begin = 0 if sample.drawn is None else int((~sample.drawn).nonzero()[-1]) + 1
-        turn = sample.response[begin:]
+        turn = episode.turn = sample.response[begin:]
         episode.sample, episode.turns = sample, episode.turns + 1
         if sample.finish_reason == "length":
             self._end(place, "length")
@@ -130,18 +142,34 @@ class EpisodeGeneration:
                 self._end(place, "stop" if outcome.done else "length")
                 return
         try:
-            self._generation.go_on(place, self._tokens(outcome.observation))
+            self._generation.go_on(place, self._tokens(episode, outcome.observation))
         except AlignerError as error:
+            _log.warning("episode %s ends: %s", episode.name, error)
             if episode.sample is None:
-                _log.warning("%s", error)
                 self._lose(place)
             else:
                 self._end(place, "length")
 
-    def _tokens(self, observation: Any) -> list[int]:
-        if not isinstance(observation, str):
-            raise AlignerError("messages of an environment are not worded yet; allowed: text")
-        return self._means.tokenizer.encode(observation).tolist()
+    def _tokens(self, episode: _Episode, observation: Observation) -> list[int]:
+        """What the policy is told. Raises AlignerError where messages cannot be appended to what it has said."""
+        if isinstance(observation, str):
+            return self._means.tokenizer.encode(observation).tolist()
+        if episode.sample is None or episode.turn is None:
+            if observation:
+                raise AlignerError("messages go on from a turn of the policy's; what it is asked first are the data's")
+            return []
+        chat = self._means.chat
+        if episode.conversation is None:
+            asked = episode.request.prompt.metadata
+            episode.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
+            if not torch.equal(episode.conversation.tokens, episode.request.prompt.tokens):
+                raise AlignerError("messages go on from a prompt of messages; the data has a plain text")
+        begun = len(episode.conversation.tokens) + len(episode.turn)
+        found = chat.go_on(episode.conversation, episode.turn, observation)
+        if isinstance(found, Unsafe):
+            raise AlignerError(f"its messages cannot be appended: {found.reason}")
+        episode.conversation = found
+        return found.tokens[begun:].tolist()
 
     def _end(self, place: int, reason: FinishReason) -> None:
         episode = self._open.pop(place)

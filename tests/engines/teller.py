@@ -1,4 +1,4 @@
-"""An environment that says how many turns it has had."""
+"""Environments that say how many turns they have had."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ class Teller:
         if self._fails and self._had == 2:
             raise RuntimeError("the lights are out")
         return f"n{self._had};", float(self._had), self._had == self._turns
+
+
+class Caller:
+    """Goes on in chat messages."""
+
+    async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, str]]:
+        self._had = 0
+        return []
+
+    async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
+        self._had += 1
+        return [{"role": "user", "content": f"n{self._had}"}], 0.5, self._had == 3

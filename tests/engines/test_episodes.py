@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
@@ -21,6 +22,7 @@ from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.engines.engines import load_directory
 from tests.megatron import families
+from tests.megatron.reference import save_llama
 
 TURN_END = "]"
 
@@ -32,15 +34,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def asked(tokenizer: Tokenizer, at: int, *, is_chat: bool, fails: bool) -> Prompt:
+    text = f"{at}+{at}="
+    if not is_chat:
+        return Prompt(at, text, tokenizer.encode(text), {"fails": fails})
+    messages = [{"role": "user", "content": text}]
+    text = tokenizer.chat_template.render(messages, add_generation_prompt=True)
+    return Prompt(at, text, tokenizer.encode(text), {"messages": messages})
+
+
 def episodes(
-    model: Path, settings: dict[str, Any], prompts: int = 4, options: dict[str, Any] | None = None, fails: int | None = None
+    model: Path,
+    settings: dict[str, Any],
+    prompts: int = 4,
+    options: dict[str, Any] | None = None,
+    fails: int | None = None,
+    target: str = "tests.engines.teller:Teller",
 ) -> tuple[list[Sample], Tokenizer]:
     """Two samples each of some prompts."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer(model)
     engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
     load_directory(engine, model)
-    target = "tests.engines.teller:Teller"
     chosen = EnvironmentConfig(target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings)
     pool = EnvironmentPool(
         target,
@@ -54,8 +69,9 @@ def episodes(
     )
     try:
         pool.start()
+        is_chat = (model / "chat_template.jinja").exists()
         requests = [
-            GenerationRequest(Prompt(at, "", tokenizer.encode(f"{at}+{at}="), {"fails": fails == at}), index)
+            GenerationRequest(asked(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
             for at in range(prompts)
             for index in range(2)
         ]
@@ -110,3 +126,31 @@ def test_an_episode_whose_environment_fails_has_no_score_and_neither_has_its_pro
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
     scores = environment_scores(samples, 2)
     assert scores is not None and scores.isnan().tolist() == [False, False, True, True, False, False, False, False]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of chats that likes to end its turns."""
+    directory = save_llama(tmp_path_factory.mktemp("chats"), tied=False)
+    shape = read_shape(directory)
+    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"][shape.eos_token_ids[0]] *= 8
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def test_messages_are_worded_behind_the_turn_that_was_drawn(chat_model):
+    settings = {"turn_end": None, "max_turn_tokens": 20}
+    options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
+    samples, tokenizer = episodes(chat_model, settings, 8, options, target="tests.engines.teller:Caller")
+    whole = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert len(whole) > 4
+    for sample in whole:
+        turns = [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
+        assert turns[1::2] == ["u:n1<eos>a:", "u:n2<eos>a:"] and all(turn.endswith("<eos>") for turn in turns[::2])
+        assert float(sample.rewards.sum()) == 1.5
