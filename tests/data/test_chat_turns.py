@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -98,7 +97,9 @@ PIECES = [
 ]
 PIECES += ['{"name": "look", "parameters": {"at":1}}', '[TOOL_CALLS][{"name": "look", "arguments": {}}]', "<tool_call>{", "{}"]
 PIECES += ["<|python_tag|>", "<|user|>assistant\n", '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}']
-TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+CALLS = [piece for piece in PIECES if "look" in piece]
+TEXTS = st.sampled_from([*CALLS, *(f"why\n</think>\n\n{call}" for call in CALLS)])
+TEXTS |= st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).map("".join)
 
 
@@ -187,6 +188,8 @@ def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_a
     assert "words earlier turns differently" in third.reason and "<think>" not in third.anew.text
     plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
     assert isinstance(plain, Unsafe)
+    called = grown(tokenizer, first, thought, [ASKED])
+    assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]  # as calls, with the text as it is
     assert "words the turn differently from what the model drew: " in plain.reason and "became 'no<|end|>" in plain.reason
 
 
@@ -244,6 +247,24 @@ def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they
     assert isinstance(found, Conversation) and found.messages[1] == {"role": "assistant", "content": two}
     malformed = grown(tokenizer, first, '{"name": "look", "parameters": 3}', [{"role": "tool", "content": "no"}])
     assert isinstance(malformed, Conversation) and "tool_calls" not in malformed.messages[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "argument", "is_called"),
+    [("", 1, True), ("", 2, False), ("so: ", 1, False)],
+    ids=["other spaces", "another argument", "without what was said"],
+)
+def test_calls_of_which_the_template_writes_something_else_are_given_as_text(
+    before: str, argument: int, is_called: bool
+) -> None:
+    written = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    worded = "{% if m.tool_calls %}" + written + "{% else %}{{ m.content }}{% endif %}<|end|>"
+    template = "{% for m in messages %}{{ m.role }} " + worded + "{% endfor %}assistant "
+    tokenizer = chat_model("bytes", template)
+    turns = ChatTurns(tokenizer, "hermes")
+    said = f'{before}<tool_call>{{"name": "look", "arguments": {{"at":{argument}}}}}</tool_call>'
+    found = turns.go_on(turns.begin([ASKED]), apart(tokenizer, said), [ASKED])
+    assert isinstance(found, Conversation) and ("tool_calls" in found.messages[1]) is is_called
 
 
 def test_a_turn_without_its_end_is_refused() -> None:
@@ -315,4 +336,4 @@ def test_smollm2_grows_to_the_tokens_of_the_whole_conversation(tmp_path) -> None
         assert isinstance(found, Conversation), found.reason
         check_growth(tokenizer, conversation, drawn, found, said)
         conversation = found
-    assert re.findall("user\n", conversation.text) and conversation.text.endswith("<|im_start|>assistant\n")
+    assert len(conversation.messages) == 9
