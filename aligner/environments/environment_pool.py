@@ -260,8 +260,8 @@ class EnvironmentPool:
             before = self._journal.told(episode.name, call, episode.digested[call])
             if before is not None and before != outcome:
                 raise EpisodeLost(
-                    f"episode {episode.name}, in its {_named(call)}: the environment answered differently when it was replayed,"
-                    f" {_shown(outcome)}, than before, {_shown(before)}; it must follow from task, seed and actions alone"
+                    f"episode {episode.name}, in its {_named(call)}: it answered differently when it was replayed: first"
+                    f" {_shown(before)}, then {_shown(outcome)}; answers must follow from task, seed and actions alone"
                 )
             environment.calls += 1
         return outcome

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
+from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.errors import AlignerError, ConfigError
 from tests.environments.acting import pool_of
@@ -25,9 +26,7 @@ def test_environments_that_wait_do_so_at_the_same_time(make):
     names = [f"e{number}" for number in range(64)]
     opened(pool, *names)
     start = time.monotonic()
-    answers = [pool.step(name, "sleep 0.2").result() for name in []] + [
-        answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]
-    ]
+    answers = [answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]]
     assert time.monotonic() - start < 3.2  # a quarter of one after the other
     assert len({answer.observation for answer in answers}) == 64 and not any(answer.done for answer in answers)
 
@@ -158,12 +157,8 @@ def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(
     ],
 )
 def test_a_class_that_is_not_there_or_does_not_fit_is_refused_at_the_start(target, arguments, told):
-    pool = pool_of(None)
-    pool = type(pool)(
-        target,
-        arguments,
-        **{"workers": 2, "episodes_per_worker": 1, "deadline_s": 1, "memory_mib": None, "retries": 0, "most_characters": 9},
-    )
+    settings = {"workers": 2, "episodes_per_worker": 1, "deadline_s": 1, "memory_mib": None, "retries": 0}
+    pool = EnvironmentPool(target, arguments, most_characters=9, **settings)
     with pytest.raises(ConfigError, match=told):
         pool.start()
     pool.close()
@@ -233,7 +228,7 @@ def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(mak
     pool.step("a", "answer (str(os.getpid()), 0, False)").result()
     os.kill(log.pids()[0], signal.SIGKILL)
     call = "reset" if "pid" in first else "step 1"
-    with pytest.raises(EpisodeLost, match=rf"episode a, in its {call}: the environment answered differently when it was repl"):
+    with pytest.raises(EpisodeLost, match=rf"episode a, in its {call}: it answered differently when it was replayed: "):
         pool.step("a", "say").result()
     opened(pool, "b")
 

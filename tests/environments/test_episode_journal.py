@@ -35,19 +35,19 @@ def read(journal, episode):
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_what_was_recorded_is_told_to_who_asks_the_same(tmp_path, in_memory):
     journal = written(None if in_memory else tmp_path / "journal", "a", "b")
-    for journal in [journal] if in_memory else [journal, EpisodeJournal(tmp_path / "journal")]:
-        assert read(journal, "a") == read(journal, "b") == OUTCOMES and read(journal, "c") == [None] * 3
-        assert journal.told("a", 0, ["reset", {"a": [None], "b": 1}, 3]) == OUTCOMES[0]
-        assert journal.told("a", 0, ["reset", {"a": [None], "b": 1}, 4]) is None
-        assert journal.told("a", 1, ["step", "two"]) is None and journal.told("a", 3, ASKED[1]) is None
+    for each in [journal] if in_memory else [journal, EpisodeJournal(tmp_path / "journal")]:
+        assert read(each, "a") == read(each, "b") == OUTCOMES and read(each, "c") == [None] * 3
+        assert each.told("a", 0, ["reset", {"a": [None], "b": 1}, 3]) == OUTCOMES[0]
+        assert each.told("a", 0, ["reset", {"a": [None], "b": 1}, 4]) is None
+        assert each.told("a", 1, ["step", "two"]) is None and each.told("a", 3, ASKED[1]) is None
 
 
 def test_another_answer_takes_the_place_of_those_from_its_call_on(tmp_path):
     journal = written(tmp_path, "a", "b")
     journal.record("a", 1, ["step", "other"], OUTCOMES[2])
-    for journal in (journal, EpisodeJournal(tmp_path)):
-        assert read(journal, "a") == [OUTCOMES[0], None, None] and read(journal, "b") == OUTCOMES
-        assert journal.told("a", 1, ["step", "other"]) == OUTCOMES[2]
+    for each in (journal, EpisodeJournal(tmp_path)):
+        assert read(each, "a") == [OUTCOMES[0], None, None] and read(each, "b") == OUTCOMES
+        assert each.told("a", 1, ["step", "other"]) == OUTCOMES[2]
     with pytest.raises(AlignerError, match="episode a: call 3 follows none"):
         journal.record("a", 3, ASKED[1], OUTCOMES[1])
 
@@ -61,8 +61,8 @@ def test_what_is_forgotten_leaves_the_file_once_it_is_half_of_it(tmp_path):
     journal.forget(["b", "c"])
     assert file.stat().st_size == whole // 4 and [*tmp_path.iterdir()] == [file]
     journal.record("b", 0, ASKED[0], OUTCOMES[0])
-    for journal in (journal, EpisodeJournal(tmp_path)):
-        assert read(journal, "d") == OUTCOMES and read(journal, "b") == [OUTCOMES[0], None, None]
+    for each in (journal, EpisodeJournal(tmp_path)):
+        assert read(each, "d") == OUTCOMES and read(each, "b") == [OUTCOMES[0], None, None]
     journal.forget("bd")
     assert file.read_bytes() == b""
 
@@ -71,29 +71,24 @@ def test_no_damage_makes_an_answer_wrong(tmp_path, caplog):
     file = tmp_path / "episodes.jsonl"
     written(tmp_path, "a", "b").forget(["b"])
     content = file.read_bytes()
-    starts = [0, *(found.end() for found in re.finditer(rb"\n", content))]
-    draws = random.Random(5)
-    places = [0, 1, *starts[1:-1], *(start - 1 for start in starts[1:]), *draws.sample(range(len(content)), 60)]
-    damages = [content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :] for place in places]
-    cuts = [
-        content[:place] for place in (1, *starts[1:], *(start - 1 for start in starts[1:]), *draws.sample(range(9999), 30))
-    ]
-    for damaged in [*damages, *cuts, content[: starts[2]] + b"\xff\0{}\n[]\n\n" + content[starts[2] :], b"\n" + content]:
+    starts = [0, *(found.end() for found in re.finditer(b"\n", content))]
+    edges = [place for start in starts[1:-1] for place in (start - 1, start)]
+    places = [0, 1, *edges, len(content) - 1, *random.Random(5).sample(range(len(content)), 60)]
+    flipped = [(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :], at) for at in places]
+    cut = [(content[:at], at) for at in places]
+    added = [(content[:at] + b"\xff\0{}\n[]\n\n" + content[at:], at) for at in places]
+    for damaged, at in flipped + cut + added:
         file.write_bytes(damaged)
         caplog.clear()
-        journal = EpisodeJournal(tmp_path)
-        same = len([line for line in content.splitlines(True)[: damaged.count(b"\n")] if line in damaged])
-        good = next(
-            (n for n in range(len(starts) - 1) if damaged[starts[n] : starts[n + 1]] != content[starts[n] : starts[n + 1]]), 7
-        )
-        assert same >= good
-        assert read(journal, "a") == [*OUTCOMES[:good], *[None] * (3 - min(good, 3))]
-        assert file.read_bytes() == content[: starts[good]]
-        if damaged != content[: starts[good]]:
-            assert f"{file}:{good + 1}: " in caplog.text and "are dropped" in caplog.text
-        for call in range(min(good, 3), 3):
-            journal.record("a", call, ASKED[call], OUTCOMES[call])
-        assert read(EpisodeJournal(tmp_path), "a") == OUTCOMES
+        whole = sum(end <= at for end in starts[1:])  # lines before the damage
+        told = read(EpisodeJournal(tmp_path), "a")
+        assert told == [*OUTCOMES[:whole], *[None] * (3 - whole)]
+        assert file.read_bytes() == content[: starts[whole]]
+        assert damaged == content[: starts[whole]] or f"{file}:{whole + 1}: " in caplog.text
+    journal = EpisodeJournal(tmp_path)
+    for call, (asked, outcome) in enumerate(zip(ASKED, OUTCOMES, strict=True)):
+        journal.record("a", call, asked, outcome)
+    assert read(EpisodeJournal(tmp_path), "a") == OUTCOMES
 
 
 def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_alone(make, log, tmp_path):
