@@ -243,8 +243,8 @@ class EnvironmentPool:
                 episode.failures += 1
                 _log.warning("episode %s, in its %s, failure %d: %s", episode.name, _named(call), episode.failures, error)
                 if episode.failures > self._retries:
-                    told = f"it has failed {episode.failures} times, {self._retries} retries are allowed"
-                    raise EpisodeLost(f"episode {episode.name}, in its {_named(call)}: {error}; {told}") from error
+                    told = f"episode {episode.name}, in its {_named(call)}: {error}; given up after {self._retries} retries"
+                    raise EpisodeLost(told) from error
 
     async def _asked(self, episode: _Episode) -> Outcome:
         """Ask an environment of this episode's all that it was not asked before."""

@@ -9,11 +9,11 @@ ends the process.
 """
 
 import asyncio
-import contextlib
 import inspect
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
@@ -49,6 +49,10 @@ class _Host:
         self._environments: dict[int, Any] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._notes = 0
+
+    def answer(self, content: Mapping[str, Any]) -> None:
+        """Tell the pool."""
+        print(json.dumps(content), file=self._answers, flush=True)
 
     def take(self, line: str) -> None:
         """Begin what a line asks for."""
@@ -96,8 +100,7 @@ class _Host:
         except BaseException as error:  # the environment is the user's, and fails in its own ways
             traceback.print_exc()
             answer = {"problem": f"{asked[0]} raised {type(error).__name__}: {error}"[:_MOST_TOLD]}
-        self._answers.write(json.dumps({"call": call, **answer}) + "\n")
-        self._answers.flush()
+        self.answer({"call": call, **answer})
 
     async def _closed(self, number: int, call: asyncio.Task[None] | None) -> dict[str, Any]:
         """End the call that an environment is in, and close it."""
@@ -127,12 +130,11 @@ def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[
 
 
 def _read(requests: IO[str], host: _Host, loop: asyncio.AbstractEventLoop) -> None:
-    """Pass on what is asked; at the end of that, end. In a thread, so that it ends also while an environment is busy."""
+    """Pass on what is asked; at the end of that, close what there is, and end."""
     for line in requests:
         loop.call_soon_threadsafe(host.take, line)
-    with contextlib.suppress(Exception):  # it hangs, or fails in its own ways
-        asyncio.run_coroutine_threadsafe(host.close(), loop).result(CLOSING_S)
-    os.killpg(os.getpid(), signal.SIGKILL)
+    asyncio.run_coroutine_threadsafe(host.close(), loop).result()
+    os._exit(0)
 
 
 async def _serve(host: _Host, requests: IO[str]) -> None:
@@ -143,11 +145,27 @@ async def _serve(host: _Host, requests: IO[str]) -> None:
 
     loop.set_task_factory(task)
     threading.Thread(target=_read, args=(requests, host, loop), daemon=True).start()
+    host.answer({})
     await loop.create_future()
 
 
+def _watch(leader: int) -> None:
+    """End a process group when its leader has ended, or has had its time to since their input ended."""
+    os.close(1)  # the leader's end is to be seen there
+    end, leader_end = select.poll(), os.pidfd_open(leader)
+    end.register(leader_end, select.POLLIN)
+    end.register(0, 0)  # that nobody writes any more is told unasked
+    end.poll()
+    end.unregister(0)
+    end.poll(CLOSING_S * 1000)
+    os.killpg(leader, signal.SIGKILL)
+
+
 def serve() -> None:
-    """The process, whose group is its own."""
+    """The process, whose group is its own; another watches it, as environments may have it deaf."""
+    leader = os.getpid()
+    if os.fork() == 0:
+        _watch(leader)
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what environments print is no answer
@@ -156,13 +174,11 @@ def serve() -> None:
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:
-        make, refused = _made_by(module, name, arguments), {}
+        make = _made_by(module, name, arguments)
     except ConfigError as error:
-        make, refused = None, {"refused": str(error)}
-    answers.write(json.dumps(refused) + "\n")
-    answers.flush()
-    if make is not None:
-        asyncio.run(_serve(_Host(make, most_characters, answers, note), requests))
+        print(json.dumps({"refused": str(error)}), file=answers, flush=True)
+        return
+    asyncio.run(_serve(_Host(make, most_characters, answers, note), requests))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,16 @@ class WorkerProcess:
         self._waiting: dict[int, tuple[int, asyncio.Future[dict[str, Any]]]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._guilty: tuple[int, str] | None = None
-        self.is_lost = False
+        self._is_lost = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process has ended, or is about to."""
+        with contextlib.suppress(ChildProcessError):  # the loop was told of its end, and is about to tell
+            if not self._is_lost and os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+        self._is_lost = True
+        return True
 
     @staticmethod
     async def start(settings: WorkerSettings) -> "WorkerProcess":
@@ -134,7 +143,7 @@ class WorkerProcess:
     async def _late(self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float) -> None:
         """Return once there is an answer in spite of all; raises _Late where there is none."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s + 2 * _GRACE_S
+        end = loop.time() + deadline_s + 5 * _GRACE_S
         while self._noted()[0] not in (0, number) and loop.time() < end:
             await asyncio.wait([answer], timeout=_LOOK_S)
             if answer.done():
@@ -157,7 +166,7 @@ class WorkerProcess:
                 _, waiting = self._waiting.get(answer["call"], (0, None))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
-        self.is_lost = True
+        self._is_lost = True
         guilty, what = self._guilty or (self._noted()[0], "")
         what = f"{what}; " * bool(what) + await self._end()
         for number, waiting in self._waiting.values():
@@ -166,7 +175,7 @@ class WorkerProcess:
 
     def _kill(self, guilty: int, why: str) -> None:
         """End the process; it is environment `guilty` that has brought it about."""
-        self._guilty, self.is_lost = (guilty, why), True
+        self._guilty, self._is_lost = (guilty, why), True
         self._signal()
 
     async def _end(self) -> str:
@@ -174,6 +183,10 @@ class WorkerProcess:
         self._signal()
         code = await self._process.wait()
         os.close(self._note)
+        requests = _stream(self._process.stdin)
+        requests.close()
+        with contextlib.suppress(ConnectionError):  # it has ended before it read all
+            await requests.wait_closed()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"its process {how}"
 

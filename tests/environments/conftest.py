@@ -76,6 +76,7 @@ def ended(pids: list[int], within_s: float = 15.0) -> bool:
 
 def _lives(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
     except psutil.NoSuchProcess:
         return False
