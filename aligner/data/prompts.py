@@ -43,26 +43,31 @@ class PromptStream(ExampleStream[Prompt]):
         return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
 
 
-def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStream:
+def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int, *, messages: bool = False) -> PromptStream:
     """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
+
+    With `messages` these are there too, where a prompt was made of them.
 
     Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place; of longer ones as `data.long_prompts` says.
     """
 
     def parse(record: Record) -> Prompt:
-        return _parsed(record, tokenizer, data)
+        return _parsed(record, tokenizer, data, messages)
 
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
-def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def open_evaluation_prompts(
+    settings: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, *, messages: bool = False
+) -> list[Prompt]:
     """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
 
     `data` says of them what it says of those that are learned from: where they begin and end, and how long they may be.
 
-    Their ids are beyond those of any training step, so that no random stream is shared. Raises ConfigError as `open_prompts`.
+    Their ids are beyond those of any training step, so that no random stream is shared. `messages` as `open_prompts`, whose
+    ConfigError it raises.
     """
 
     def parse(record: Record) -> Prompt:
@@ -72,7 +77,7 @@ def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokeni
             values = {name: value for name, value in record.values.items() if name != "reference_tokens"}
             record = replace(record, values=values)
         drawn_tokens(record.values, "reference", record.origin, tokenizer)
-        return _parsed(record, tokenizer, data)
+        return _parsed(record, tokenizer, data, messages)
 
     if settings.path is None:
         prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
@@ -82,9 +87,9 @@ def open_evaluation_prompts(settings: EvaluationConfig, data: DataConfig, tokeni
     return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
-def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
+def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
     text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
-    return Prompt(0, text, tokens, _metadata(record) | asked_messages(record))
+    return Prompt(0, text, tokens, _metadata(record) | (asked_messages(record) if messages else {}))
 
 
 def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig) -> tuple[str, Tensor]:

@@ -45,13 +45,16 @@ def held_out() -> Iterator[dict[str, str]]:
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
-    """A teacher's turns: guesses and questions after products of `prompts`, and answers after what the calculator shows."""
+    """A teacher's turns: guesses, and few questions, after products of `prompts`; how each question goes on once it is begun;
+    and the answers after what the calculator shows.
+    """
     draw = random.Random(2)
     for one, other in _products()[_HELD_OUT:]:
         asked, product = f"{one}*{other}=", one * other
         question = f"[{one}*{other}]"
         guess = draw.randrange(_FIRST**2, (_BELOW - 1) ** 2)
         yield {"prompt": asked, "response": question if draw.random() < _ASKS else str(guess)}
+        yield {"prompt": f"{asked}[", "response": question[1:]}
         yield {"prompt": f"{asked}{question}{product};", "response": str(product)}
 
 
