@@ -25,23 +25,37 @@ class _Worker:
     """A place in the pool for a process, which is started anew once it is lost."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
-        self.starting = asyncio.create_task(WorkerProcess.start(settings))
+        self._settings, self._closes = settings, False
+        self._newest: WorkerProcess | None = None
+        self.starting = asyncio.create_task(self._started(None))
 
     async def process(self) -> WorkerProcess:
         """The process, once it is ready. Raises EnvironmentFailed where it does not get so."""
-        if self.starting.done() and (self.starting.cancelled() or self.starting.exception() or self.starting.result().is_lost):
-            self.starting = asyncio.create_task(WorkerProcess.start(self._settings))
+        if self.starting.done() and (self.starting.exception() is not None or self.starting.result().is_lost):
+            self.starting = asyncio.create_task(self._started(None if self.starting.exception() else self.starting.result()))
         try:
             return await asyncio.shield(self.starting)
         except ConfigError as error:  # another process had found it
             raise EnvironmentFailed(f"was not imported: {error}") from error
 
     async def close(self) -> None:
-        self.starting.cancel()
+        """End the process, whether it is ready or not."""
+        self._closes = True
+        if self._newest is not None and not self.starting.done():
+            self._newest.kill()
         await asyncio.wait([self.starting])
-        if not self.starting.cancelled() and self.starting.exception() is None:
+        if self.starting.exception() is None:
             await self.starting.result().close()
+
+    async def _started(self, before: WorkerProcess | None) -> WorkerProcess:
+        if before is not None:
+            self._newest = None
+            await before.close()
+        self._newest = process = await WorkerProcess.start(self._settings)
+        if self._closes:
+            process.kill()
+        await process.ready()
+        return process
 
 
 @dataclass

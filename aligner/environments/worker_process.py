@@ -45,7 +45,7 @@ class WorkerSettings:
 
 
 class WorkerProcess:
-    """A running process, made by `start`."""
+    """A process that hosts environments, made by `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, note: int) -> None:
         self._process, self._note = process, note
@@ -66,7 +66,7 @@ class WorkerProcess:
 
     @staticmethod
     async def start(settings: WorkerSettings) -> "WorkerProcess":
-        """Raises ConfigError, with the reason alone, where there is no such class, and EnvironmentFailed."""
+        """A process that is about to import the environment; it is of use once it is `ready`."""
         note = os.memfd_create("aligner-environment")
         os.pwrite(note, NOTE.pack(0, 0), 0)
         process = await asyncio.create_subprocess_exec(
@@ -80,21 +80,29 @@ class WorkerProcess:
         worker = WorkerProcess(process, note)
         told = [settings.module, settings.name, settings.arguments, settings.most_characters, settings.memory_bytes]
         worker._send([*told, note, sys.path])
-        try:
-            line = await asyncio.wait_for(_stream(process.stdout).readline(), _START_S)
-        except BaseException as error:
-            how = await worker._end()
-            if isinstance(error, asyncio.TimeoutError):
-                raise EnvironmentFailed(f"was not imported within {_START_S:g} s; {how}") from error
-            raise
-        answer = json.loads(line or "null")
-        if answer != {}:
-            how = await worker._end()
-            if answer is None:
-                raise EnvironmentFailed(f"was not imported; {how}")
-            raise ConfigError(answer["refused"])
-        worker._reading = asyncio.create_task(worker._read())
         return worker
+
+    async def ready(self) -> None:
+        """Wait until it has imported the environment; where it does not, it is ended. Not to be cancelled.
+
+        Raises ConfigError, with the reason alone, where there is no such class, and EnvironmentFailed.
+        """
+        try:
+            line = await asyncio.wait_for(_stream(self._process.stdout).readline(), _START_S)
+        except asyncio.TimeoutError:
+            raise EnvironmentFailed(f"was not imported within {_START_S:g} s; {await self._end()}") from None
+        answer = json.loads(line or "null")
+        if answer is None:
+            raise EnvironmentFailed(f"was not imported; {await self._end()}")
+        if "refused" in answer:
+            await self._end()
+            raise ConfigError(answer["refused"])
+        self._reading = asyncio.create_task(self._read())
+
+    def kill(self) -> None:
+        """End the process at once, with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def ask(self, number: int, asked: Sequence[Any], deadline_s: float) -> dict[str, Any]:
         """What environment `number` answers. Raises EnvironmentFailed and WorkerLost.
@@ -128,7 +136,7 @@ class WorkerProcess:
             try:
                 await self.ask(number, CLOSE, deadline_s)
             except _Late as error:
-                self._kill(number, str(error))
+                self._give_up(number, str(error))
                 raise
 
     async def close(self) -> None:
@@ -137,7 +145,7 @@ class WorkerProcess:
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=CLOSING_S + 1.0)
             if not self._reading.done():
-                self._kill(0, "was closed")
+                self._give_up(0, "was closed")
             await self._reading
 
     async def _late(self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float) -> None:
@@ -154,7 +162,7 @@ class WorkerProcess:
             if answer.done():
                 return
             if self._noted() == before:
-                self._kill(number, f"{late} and kept its process busy")
+                self._give_up(number, f"{late} and kept its process busy")
                 await asyncio.wait([answer])
                 return
         raise _Late(late)
@@ -173,14 +181,14 @@ class WorkerProcess:
             if not waiting.done():
                 waiting.set_exception((EnvironmentFailed if guilty in (0, number) else WorkerLost)(what))
 
-    def _kill(self, guilty: int, why: str) -> None:
+    def _give_up(self, guilty: int, why: str) -> None:
         """End the process; it is environment `guilty` that has brought it about."""
         self._guilty, self._is_lost = (guilty, why), True
-        self._signal()
+        self.kill()
 
     async def _end(self) -> str:
         """End the process if it has not, with all that it has started; how it ended."""
-        self._signal()
+        self.kill()
         code = await self._process.wait()
         os.close(self._note)
         requests = _stream(self._process.stdin)
@@ -189,10 +197,6 @@ class WorkerProcess:
             await requests.wait_closed()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"its process {how}"
-
-    def _signal(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _noted(self) -> tuple[int, int]:
         """The environment whose code runs, 0 for none, and how often one began to."""
