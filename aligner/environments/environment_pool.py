@@ -188,7 +188,8 @@ class EnvironmentPool:
             raise AlignerError(f"episode {episode} is unknown, or was finished before")
         finished = self._episodes.pop(episode)
         finished.answer.cancel()
-        self._loop.call_soon_threadsafe(self._leave, finished)
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._leave, finished)
         if not self._keeps:
             self._journal.forget([episode])
 

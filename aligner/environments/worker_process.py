@@ -190,11 +190,11 @@ class WorkerProcess:
         """End the process if it has not, with all that it has started; how it ended."""
         self.kill()
         code = await self._process.wait()
-        os.close(self._note)
         requests = _stream(self._process.stdin)
         requests.close()
         with contextlib.suppress(ConnectionError):  # it has ended before it read all
             await requests.wait_closed()
+        os.close(self._note)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"its process {how}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -65,6 +66,22 @@ def test_what_is_forgotten_leaves_the_file_once_it_is_half_of_it(tmp_path):
         assert read(each, "d") == OUTCOMES and read(each, "b") == [OUTCOMES[0], None, None]
     journal.forget("bd")
     assert file.read_bytes() == b""
+
+
+def test_a_line_that_could_not_be_written_whole_is_none(tmp_path):
+    file = tmp_path / "episodes.jsonl"
+    journal = written(tmp_path, "a")
+    size = file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(file))):
+            journal.record("b", 0, ASKED[0], OUTCOMES[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.stat().st_size == size and read(journal, "b") == [None] * 3
+    journal.record("b", 0, ASKED[0], OUTCOMES[0])
+    assert read(EpisodeJournal(tmp_path), "b") == [OUTCOMES[0], None, None]
 
 
 def test_no_damage_makes_an_answer_wrong(tmp_path, caplog):
