@@ -144,7 +144,7 @@ class EpisodeGeneration:
         try:
             self._generation.go_on(place, self._tokens(episode, outcome.observation))
         except AlignerError as error:
-            _log.warning("episode %s ends: %s", episode.name, error)
+            _log.info("episode %s ends: %s", episode.name, error)
             if episode.sample is None:
                 self._lose(place)
             else:
