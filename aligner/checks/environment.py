@@ -24,7 +24,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if engine.parallel.data > 1 and longest > patience:
         yield (
             f"{key}: environment.deadline_s={settings.deadline_s:g} x environment.max_turns={settings.max_turns}: an episode"
-            f" may wait {longest:g} s for its environment, but other ranks wait cluster.collective_timeout_s={patience:g} for it"
+            f" may wait {longest:g} s for its environment, and other ranks wait cluster.collective_timeout_s={patience:g} for"
+            " it"
         )
     if config.rollout.spare_prompts:
         yield f"{key}: rollout.spare_prompts={config.rollout.spare_prompts}: episodes are not left behind; give 0"

@@ -23,7 +23,7 @@ def test_episodes_are_drawn_on_the_trainers_ranks():
         (["engine.parallel.tensor=2", "engine.parallel.data=1"], "engine.parallel.tensor=2: must be 1"),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=90"],
-            "an episode may wait 720 s for its environment, but other ranks wait cluster.collective_timeout_s=600 for it",
+            "an episode may wait 720 s for its environment, and other ranks wait cluster.collective_timeout_s=600 for it",
         ),
         (["rollout.spare_prompts=1"], "rollout.spare_prompts=1: episodes are not left behind"),
         (["environment.turn_end=null"], "a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"),
