@@ -104,7 +104,7 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
     [
         (["data.max_prompt_tokens=4"], "allowed: 1 to data.max_prompt_tokens=4"),
         (["data.prompts=['ok','日本']"], "data.prompts[1]: "),
-        (["reward.function=digits"], "reward.function=digits: must be one of digit_fraction, exact_match"),
+        (["reward.function=digits"], "reward.function=digits: must be one of digit_fraction, environment, exact_match"),
         (["rollout.truncate_token=ab", "rollout.truncate_after=0"], "rollout.truncate_token='ab': must be one token"),
     ],
 )
