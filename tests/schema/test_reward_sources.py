@@ -75,7 +75,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "+reward.sources.a.gain=much"], "reward.sources.a.gain=much: must be a finite number"),
         ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
         ([*COMBINED, "+reward.sources.b={kind: function, function: 3}"], "function=3: expected text, got int"),
-        (["reward.function=nope"], "reward.function=nope: must be one of digit_fraction, environment, exact_match, format, gsm8k, length"),
+        (["reward.function=nope"], "reward.function=nope: must be one of digit_fraction, environment, exact_match, format"),
         (["reward.function=my_module:"], "reward.function=my_module:: must be one of digit_fraction"),
         ([*COMBINED, "+reward.sources.b={kind: function, function: nope}"], "reward.sources.b.function=nope: must be one of"),
         (["reward=remote"], "reward.url: missing; kind=remote needs it"),
