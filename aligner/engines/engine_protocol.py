@@ -15,8 +15,8 @@ from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
-_NONE = torch.empty(0, dtype=torch.int32)
-"""The ids of a token that was not drawn, or was drawn among all."""
+NO_IDS = torch.empty(0, dtype=torch.int32)
+"""The ids of a token that was drawn among all, or not drawn."""
 SpanListener = Callable[[str, float, float], None]
 """Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
 
@@ -85,7 +85,7 @@ class GenerationRequest:
     begun: Sample | None = None
     """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
     turn_tokens: int | None = None
-    """Most tokens of a turn of a response of several, which `Generation.go_on` tells what comes after each."""
+    """Most tokens of a turn of a response of several, which `TurnGeneration.go_on` tells what comes after each."""
     waits: bool = False
     """Whether the first turn waits for `go_on` too."""
 
@@ -171,6 +171,11 @@ class PartialResponse:
         turn = self.request.turn_tokens
         return self.limit if turn is None else min(self.limit, len(self.drawn) + turn)
 
+    @property
+    def _marks(self) -> list[bool]:
+        """Whether each token was drawn."""
+        return self.drawn + [True] * (len(self.tokens) - len(self.drawn))
+
     def give(self, tokens: Sequence[int]) -> None:
         """Add tokens that were not drawn; the next turn begins behind them.
 
@@ -181,16 +186,16 @@ class PartialResponse:
                 f"prompt {self.request.prompt.id}, sample {self.request.sample_index}: {len(tokens)} tokens more than the"
                 f" {len(self.tokens)} of the response leave no room within its {self.limit}"
             )
-        self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
+        self.drawn = [*self._marks, *[False] * len(tokens)]
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [0] * len(tokens)
-        self.kept += [_NONE] * len(tokens) if self.kept else []
+        self.kept += [NO_IDS] * len(tokens) if self.kept else []
         self.finish_reason = None
 
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
-        prompt, drawn = self.request.prompt, self.drawn + [True] * (len(self.tokens) - len(self.drawn))
+        prompt, drawn = self.request.prompt, self._marks
         counts = torch.tensor([len(ids) for ids in self.kept])
         return Sample(
             prompt_id=prompt.id,
@@ -220,12 +225,6 @@ class Generation(Protocol):
         May return none. Raises AlignerError when the engine has no weights, or sleeps.
         """
 
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
-
-        Raises AlignerError where no room is left for a token to be drawn.
-        """
-
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The responses that are not complete as they are now, each with its place among the requests.
 
@@ -234,6 +233,16 @@ class Generation(Protocol):
 
     def cancel(self) -> None:
         """Drop what is not complete."""
+
+
+class TurnGeneration(Generation, Protocol):
+    """Responses of an engine's, which may be told to go on."""
+
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
+
+        Raises AlignerError where no room is left for a token to be drawn.
+        """
 
 
 class BeginsGenerations(Protocol):
@@ -277,7 +286,7 @@ class GenerationEngine(ABC):
         and after a sleep that dropped them."""
 
     @abstractmethod
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
         """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
 
         Raises AlignerError, before anything is generated, naming every request that can not be served; or while an

@@ -13,7 +13,7 @@ from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import format_of
 from aligner.data.types import FinishReason, Sample
-from aligner.engines.engine_protocol import Generation, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, TurnGeneration
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.errors import AlignerError
@@ -67,7 +67,7 @@ class EpisodeGeneration:
     limit. One whose environment fails for good comes with a reward that is not a number, which no score is made of.
     """
 
-    def __init__(self, means: EpisodeEngine, requests: Sequence[GenerationRequest], generation: Generation) -> None:
+    def __init__(self, means: EpisodeEngine, requests: Sequence[GenerationRequest], generation: TurnGeneration) -> None:
         self._means, self._generation = means, generation
         self._open: dict[int, _Episode] = {}
         self._asked: dict[Future[Outcome], int] = {}
@@ -87,20 +87,16 @@ class EpisodeGeneration:
 
     def step(self) -> list[tuple[int, Sample]]:
         """Go on with what environments have answered, a step of the engine's; waits for an answer where all wait for one."""
-        if self._asked:
-            idle = self._generation.done and not self._complete
-            answered, _ = wait(self._asked, None if idle else 0, FIRST_COMPLETED)
-            for future in sorted(answered, key=lambda each: self._asked[each]):
-                self._hear(self._asked.pop(future), future)
+        if self._generation.done and not self._complete:
+            wait(self._asked, return_when=FIRST_COMPLETED)
+        answered = [future for future in self._asked if future.done()]
+        for future in sorted(answered, key=lambda each: self._asked[each]):
+            self._hear(self._asked.pop(future), future)
         if not self._generation.done:
             for place, sample in self._generation.step():
                 self._act(place, sample)
         complete, self._complete = self._complete, []
         return complete
-
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Never: what an episode goes on with is its environment's to say."""
-        raise AlignerError("an episode goes on by its environment's answers")
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: an environment cannot be handed over."""
@@ -118,8 +114,7 @@ class EpisodeGeneration:
     def _act(self, place: int, sample: Sample) -> None:
         """A turn has ended: have the environment answer it."""
         episode, tokenizer = self._open[place], self._means.tokenizer
-        begin = 0 if sample.drawn is None else int((~sample.drawn).nonzero()[-1]) + 1
-        turn = episode.turn = sample.response[begin:]
+        turn = episode.turn = sample.turns()[-1]
         episode.sample, episode.turns = sample, episode.turns + 1
         if sample.finish_reason == "length":
             self._end(place, "length")

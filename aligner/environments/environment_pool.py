@@ -14,6 +14,7 @@ from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.environments.worker_process import EnvironmentFailed, WorkerLost, WorkerProcess, WorkerSettings
 from aligner.errors import AlignerError, ConfigError
+from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
 _MIB = 2**20
@@ -126,6 +127,23 @@ class EnvironmentPool:
         self._tasks = set[asyncio.Task[Any]]()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None) -> "EnvironmentPool":
+        """The pool that a configuration asks for; it has a `target`."""
+        if settings.target is None:
+            raise AssertionError  # who has none makes no pool
+        return cls(
+            settings.target,
+            settings.arguments,
+            workers=settings.workers,
+            episodes_per_worker=settings.episodes_per_worker,
+            deadline_s=settings.deadline_s,
+            memory_mib=settings.memory_mib,
+            retries=settings.retries,
+            most_characters=settings.most_characters,
+            journal=journal,
+        )
 
     def start(self) -> None:
         """Start the processes; returns when the first one is ready, the others get so meanwhile.

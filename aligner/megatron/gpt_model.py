@@ -121,7 +121,7 @@ def transformer_config(
             # With it neither the schedule nor DDP divides by micro-batches or ranks (see _finalize_gradients).
             calculate_per_token_loss=True,
             finalize_model_grads_func=_finalize_gradients,
-            gradient_accumulation_fusion=not torch.cuda.is_available(),  # apex's kernels on a GPU, cpu_backend's here
+            gradient_accumulation_fusion=not torch.cuda.is_available(),  # on a GPU it needs apex's kernels
             masked_softmax_fusion=False,
             # On a GPU transformer-engine has its own; cpu_backend has these.
             bias_activation_fusion=plain_swiglu and not torch.cuda.is_available(),

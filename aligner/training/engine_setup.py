@@ -47,20 +47,9 @@ def build_engine_ends(
 
 def _episodes(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> EpisodeEngine:
     """What draws episodes on this rank, in environments of its own. Raises ConfigError where these cannot be made."""
-    settings = config.environment
-    assert settings.target is not None
-    environments = EnvironmentPool(
-        settings.target,
-        settings.arguments,
-        workers=settings.workers,
-        episodes_per_worker=settings.episodes_per_worker,
-        deadline_s=settings.deadline_s,
-        memory_mib=settings.memory_mib,
-        retries=settings.retries,
-        most_characters=settings.most_characters,
-    )
+    environments = EnvironmentPool.of(config.environment)
     environments.start()
-    return EpisodeEngine(engine, environments, tokenizer, settings, config.seed)
+    return EpisodeEngine(engine, environments, tokenizer, config.environment, config.seed)
 
 
 def _remote_publisher(

@@ -57,16 +57,7 @@ def episodes(
     engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
     load_directory(engine, model)
     chosen = EnvironmentConfig(target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings)
-    pool = EnvironmentPool(
-        target,
-        chosen.arguments,
-        workers=chosen.workers,
-        episodes_per_worker=chosen.episodes_per_worker,
-        deadline_s=chosen.deadline_s,
-        memory_mib=chosen.memory_mib,
-        retries=chosen.retries,
-        most_characters=chosen.most_characters,
-    )
+    pool = EnvironmentPool.of(chosen)
     try:
         pool.start()
         is_chat = (model / "chat_template.jinja").exists()

@@ -16,13 +16,11 @@ from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.parked_rows import ParkedRows
 from aligner.engines.embedded.sampling import choose, uniforms
 from aligner.engines.embedded.speculation import Lookup
-from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
 from aligner.models import batch_invariant
 from aligner.schema import SpeculationConfig
 
-_ALL = torch.empty(0, dtype=torch.int32)
-"""The ids of a token that was drawn among all."""
 _PROMPT_TOKENS = 8192
 """Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
 
@@ -308,7 +306,7 @@ class EmbeddedGeneration:
                     scores.masked_fill_(~kept.among(scores.shape[1]), float("-inf"))
                 drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
         tokens, logprobs, counts = self._machine.decoder.broadcast(drawn)
-        each = [_ALL] * len(share)
+        each = [NO_IDS] * len(share)
         if options.tells_kept:
             ids = torch.empty(int(counts.sum()), dtype=torch.int32, device=device) if kept is None else kept.ids
             parts = self._machine.decoder.broadcast(ids).cpu().split(counts.long().tolist())
