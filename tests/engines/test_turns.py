@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,33 @@ def test_a_turn_without_room_is_refused(directory):
     while not (complete := generation.step()):
         pass
     assert complete[0][1].finish_reason == "length" and complete[0][1].drawn_count == 4
+
+
+@pytest.mark.parametrize("turns", [0, 1], ids=["before any answer", "in the second turn"])
+def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, turns):
+    """Also where its marks say that every token was drawn, as those of plain samples do beside episodes' between ranks."""
+    torch.set_num_threads(1)
+    ends = []
+    for hands_over in (False, True):
+        engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2)
+        load_directory(engine, Path(directory))
+        options, prompt = SamplingOptions(LIMIT), Prompt(0, "", torch.tensor([4, 8, 15]))
+        generation = engine.start([GenerationRequest(prompt, 0, turn_tokens=TURN)], options)
+        for turn in range(turns):
+            while not generation.step():
+                pass
+            generation.go_on(0, given(turn, 0))
+        for _ in range(2):
+            assert not generation.step()
+        if hands_over:
+            [(_, begun)] = generation.unfinished()
+            generation.cancel()
+            if begun.drawn is None:
+                begun = replace(begun, drawn=torch.ones(len(begun.response), dtype=torch.bool))
+            generation = engine.start([GenerationRequest(prompt, 0, begun=begun, turn_tokens=TURN)], options)
+        while not (complete := generation.step()):
+            pass
+        ends.append(complete[0][1])
+    one, other = ends
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+    assert one.drawn_count == other.drawn_count == (turns + 1) * TURN

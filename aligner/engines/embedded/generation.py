@@ -378,8 +378,8 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
     if request.begun is not None:
         response.tokens = request.begun.response.tolist()
         if request.begun.drawn is not None:
-            given = (~request.begun.drawn).nonzero()[-1]
-            response.drawn = request.begun.drawn[: int(given) + 1].tolist()
+            given = (~request.begun.drawn).nonzero()[:, 0].tolist()
+            response.drawn = request.begun.drawn[: given[-1] + 1].tolist() if given else []
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
         response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
