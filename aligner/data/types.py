@@ -109,6 +109,9 @@ class Sample:
     """bool [R]: which response tokens the model drew, the others were given to it; None: all"""
     rewards: Tensor | None = None
     """float32 [R]: what an environment gave for each response token, 0 for most; None without one"""
+    branches: tuple[Sample, ...] = ()
+    """What else the model drew in the same episode, where its tokens are not all one sequence: each with all that it read as
+    its prompt, and no branches of its own. They are learned from with the episode's score."""
 
     @property
     def response(self) -> Tensor:
