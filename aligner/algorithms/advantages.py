@@ -122,8 +122,15 @@ def _check_groups(rows: int, group_size: int) -> None:
 
 
 def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
-    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward."""
-    return lambda samples, settings: of_scores(samples.rewards.sum(1), samples.samples_per_prompt)
+    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward; a branch has its sample's."""
+
+    def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
+        rewards = samples.rewards.sum(1)
+        if samples.episodes is None:
+            return of_scores(rewards, samples.samples_per_prompt)
+        return of_scores(rewards[~samples.is_branch], samples.samples_per_prompt)[samples.places]
+
+    return estimate
 
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:

@@ -47,18 +47,19 @@ class OnlineAlgorithm:
         reference_logprobs: Tensor,
         kl_coefficient: float,
     ) -> ScoredSamples:
-        """Scores [B] to rewards [B, S-1], and the samples that are learned from; values are [B, S] where there is a critic.
+        """Scores, one an episode, to rewards [B, S-1], and the rows that are learned from; values are [B, S] with a critic.
 
         A KL penalty in the reward is taken token by token, the score on the last response token, but for what an environment
-        gave for others.
+        gave for others. A branch's last token has the score of its episode.
         """
+        scores = scores[batch.places]
         coefficient = 0.0 if self._kl_in_loss else kl_coefficient
         kl, cut_values = torch.zeros_like(reference_logprobs), None
         if coefficient:
             kl = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator)
         if values is not None and self.settings.bootstrap_cut:
             after_last = values.gather(1, batch.lengths[:, None] - 1)[:, 0]
-            cut_values = torch.where(has_ended(batch), 0.0, after_last)
+            cut_values = torch.where(has_ended(batch) | batch.is_branch, 0.0, after_last)
         turns = batch.turn_rewards
         at_end = scores if turns is None else scores - turns.sum(1)
         rewards = penalized_rewards(at_end, kl, coefficient, batch.mask)
@@ -86,7 +87,11 @@ class OnlineAlgorithm:
         estimated, returns = found if isinstance(found, tuple) else (found, None)
         estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(samples.rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
-            estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
+            if samples.episodes is None:
+                estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
+            else:  # with branches prompts have different numbers of rows
+                for rows in [samples.groups == group for group in samples.groups.unique()]:
+                    estimated[rows] = masked_whiten(estimated[rows], mask[rows])
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
         experience = Experience(**vars(samples), advantages=estimated, returns=returns)

@@ -1,7 +1,9 @@
 """Data between ranks: as tensors and JSON, never as pickled objects."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -82,8 +84,11 @@ def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:
 def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """What `samples_from_tensors` makes the same samples of, but for their metadata: tensors of all of them, end to end.
 
-    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and tokens with routes.
+    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and tokens with routes. Branches
+    follow their samples, and are counted in `branches`, int64, one a sample, which is there where any has some.
     """
+    branches = [len(sample.branches) for sample in samples]
+    samples = [each for sample in samples for each in (sample, *sample.branches)]
     heads = [
         (
             *(sample.prompt_id, sample.sample_index, sample.tokens.numel(), sample.prompt_length),
@@ -101,6 +106,8 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     for name in ("drawn", "rewards"):
         if (told := of_responses(samples, name)) is not None:
             tensors[name] = told
+    if any(branches):
+        tensors["branches"] = torch.tensor(branches)
     if (kept := kept_by(samples)) is not None:
         tensors |= {"kept_counts": kept.counts, "kept_ids": kept.ids}
     if routes := [sample.routes for sample in samples if sample.routes is not None]:
@@ -122,7 +129,7 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
         kept = [of_all.at(place) for place in places]
     if "routes" in tensors:
         routes = tensors["routes"].split(heads[:, 5].tolist())
-    return [
+    samples = [
         Sample(
             prompt_id=prompt_id,
             sample_index=sample_index,
@@ -138,3 +145,7 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
         )
         for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(heads.tolist())
     ]
+    if "branches" not in tensors:
+        return samples
+    rows = iter(samples)
+    return [replace(next(rows), branches=tuple(itertools.islice(rows, count))) for count in tensors["branches"].tolist()]

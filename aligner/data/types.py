@@ -259,14 +259,39 @@ class SampleBatch(Rows):
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
     """float32 [B, S-1]: what environments gave, 0 outside the mask; None without any"""
+    episodes: Tensor | None = field(default=None, kw_only=True)
+    """int64 [B]: which rows are of one episode, the first of these its sample's, the others its branches'; None: each alone"""
 
     @property
     def samples_per_prompt(self) -> int:
-        """Rows of each prompt. Raises ValueError where prompts have different numbers of them."""
-        counts = self.groups.unique_consecutive(return_counts=True)[1].unique().tolist()
+        """Samples of each prompt, branches not counted. Raises ValueError where prompts have different numbers of them."""
+        groups = self.groups if self.episodes is None else self.groups[~self.is_branch]
+        counts = groups.unique_consecutive(return_counts=True)[1].unique().tolist()
         if len(counts) > 1:
             raise ValueError(f"prompts have {' or '.join(map(str, counts))} samples each, must have the same number")
         return counts[0] if counts else 1
+
+    @property
+    def places(self) -> Tensor:
+        """int64 [B]: which of the episodes each row is of, 0 that of the first row."""
+        if self.episodes is None:
+            return torch.arange(len(self.tokens))
+        places: dict[int, int] = {}
+        return torch.tensor([places.setdefault(episode, len(places)) for episode in self.episodes.tolist()], dtype=torch.int64)
+
+    @property
+    def is_branch(self) -> Tensor:
+        """bool [B]: which rows are not the first of their episode."""
+        places = self.places
+        newest = torch.cat((places[:1] - 1, places[:-1])).cummax(0)[0] if len(places) else places
+        return places <= newest
+
+    def with_branches(self, samples: Tensor) -> Tensor:
+        """The rows of some episodes, and behind them their branches', int64 [N]; all branches are behind all samples."""
+        if self.episodes is None:
+            return samples
+        branches = self.is_branch & torch.isin(self.episodes, self.episodes[samples])
+        return torch.cat((samples, branches.nonzero()[:, 0]))
 
 
 @dataclass(frozen=True)
@@ -358,3 +383,13 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         routes = pad_sequence(told, batch_first=True)
     own = (tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
     return SampleBatch(*own, kept=kept, routes=routes, turn_rewards=rewards)
+
+
+def collate_episodes(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
+    """As `collate`, with the samples' branches as rows behind all of them."""
+    of = [place for place, sample in enumerate(samples) for _ in sample.branches]
+    if not of:
+        return collate(samples, pad_token_id)
+    batch = collate([*samples, *(branch for sample in samples for branch in sample.branches)], pad_token_id)
+    episodes = torch.tensor([*range(len(samples)), *of])
+    return replace(batch, episodes=episodes, groups=batch.groups[episodes])

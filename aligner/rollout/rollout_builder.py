@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Prompt, Sample, SampleBatch, collate, environment_scores, unbegun
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, environment_scores, unbegun
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
@@ -38,9 +38,11 @@ class RolloutBatch:
     """One a sample."""
     samples: list[Sample]
     batch: SampleBatch
+    """Its rows are the samples, and behind them their branches."""
     scores: PendingRows
+    """Of the samples."""
     values: PendingRows
-    """Of no rows without a critic."""
+    """Of the batch's rows; of none without a critic."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0
@@ -68,15 +70,21 @@ class RolloutBatch:
 
     def select(self, rows: Tensor) -> "RolloutBatch":
         """Some of the samples (int64 [N]), in that order."""
-        chosen = rows.tolist()
+        chosen, with_branches = rows.tolist(), self.batch.with_branches(rows)
         return replace(
             self,
             prompts=[self.prompts[row] for row in chosen],
             samples=[self.samples[row] for row in chosen],
-            batch=self.batch.select(rows),
+            batch=self.batch.select(with_branches),
             scores=self.scores.select(rows),
-            values=self.values.select(rows),
+            values=self.values.select(with_branches),
         )
+
+    def without_branches(self) -> "RolloutBatch":
+        """The samples alone."""
+        rows = torch.arange(len(self.samples))
+        samples = [replace(sample, branches=()) for sample in self.samples]
+        return replace(self, samples=samples, batch=self.batch.select(rows), values=self.values.select(rows))
 
 
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
@@ -166,9 +174,9 @@ class RolloutBuilder:
         return RolloutBatch(
             [generated.prompts[row] for row in rows.tolist()],
             samples,
-            collate(samples, self._pad_token_id),
+            collate_episodes(samples, self._pad_token_id),
             self._scores(generated, rows),
-            PendingRows(tuple(generated.values), rows),
+            self._values(generated, rows, samples),
             deferred=len(self._under_way),
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
@@ -179,6 +187,15 @@ class RolloutBuilder:
         """Those that were asked for, with what environments gave; of these rows, int64 [B], or all."""
         added = environment_scores(generated.samples, self._settings.samples_per_prompt)
         return PendingRows(tuple(generated.scores), rows, added)
+
+    def _values(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
+        """Of these rows, int64 [B], and of their samples' branches, of which values are asked for here."""
+        branches = [branch for sample in samples for branch in sample.branches]
+        if not branches or self._is_alone:
+            return PendingRows(tuple(generated.values), rows)
+        further = self._services.ask_values(collate(branches, self._pad_token_id))
+        places = torch.cat((rows, len(generated.samples) + torch.arange(len(branches))))
+        return PendingRows((*generated.values, *further), places)
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:
         """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
-from aligner.data.types import Prompt, Sample, collate
+from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.resharding.remote_publisher import RemotePublisher
@@ -270,7 +270,7 @@ class RolloutPipeline:
             Prompt(**prompt, tokens=sample.tokens[: sample.prompt_length])
             for prompt, sample in zip(fields["prompts"], samples, strict=True)
         ]
-        batch = collate(samples, self._pad_token_id)
+        batch = collate_episodes(samples, self._pad_token_id)
         counts = fields["deferred"], fields["skipped"], tuple(fields["left_out"])
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), *counts)
 

@@ -62,11 +62,17 @@ class Recorder:
         self.samples.write(step, records)
 
     def _transcript(self, sample: Sample) -> dict[str, list[dict[str, str]]]:
-        """What was said in an episode of several turns, and by whom."""
-        if sample.drawn is None:
-            return {}
-        turns = [self.tokenizer.decode(turn) for turn in sample.turns()]
-        return {"turns": [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]}
+        """What was said in an episode of several turns, and by whom; and in its branches, each after all that it read."""
+        decode, told = self.tokenizer.decode, {}
+        if sample.drawn is not None:
+            turns = [decode(turn) for turn in sample.turns()]
+            told["turns"] = [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]
+        if sample.branches:
+            told["branches"] = [
+                {"prompt": decode(branch.tokens[: branch.prompt_length]), "response": decode(branch.response)}
+                for branch in sample.branches
+            ]
+        return told
 
 
 class StopCondition:

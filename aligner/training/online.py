@@ -79,13 +79,16 @@ class OnlineTrainer(TrainingLoop):
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned = self._learn(step, chosen, timer) if chosen.samples else {}
         rollout = rollout.scored()
-        processed = {"samples": len(rollout.samples), "tokens": sum(sample.tokens.numel() for sample in rollout.samples)}
+        processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
         return StepResult(metrics, processed, rollout, rollout.scores.result())
 
     def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
         """Make experience of the samples, and learn from it."""
-        algorithm, coefficient, batch = self.algorithm, self.kl_controller.coefficient, rollout.batch
+        algorithm, coefficient = self.algorithm, self.kl_controller.coefficient
+        if algorithm.group > 1:  # what is compared are samples
+            rollout = rollout.without_branches()
+        batch = rollout.batch
         with timer.phase("logprobs"):
             of, kept, routes = (batch.tokens, batch.lengths), batch.kept, batch.routes
             if self._asks_before_update(step):
@@ -97,7 +100,10 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
-                rollout, old_logprobs, reference_logprobs = rollout.select(rows), old_logprobs[rows], reference_logprobs[rows]
+                kept_rows = batch.with_branches(rows)
+                rollout, old_logprobs, reference_logprobs = (
+                    *(rollout.select(rows), old_logprobs[kept_rows], reference_logprobs[kept_rows]),
+                )
                 batch = rollout.batch
             scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None

@@ -156,6 +156,29 @@ def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(a
         assert torch.equal(algorithm.experience(samples).advantages, experience.advantages)
 
 
+@pytest.mark.parametrize("branching", [name for name in ONLINE if name not in ("copg", "online_dpo", "best_of_n")])
+@pytest.mark.parametrize("over", ["batch", "prompt"])
+def test_a_branch_is_learned_from_with_its_episodes_score_which_counts_once(branching, over):
+    """Its rows are a copy of its sample's here, so that it has to come to the same advantages."""
+    config = composed(branching, "algorithm.whiten_advantages=false", "algorithm.whiten_rewards=false")
+    algorithm, alone, scores, _ = step(config)
+    of = torch.tensor([0, 0, 5, 7])
+    rows = torch.cat((torch.arange(len(scores)), of))
+    batch = SampleBatch(**{name: getattr(alone, name) for name in SampleBatch.__dataclass_fields__}).select(rows)
+    batch = replace(batch, episodes=rows)
+    given = alone.old_logprobs[rows], alone.reference_logprobs[rows]
+    values = None if alone.values is None else torch.nn.functional.pad(alone.values[rows], (0, 1))
+    shaped = algorithm.shaping(scores, [sample(length, "stop") for length in alone.mask.sum(1).tolist()])
+    scored = algorithm.scored_samples(batch, shaped, values, *given, config.algorithm.kl_coefficient)
+    experience = algorithm.experience(scored)
+    assert experience.samples_per_prompt == EACH
+    if branching != "reinforce_plus_plus":  # which whitens over the batch
+        torch.testing.assert_close(experience.advantages, alone.advantages[rows])
+    whitened = replace(algorithm, settings=replace(config.algorithm, whiten_advantages=True, whiten_over=over))
+    for learned in (experience, whitened.experience(scored)):
+        torch.testing.assert_close(learned.advantages[len(scores) :], learned.advantages[of], rtol=0, atol=0)
+
+
 def test_nothing_outside_the_responses_has_a_gradient(name):
     algorithm, experience, _, after = step(composed(name))
     _, _, slope = gradient(algorithm, experience, after, [torch.arange(experience.tokens.shape[0])])

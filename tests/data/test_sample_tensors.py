@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import KeptTokens, Sample, collate, environment_scores
+from aligner.data.types import KeptTokens, Sample, collate, collate_episodes, environment_scores
 from aligner.rollout.rollout_builder import truncated
 from aligner.servers.wire_protocol import response_tensors, with_responses
 
@@ -155,3 +155,32 @@ def test_a_prompt_whose_episode_was_lost_has_no_score():
     scores = environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)
     assert scores[:2].tolist() == [-0.5, -0.5] and bool(scores[2:].isnan().all())
     assert environment_scores([a_sample(2, 1, 4, None, routed=False)], 1) is None
+
+
+def test_branches_travel_with_their_samples():
+    plain = samples(kept=True, routed=False)
+    branch = replace(a_sample(5, 0, 2, [[1], []], routed=False), drawn=torch.tensor([False, True]))
+    branched = [plain[0], replace(plain[2], branches=(branch, plain[3])), plain[1]]
+    found = samples_from_tensors(samples_to_tensors(branched))
+    assert [len(sample.branches) for sample in found] == [0, 2, 0]
+    for got, expected in zip(found[1].branches, branched[1].branches, strict=True):
+        assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.engine_logprobs, expected.engine_logprobs)
+    assert torch.equal(found[1].branches[0].drawn, branch.drawn)
+    assert "branches" not in samples_to_tensors(plain)
+
+
+def test_the_rows_of_an_episode_are_found_again_whatever_is_selected():
+    first, second, third = (replace(a_sample(4, index, 3, None, routed=False)) for index in range(3))
+    others = tuple(a_sample(7, index, 2, None, routed=False) for index in range(3))
+    batch = collate_episodes([first, replace(second, branches=others[:2]), replace(third, branches=others[2:])], 0)
+    assert batch.places.tolist() == [0, 1, 2, 1, 1, 2] and batch.is_branch.tolist() == [False] * 3 + [True] * 3
+    assert batch.samples_per_prompt == 3 and batch.groups.tolist() == [0] * 6
+    assert batch.prompt_lengths.tolist() == [4, 4, 4, 7, 7, 7]
+    chosen = batch.with_branches(torch.tensor([2, 1]))
+    assert chosen.tolist() == [2, 1, 3, 4, 5]
+    selected = batch.select(chosen)
+    assert selected.places.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [False, False, True, True, True]
+    assert selected.with_branches(torch.tensor([0])).tolist() == [0, 4]
+    without = collate_episodes([first, second, third], 0)
+    assert without.episodes is None and without.with_branches(torch.tensor([1])).tolist() == [1]
+    assert without.places.tolist() == [0, 1, 2] and not without.is_branch.any()

@@ -3,12 +3,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.data.types import Experience, Prompt, Sample, collate
+from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
@@ -128,6 +129,27 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     ):
         with pytest.raises(AlignerError, match=allowed):
             rollout_metrics(scored, dataclasses.replace(settings, **changed))
+
+
+def test_branches_stay_with_their_samples_where_a_prompt_has_no_score():
+    def future(value):
+        done: Future = Future()
+        done.set_result(value)
+        return done
+
+    branch = Sample(1, 0, torch.tensor([5, 6, 7]), 2, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    plain = [replace(branch, prompt_id=row // 2, sample_index=row % 2) for row in range(6)]
+    samples = [replace(plain[0], branches=(branch,)), *plain[1:3], replace(plain[3], branches=(branch, branch)), *plain[4:]]
+    prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
+    scores = PendingRows((future(torch.tensor([math.nan, math.nan, 1.0, 2.0, 3.0, 4.0])),))
+    values = PendingRows((future(torch.arange(9.0)[:, None].repeat(1, 3)),), torch.arange(9))
+    whole = RolloutBatch(prompts, samples, collate_episodes(samples, 0), scores, values)
+    scored = whole.scored()
+    assert scored.batch.places.tolist() == [0, 1, 2, 3, 1, 1] and scored.batch.groups.tolist() == [1, 1, 2, 2, 1, 1]
+    assert scored.values.result(width=3)[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0, 7.0, 8.0]
+    assert rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, prompts_per_step=4))["episode/branches"] == 0.5
+    alone = scored.without_branches()
+    assert len(alone.batch.tokens) == 4 and alone.values.result(width=3)[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0]
 
 
 def test_a_step_leaves_out_a_share_of_its_prompts_and_no_more_than_a_number():
