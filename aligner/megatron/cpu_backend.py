@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
 class _Inert:
@@ -137,6 +139,37 @@ class GradientAccumulation:
         add_product(total, for_outputs.t(), inputs)
 
 
+class _Lookup(Function):
+    """An embedding whose gradient goes into the weight's buffer, row by row: made apart it is as large as the vocabulary."""
+
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Rows of `weight` [V, H] by `tokens`, int64."""
+        context.tokens, context.total = tokens, weight.main_grad  # type: ignore[attr-defined]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, for_rows: Tensor) -> tuple[None, None]:
+        """Add the rows' gradients."""
+        total = context.total
+        total.index_add_(0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype))
+        return None, None
+
+
+class _FunctionsOfLayers:
+    """`torch.nn.functional` as seen by megatron-core's layers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+    @staticmethod
+    def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+        """As torch's."""
+        into_buffer = weight.requires_grad and hasattr(weight, "main_grad") and torch.is_grad_enabled()
+        return _Lookup.apply(tokens, weight) if into_buffer else F.embedding(tokens, weight)  # type: ignore[no-untyped-call]
+
+
 def install() -> None:
     """Redirect megatron-core to the CPU; call before a model is built. Harmless to call again."""
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "answers_cpu", False):
@@ -187,6 +220,7 @@ def install() -> None:
 
     # A gradient that is made apart is written, read and added: three times its memory's way.
     layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
+    layers.F = _FunctionsOfLayers()
 
     # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA tensors.
     tensor_class.type = _cuda_type_name(Tensor.type)

@@ -36,3 +36,19 @@ def test_tensors_are_scaled_in_place():
     cpu_backend.scale_tensors(0, torch.zeros(1), [tensors, tensors], 0.5)
     assert tensors[0].tolist() == [0.5] * 3
     assert tensors[1].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_an_embeddings_gradient_goes_into_its_buffer_and_nowhere_else():
+    weight, tokens = torch.nn.Parameter(torch.randn(7, 3)), torch.tensor([[2, 5, 2], [0, 2, 6]])
+    upstream = torch.randn(2, 3, 3)
+    lookup = cpu_backend._FunctionsOfLayers().embedding
+    lookup(tokens, weight).backward(upstream)  # without a buffer, as torch's
+    expected, weight.grad = weight.grad, None
+    weight.main_grad = torch.ones(7, 3)
+    rows = lookup(tokens, weight)
+    assert torch.equal(rows, F.embedding(tokens, weight))
+    rows.backward(upstream)
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 1 + expected)
+    with torch.no_grad():
+        assert torch.equal(lookup(tokens, weight), rows)
