@@ -116,7 +116,7 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
         problems.append(
             f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"
         )
-    if request.begun is not None and len(request.begun.response) >= limit:
+    if request.begun is not None and len(request.begun.response) >= limit and not request.waits:
         problems.append(
             f"prompt {prompt.id}: sample {request.sample_index} goes on from {len(request.begun.response)} tokens, but"
             f" max_new_tokens={limit} allows it no more"
@@ -249,6 +249,13 @@ class BeginsGenerations(Protocol):
     """An engine, or what has one draw more than single responses."""
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
+        """As `GenerationEngine.start`."""
+
+
+class BeginsTurns(Protocol):
+    """An engine, or what passes on what it is asked."""
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
         """As `GenerationEngine.start`."""
 
 

@@ -1,6 +1,8 @@
 """Episodes: responses of several turns, and what an environment says between them."""
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,8 @@ from torch import Tensor
 from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import format_of
-from aligner.data.types import FinishReason, Sample
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, TurnGeneration
+from aligner.data.types import FinishReason, Sample, unbegun
+from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.errors import AlignerError
@@ -22,15 +24,23 @@ from aligner.schema.environment import EnvironmentConfig
 _log = logging.getLogger(__name__)
 
 
+_WAIT_S = 0.1
+"""Where all episodes wait for their environments a step ends after so long, for who waits for it to see life."""
+_STEPS_AN_ANSWER = 4
+
+
 @dataclass(frozen=True)
 class EpisodeEngine:
     """An engine whose responses are episodes in environments of this process's own."""
 
-    engine: GenerationEngine
+    engine: BeginsTurns
     environments: EnvironmentPool
     tokenizer: Tokenizer
     settings: EnvironmentConfig
     seed: int
+    by_steps: bool = False
+    """Whether an answer is heard so many of the engine's steps after it was asked for, and waited for then: so that which
+    episodes are complete after how many steps does not hang on how fast environments are."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -38,26 +48,44 @@ class EpisodeEngine:
         return ChatTurns(self.tokenizer, format_of(self.tokenizer))
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "EpisodeGeneration":
-        """Begin one episode a request; as `GenerationEngine.start`."""
+        """Begin one episode a request, or go on with the one that it has begun; as `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
         ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
-        turns = [replace(each, turn_tokens=self.settings.max_turn_tokens, waits=True) for each in requests]
-        return EpisodeGeneration(self, requests, self.engine.start(turns, replace(options, stop_token_ids=ends)))
+        turns = [
+            replace(
+                each,
+                turn_tokens=self.settings.max_turn_tokens,
+                waits=each.begun is None or int(each.begun.tokens[-1]) in ends and _is_drawn(each.begun, -1),
+            )
+            for each in requests
+        ]
+        return EpisodeGeneration(self, requests, self.engine.start(turns, replace(options, stop_token_ids=ends)), ends)
 
 
 @dataclass
 class _Episode:
     name: str
     request: GenerationRequest
+    begun: Sample | None
+    """What the episode goes on from, until its environment has gone through all of it once more."""
     sample: Sample | None = None
     """As it was at the end of the last turn."""
     turn: Tensor | None = None
     """The last one's tokens, its end among them."""
+    told: int = 0
+    """Response tokens up to where that turn ends, or the next one begins."""
     turns: int = 0
     conversation: Conversation | None = None
     """As it was when the policy last had to answer; None where it is no chat's."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """By the response token that each was given for, a turn's last one."""
+    drawn: Sample | None = None
+    """The turn that the engine has gone on with, where it ends before the environment has gone through those before it."""
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the sample that it goes on from has what the environment is about to say."""
+        return self.begun is not None and self.told < len(self.begun.response)
 
 
 class EpisodeGeneration:
@@ -65,20 +93,37 @@ class EpisodeGeneration:
 
     An episode ends where its environment says so; it is cut where a turn, the response or the number of turns reaches its
     limit. One whose environment fails for good comes with a reward that is not a number, which no score is made of.
+
+    One that was begun elsewhere goes on here, with an environment that is asked all that the other one was asked, and has to
+    answer what the sample says; else the episode is lost. Meanwhile the engine goes on with its last turn.
     """
 
-    def __init__(self, means: EpisodeEngine, requests: Sequence[GenerationRequest], generation: TurnGeneration) -> None:
-        self._means, self._generation = means, generation
+    def __init__(
+        self,
+        means: EpisodeEngine,
+        requests: Sequence[GenerationRequest],
+        generation: TurnGeneration,
+        ends: Sequence[int],
+    ) -> None:
+        """`generation` has a response for each request; `ends` are the tokens that end a turn."""
+        self._means, self._generation, self._ends = means, generation, frozenset(ends)
         self._open: dict[int, _Episode] = {}
         self._asked: dict[Future[Outcome], int] = {}
+        self._due: dict[Future[Outcome], int] = {}
+        """With `by_steps`: at which of the engine's steps each is heard."""
+        self._steps = 0
         self._complete: list[tuple[int, Sample]] = []
+        names = Counter[str]()
         for place, request in enumerate(requests):
             prompt = request.prompt
-            episode = self._open[place] = _Episode(f"{prompt.id}/{request.sample_index}/{place}", request)
+            name = f"{prompt.id}/{request.sample_index}"
+            names[name] += 1
+            name = name if names[name] == 1 else f"{name}/{names[name]}"
+            self._open[place] = _Episode(name, request, request.begun)
             task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
             # A prompt's samples meet the same environment.
             seed = means.seed * 1_000_003 + prompt.id
-            self._asked[means.environments.reset(episode.name, task, seed)] = place
+            self._expect(place, means.environments.reset(name, task, seed))
 
     @property
     def done(self) -> bool:
@@ -87,20 +132,21 @@ class EpisodeGeneration:
 
     def step(self) -> list[tuple[int, Sample]]:
         """Go on with what environments have answered, a step of the engine's; waits for an answer where all wait for one."""
-        if self._generation.done and not self._complete:
-            wait(self._asked, return_when=FIRST_COMPLETED)
-        answered = [future for future in self._asked if future.done()]
-        for future in sorted(answered, key=lambda each: self._asked[each]):
+        for future in self._heard():
             self._hear(self._asked.pop(future), future)
         if not self._generation.done:
+            self._steps += 1
             for place, sample in self._generation.step():
-                self._act(place, sample)
+                self._end_turn(place, sample)
+        if not (self._open or self._generation.done):  # what is left there is of episodes that are lost
+            self._generation.cancel()
         complete, self._complete = self._complete, []
         return complete
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """Not told: an environment cannot be handed over."""
-        raise AlignerError("environment.target: episodes under way cannot be handed over; give rollout.spare_prompts=0")
+        """The episodes that are not complete as they are now, each with its place among the requests."""
+        drawn = dict(self._generation.unfinished())
+        return [(place, self._handed_over(episode, drawn.get(place))) for place, episode in self._open.items()]
 
     def cancel(self) -> None:
         """Drop what is not complete."""
@@ -109,35 +155,75 @@ class EpisodeGeneration:
             self._means.environments.finish(episode.name)
         self._open.clear()
         self._asked.clear()
+        self._due.clear()
         self._complete.clear()
+
+    def _expect(self, place: int, answer: Future[Outcome]) -> None:
+        self._asked[answer] = place
+        if self._means.by_steps:
+            self._due[answer] = self._steps + (0 if self._open[place].is_replayed else _STEPS_AN_ANSWER)
+
+    def _heard(self) -> list[Future[Outcome]]:
+        """The answers that are heard now, in the order of their places."""
+        is_idle = self._generation.done and not self._complete
+        if not self._means.by_steps:
+            if is_idle:
+                wait(self._asked, _WAIT_S, FIRST_COMPLETED)
+            heard = {future for future in self._asked if future.done()}
+        else:
+            if is_idle:
+                self._steps = max(self._steps, min(self._due.values(), default=0))
+            heard = {future for future, step in self._due.items() if step <= self._steps}
+            wait(heard)
+            self._due = {future: step for future, step in self._due.items() if future not in heard}
+        return sorted(heard, key=lambda each: self._asked[each])
+
+    def _end_turn(self, place: int, sample: Sample) -> None:
+        """The engine has drawn a turn to its end."""
+        episode = self._open.get(place)
+        if episode is None:  # it is lost
+            return
+        if episode.begun is None:
+            self._act(place, sample)
+        else:
+            episode.drawn = sample
 
     def _act(self, place: int, sample: Sample) -> None:
         """A turn has ended: have the environment answer it."""
         episode, tokenizer = self._open[place], self._means.tokenizer
-        turn = episode.turn = sample.turns()[-1]
-        episode.sample, episode.turns = sample, episode.turns + 1
+        turn = episode.turn = sample.response[episode.told :]
+        episode.sample, episode.turns, episode.told = sample, episode.turns + 1, len(sample.response)
         if sample.finish_reason == "length":
             self._end(place, "length")
             return
         said = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
-        self._asked[self._means.environments.step(episode.name, tokenizer.decode(said))] = place
+        self._expect(place, self._means.environments.step(episode.name, tokenizer.decode(said)))
 
     def _hear(self, place: int, future: Future[Outcome]) -> None:
         """The environment has answered."""
         episode = self._open[place]
         try:
             outcome = future.result()
+            if episode.turn is not None:
+                episode.rewards.append((episode.told - 1, outcome.reward))
+            if episode.is_replayed:
+                self._hear_again(place, outcome)
+            else:
+                self._go_on(place, outcome)
         except EpisodeLost as error:
             _log.warning("%s", error)
             self._lose(place)
+
+    def _go_on(self, place: int, outcome: Outcome) -> None:
+        episode = self._open[place]
+        episode.begun = None
+        if episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns):
+            self._end(place, "stop" if outcome.done else "length")
             return
-        if episode.sample is not None:
-            episode.rewards.append((len(episode.sample.response) - 1, outcome.reward))
-            if outcome.done or episode.turns == self._means.settings.max_turns:
-                self._end(place, "stop" if outcome.done else "length")
-                return
         try:
-            self._generation.go_on(place, self._tokens(episode, outcome.observation))
+            tokens = self._tokens(episode, outcome.observation)
+            self._generation.go_on(place, tokens)
+            episode.told += len(tokens)
         except AlignerError as error:
             _log.info("episode %s ends: %s", episode.name, error)
             if episode.sample is None:
@@ -145,11 +231,50 @@ class EpisodeGeneration:
             else:
                 self._end(place, "length")
 
+    def _hear_again(self, place: int, outcome: Outcome) -> None:
+        """The environment has answered what an earlier one did; then it is told the next turn, if that is complete.
+
+        Raises EpisodeLost where the sample says something else.
+        """
+        episode = self._open[place]
+        begun = episode.begun
+        assert begun is not None
+        try:
+            tokens = self._tokens(episode, outcome.observation)
+        except AlignerError as error:
+            raise EpisodeLost(f"episode {episode.name} cannot be taken up again: {error}") from error
+        first, last = episode.told, episode.told + len(tokens)
+        given = itertools.takewhile(lambda at: not _is_drawn(begun, at), range(first, len(begun.response)))
+        is_over = episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns)
+        if is_over or tokens != begun.response[first : first + len([*given])].tolist() or not _has_rewards(begun, episode):
+            raise EpisodeLost(
+                f"episode {episode.name} cannot be taken up again: after {episode.turns} turns its environment answered"
+                f" {outcome}, other than the first time; answers must follow from task, seed and actions alone"
+            )
+        episode.told = last
+        places = range(last, len(begun.response))
+        ended = next((at + 1 for at in places if int(begun.response[at]) in self._ends and _is_drawn(begun, at)), None)
+        if ended is not None:
+            self._act(place, begun.cut(ended, "stop"))
+            return
+        episode.begun = None
+        if episode.drawn is not None:
+            self._act(place, episode.drawn)
+
+    def _handed_over(self, episode: _Episode, drawn: Sample | None) -> Sample:
+        """An episode under way; `drawn` is what the engine has of it, where that is at work on it."""
+        if episode.begun is not None:
+            return episode.begun
+        request = episode.request
+        none = replace(unbegun([request.prompt], 1)[0], sample_index=request.sample_index)
+        sample = replace(drawn or episode.sample or none, finish_reason="unfinished")
+        return replace(sample, rewards=_rewards(episode, len(sample.response)))
+
     def _tokens(self, episode: _Episode, observation: Observation) -> list[int]:
         """What the policy is told. Raises AlignerError where messages cannot be appended to what it has said."""
         if isinstance(observation, str):
             return self._means.tokenizer.encode(observation).tolist()
-        if episode.sample is None or episode.turn is None:
+        if episode.turn is None:
             if observation:
                 raise AlignerError("messages go on from a turn of the policy's; what it is asked first are the data's")
             return []
@@ -169,9 +294,7 @@ class EpisodeGeneration:
     def _end(self, place: int, reason: FinishReason) -> None:
         episode = self._open.pop(place)
         assert episode.sample is not None
-        rewards = torch.zeros(len(episode.sample.response))
-        for token, reward in episode.rewards:
-            rewards[token] += reward
+        rewards = _rewards(episode, len(episode.sample.response))
         self._complete.append((place, replace(episode.sample, finish_reason=reason, rewards=rewards)))
         self._means.environments.finish(episode.name)
 
@@ -193,3 +316,22 @@ class EpisodeGeneration:
         )
         self._complete.append((place, sample))
         self._means.environments.finish(episode.name)
+
+
+def _rewards(episode: _Episode, tokens: int) -> Tensor:
+    """What the environment has given, float32 [tokens]."""
+    rewards = torch.zeros(tokens)
+    for token, reward in episode.rewards:
+        rewards[token] += reward
+    return rewards
+
+
+def _has_rewards(begun: Sample, episode: _Episode) -> bool:
+    """Whether the sample has what the environment has given so far."""
+    had = torch.zeros(len(begun.response)) if begun.rewards is None else begun.rewards
+    return torch.equal(had[: episode.told], _rewards(episode, episode.told))
+
+
+def _is_drawn(sample: Sample, at: int) -> bool:
+    """Whether the model drew a response token."""
+    return sample.drawn is None or bool(sample.drawn[at])

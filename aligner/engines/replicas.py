@@ -1,7 +1,7 @@
 """An engine's replicas: which process belongs to which, and how they share requests."""
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -96,7 +96,10 @@ def generate_in_parts(
     speakers = [replica * layout.tensor for replica in range(layout.data)]
     taken = gather_samples([drawn[at] for at in range(share)], speakers)[: len(places)]
     further = dict(zip(places, taken, strict=True))
-    return [further.get(place, sample) for place, sample in enumerate(samples)]
+    return [
+        replace(further[place], metadata=sample.metadata) if place in further else sample
+        for place, sample in enumerate(samples)
+    ]
 
 
 def run_through(parts: SamplesInParts) -> list[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 
@@ -34,3 +35,23 @@ class Caller:
     async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
         self._had += 1
         return [{"role": "user", "content": f"n{self._had}"}], 0.5, self._had == 3
+
+
+class Quiet:
+    """Says something to every second turn only."""
+
+    async def reset(self, task: dict[str, Any], seed: int) -> str:
+        self._had = 0
+        return ""
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        self._had += 1
+        return "" if self._had % 2 else f"n{self._had}{action[:1]};", 0.1 * self._had, self._had == 4
+
+
+class Fickle(Teller):
+    """Never says the same twice."""
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        _, reward, done = await super().step(action)
+        return f"n{time.monotonic_ns() % 1_000_000:06};", reward, done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +51,38 @@ def episodes(
     options: dict[str, Any] | None = None,
     fails: int | None = None,
     target: str = "tests.engines.teller:Teller",
+    parts: tuple[int, ...] = (),
+    by_steps: bool = False,
 ) -> tuple[list[Sample], Tokenizer]:
-    """Two samples each of some prompts."""
+    """Two samples each of some prompts; after so many steps each they are handed over to another engine, and another pool."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer(model)
-    engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
-    load_directory(engine, model)
     chosen = EnvironmentConfig(target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings)
-    pool = EnvironmentPool.of(chosen)
-    try:
-        pool.start()
-        is_chat = (model / "chat_template.jinja").exists()
-        requests = [
-            GenerationRequest(asked(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
-            for at in range(prompts)
-            for index in range(2)
-        ]
-        drawn = EpisodeEngine(engine, pool, tokenizer, chosen, seed=3)
-        ends = (*tokenizer.eos_token_ids, *range(20, 60))  # a model with random weights seldom writes any one token
-        sampling = SamplingOptions(**{"max_new_tokens": 48, "stop_token_ids": ends} | (options or {}))
-        found = advance(drawn.start(requests, sampling))
-    finally:
-        pool.close()
+    is_chat = (model / "chat_template.jinja").exists()
+    requests = [
+        GenerationRequest(asked(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
+        for at in range(prompts)
+        for index in range(2)
+    ]
+    ends = (*tokenizer.eos_token_ids, *range(20, 60))  # a model with random weights seldom writes any one token
+    sampling = SamplingOptions(**{"max_new_tokens": 48, "stop_token_ids": ends} | (options or {}))
+    found: dict[int, Sample] = {}
+    for steps in (*parts, None):
+        places = [place for place in range(len(requests)) if place not in found]
+        engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
+        load_directory(engine, model)
+        pool = EnvironmentPool.of(chosen)
+        try:
+            pool.start()
+            drawn = EpisodeEngine(engine, pool, tokenizer, chosen, seed=3, by_steps=by_steps)
+            generation = drawn.start([requests[place] for place in places], sampling)
+            found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
+            for at, sample in [] if generation.done else generation.unfinished():
+                begun = sample if len(sample.response) else None
+                requests[places[at]] = replace(requests[places[at]], begun=begun)
+            generation.cancel()
+        finally:
+            pool.close()
     return [found[place] for place in range(len(requests))], tokenizer
 
 
@@ -145,3 +156,63 @@ def test_messages_are_worded_behind_the_turn_that_was_drawn(chat_model):
         turns = [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
         assert turns[1::2] == ["u:n1<eos>a:", "u:n2<eos>a:"] and all(turn.endswith("<eos>") for turn in turns[::2])
         assert float(sample.rewards.sum()) == 1.5
+
+
+def assert_equal(one: Sample, other: Sample) -> None:
+    for name in ("tokens", "engine_logprobs", "weight_versions", "drawn", "rewards"):
+        first, second = getattr(one, name), getattr(other, name)
+        assert (first is None and second is None) or torch.equal(first, second), name
+    assert one.finish_reason == other.finish_reason
+
+
+@pytest.mark.parametrize("parts", [(1,), (4,), (9,), (2, 3, 2, 30)], ids=str)
+@pytest.mark.parametrize(("target", "turn_tokens"), [("Teller", 5), ("Quiet", 3)])
+def test_an_episode_that_is_handed_over_goes_on_as_if_it_had_stayed(model, target, turn_tokens, parts):
+    settings, target = {"max_turn_tokens": turn_tokens}, f"tests.engines.teller:{target}"
+    stayed, _ = episodes(model, settings, target=target)
+    assert {sample.finish_reason for sample in stayed} == {"stop", "length"}
+    for by_steps in (False, True):
+        moved, _ = episodes(model, settings, target=target, parts=parts, by_steps=by_steps)
+        for one, other in zip(stayed, moved, strict=True):
+            assert_equal(one, other)
+
+
+def test_a_conversation_that_is_handed_over_goes_on_as_if_it_had_stayed(chat_model):
+    settings = {"turn_end": None, "max_turn_tokens": 20}
+    options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
+    target = "tests.engines.teller:Caller"
+    stayed, _ = episodes(chat_model, settings, 4, options, target=target)
+    for one, other in zip(stayed, episodes(chat_model, settings, 4, options, target=target, parts=(7, 11))[0], strict=True):
+        assert_equal(one, other)
+
+
+def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_lost_and_the_others_go_on(model, caplog):
+    target = "tests.engines.teller:Fickle"
+    samples, _ = episodes(model, {"max_turn_tokens": 40}, target=target, parts=(12,), by_steps=True)
+    lost = [sample for sample in samples if bool(sample.rewards.isnan().any())]
+    assert lost and len(lost) == sum("other than the first time" in message for message in caplog.messages)
+    assert all(len(sample.response) == 1 for sample in lost)
+
+
+def test_which_episodes_are_complete_after_how_many_steps_does_not_hang_on_time_where_that_is_asked_for(model):
+    def ends(settings: dict[str, Any]) -> list[list[int]]:
+        torch.set_num_threads(1)
+        tokenizer, chosen = (
+            Tokenizer(model),
+            EnvironmentConfig(target="tests.engines.teller:Teller", max_turn_tokens=40, **settings),
+        )
+        engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True), 0, seed=2)
+        load_directory(engine, model)
+        pool = EnvironmentPool.of(chosen)
+        try:
+            pool.start()
+            requests = [GenerationRequest(asked(tokenizer, at, is_chat=False, fails=False), 0) for at in range(6)]
+            sampling = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *range(20, 60)))
+            generation, steps = EpisodeEngine(engine, pool, tokenizer, chosen, 3, by_steps=True).start(requests, sampling), []
+            while not generation.done:
+                steps.append(sorted(place for place, _ in generation.step()))
+            return steps
+        finally:
+            pool.close()
+
+    assert ends({}) == ends({"arguments": {"delay_s": 0.1, "spread": 3}})

@@ -377,9 +377,11 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
     response = _Response(request, limit, index=index, prompt=tuple(request.prompt.tokens.tolist()), numbers=numbers)
     if request.begun is not None:
         response.tokens = request.begun.response.tolist()
-        if request.begun.drawn is not None:
-            given = (~request.begun.drawn).nonzero()[:, 0].tolist()
-            response.drawn = request.begun.drawn[: given[-1] + 1].tolist() if given else []
+        drawn = torch.ones(len(response.tokens), dtype=torch.bool) if request.begun.drawn is None else request.begun.drawn
+        # The turn that it is in begins behind what was given last, or behind the end of the turn before it.
+        ends = ~drawn | torch.isin(request.begun.response, torch.tensor(options.stop_token_ids, dtype=torch.int64))
+        before = ends.nonzero()[-1:, 0].tolist()
+        response.drawn = drawn[: before[0] + 1].tolist() if before else []
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
         response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
