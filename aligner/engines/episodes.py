@@ -55,7 +55,7 @@ class EpisodeEngine:
             replace(
                 each,
                 turn_tokens=self.settings.max_turn_tokens,
-                waits=each.begun is None or int(each.begun.tokens[-1]) in ends and _is_drawn(each.begun, -1),
+                waits=each.begun is None or (int(each.begun.tokens[-1]) in ends and _is_drawn(each.begun, -1)),
             )
             for each in requests
         ]
