@@ -38,6 +38,8 @@ class RunPaths:
         """Who has taken the run last, and how many before; it stays where training begins again: `aligner.data.claim`."""
         self.journal = root / "journal"
         """The critic's updates since its last checkpoint."""
+        self.episodes = root / "episodes"
+        """What environments said to episodes, a directory a process: `aligner.environments.episode_journal`."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
         self.samples = root / "samples.jsonl"
@@ -78,7 +80,7 @@ class RunPaths:
         """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
-        return (*files, *trackers, self.journal, self.timeline, self.checkpoints)
+        return (*files, *trackers, self.journal, self.episodes, self.timeline, self.checkpoints)
 
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""

@@ -16,19 +16,19 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     key = f"environment.target={settings.target}"
     if callable_place(settings.target) is None:
         yield f"{key}: must be module:Class, or null"
-    if engine.placement != "colocated":
-        yield f"{key}: episodes are drawn on the trainer's ranks alone; give engine.placement=colocated"
-    if engine.parallel.tensor > 1:
-        yield f"{key}: engine.parallel.tensor={engine.parallel.tensor}: must be 1, each rank has its own episodes"
     longest, patience = settings.deadline_s * settings.max_turns, config.cluster.collective_timeout_s
-    if engine.parallel.data > 1 and longest > patience:
+    if engine.parallel.ranks > 1 and longest > patience:
         yield (
             f"{key}: environment.deadline_s={settings.deadline_s:g} x environment.max_turns={settings.max_turns}: an episode"
             f" may wait {longest:g} s for its environment, and other ranks wait cluster.collective_timeout_s={patience:g} for"
             " it"
         )
-    if config.rollout.spare_prompts:
-        yield f"{key}: rollout.spare_prompts={config.rollout.spare_prompts}: episodes are not left behind; give 0"
+    if engine.placement == "server" and longest >= config.server.request_timeout_s:
+        yield (
+            f"server.request_timeout_s={config.server.request_timeout_s:g}: the trainer waits so long for its samples, and an"
+            f" episode may wait {longest:g} s for its environment (environment.deadline_s={settings.deadline_s:g} x"
+            f" environment.max_turns={settings.max_turns}); give more"
+        )
     if not config.rollout.stop_at_eos and settings.turn_end is None:
         yield f"{key}: a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"
     if config.rollout.truncate_token is not None:

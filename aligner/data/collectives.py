@@ -74,11 +74,15 @@ def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sa
     return [sample for rank in sources for sample in samples_from_tensors(load(gathered[rank]))]
 
 
-def broadcast_samples(samples: Sequence[Sample] | None) -> list[Sample]:
-    """Rank 0's samples on every rank of the world; the others give None. Collective."""
-    if not is_distributed():
+def broadcast_samples(samples: Sequence[Sample] | None, group: ProcessGroup | None = None) -> list[Sample]:
+    """The samples of the group's rank 0 (None: the world's), without metadata, on every rank; the others give None.
+
+    Collective.
+    """
+    if not is_distributed(group):
         return list(samples or ())
-    return samples_from_tensors(load(_broadcast_bytes(b"" if dist.get_rank() else save(samples_to_tensors(samples or ())))))
+    data = save(samples_to_tensors(samples or ())) if dist.get_rank(group) == 0 else b""
+    return samples_from_tensors(load(_broadcast_bytes(data, group=group)))
 
 
 def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:

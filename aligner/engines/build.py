@@ -1,17 +1,24 @@
-"""The engine that a configuration asks for."""
+"""The engine that a configuration asks for, and what draws episodes by it."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
-from aligner.engines.engine_protocol import GenerationEngine, SpanListener
+from aligner.data.tokenizer import Tokenizer
+from aligner.engines.engine_protocol import BeginsGenerations, BeginsTurns, GenerationEngine, SpanListener
+from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.led_engine import LedEngine
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
-from aligner.schema import EngineConfig
+from aligner.paths import run_paths
+from aligner.schema import Config, EngineConfig
 
 
 def build_engine(
@@ -44,3 +51,32 @@ def build_engine(
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)
+
+
+def build_episodes(
+    config: Config,
+    engine: GenerationEngine,
+    tokenizer: Tokenizer,
+    role: Literal["trainer", "generator"],
+    rank: int,
+    group: ProcessGroup | None,
+) -> tuple[BeginsGenerations, EnvironmentPool | None]:
+    """What draws episodes on this rank of the engine's, and their environments: of each replica's first rank alone.
+
+    Arguments as for `build_engine`; the environments are the caller's to close. Raises ConfigError where these cannot be made.
+    """
+
+    def episodes(engine: BeginsTurns, environments: EnvironmentPool) -> EpisodeEngine:
+        by_steps = config.rollout.spare_prompts > 0
+        return EpisodeEngine(engine, environments, tokenizer, config.environment, config.seed, by_steps)
+
+    if group is not None and rank % config.engine.parallel.tensor:
+        return LedEngine(engine, group, None), None
+    # Without a checkpoint nothing goes on from what was said.
+    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
+    journal = EpisodeJournal(run_paths(config).episodes / f"{role}-{rank}") if is_kept else None
+    environments = EnvironmentPool.of(config.environment, journal)
+    environments.start()
+    if group is None:
+        return episodes(engine, environments), environments
+    return LedEngine(engine, group, lambda told: episodes(told, environments)), environments

@@ -318,6 +318,11 @@ class EpisodeGeneration:
         self._means.environments.finish(episode.name)
 
 
+def forget_prompts_before(environments: EnvironmentPool, first: int) -> None:
+    """Drop what environments have said in the episodes of prompts before the `first` of the stream. Raises OSError."""
+    environments.forget(lambda name: int(name.partition("/")[0]) < first)
+
+
 def _rewards(episode: _Episode, tokens: int) -> Tensor:
     """What the environment has given, float32 [tokens]."""
     rewards = torch.zeros(tokens)

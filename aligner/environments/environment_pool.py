@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -210,6 +210,10 @@ class EnvironmentPool:
             self._loop.call_soon_threadsafe(self._leave, finished)
         if not self._keeps:
             self._journal.forget([episode])
+
+    def forget(self, is_over: Callable[[str], bool]) -> None:
+        """Drop what the journal has of such episodes, by their names: none of them goes on. Raises OSError."""
+        self._journal.forget(filter(is_over, self._journal.episodes))
 
     def close(self) -> None:
         """End all processes, which close their environments; the futures of calls under way are cancelled. May be repeated."""

@@ -51,6 +51,12 @@ class EpisodeJournal:
             self._file.touch()
             self._read(self._file)
 
+    @property
+    def episodes(self) -> list[str]:
+        """The names of those that it has answers to."""
+        with self._lock:
+            return [*self._episodes]
+
     def told(self, episode: str, call: int, asked: Sequence[Any]) -> Outcome | None:
         """What was answered to a call; None where none was recorded, or something else was asked."""
         with self._lock:

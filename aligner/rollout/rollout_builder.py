@@ -287,6 +287,10 @@ class RolloutBuilder:
             f" (rollout.samples_per_prompt={each}), or choose prompts that are neither solved nor out of reach"
         )
 
+    def forget(self, first: int) -> None:
+        """No episode of a prompt before the `first` of the stream is begun again."""
+        self._sampler.forget(first)
+
     def close(self) -> None:
         """Shut the engine down. Collective."""
         self._sampler.close()

@@ -105,6 +105,8 @@ class RolloutPipeline:
         """What the checkpoint that was begun holds."""
         self._held_from = _Progress()
         """Where the batches before them had come to."""
+        self._needed = 0
+        """The first prompt that who goes on from the last checkpoint draws, on rank 0, or is in the middle of."""
 
     @property
     def is_ahead(self) -> bool:
@@ -174,8 +176,9 @@ class RolloutPipeline:
     def begin_save(self, step: int) -> None:
         """A checkpoint of `step` holds the batches of the steps from there on that older weights than `step`'s draw.
 
-        What the newest weights draw can be drawn again.
+        What the newest weights draw can be drawn again. The checkpoint before it is complete.
         """
+        self._rollouts.forget(self._needed)
         self._held = [batch for batch in self._batches if batch.step < step + self._settings.steps_ahead]
         self._held_from = self._taken
 
@@ -184,7 +187,10 @@ class RolloutPipeline:
 
         Gives the prompts taken from the stream by then. Collective; raises AlignerError on every rank.
         """
-        return together(lambda: self._write(directory))
+        position = together(lambda: self._write(directory))
+        if not self.is_ahead:
+            self._needed = position
+        return position
 
     def resume(self, directory: Path, step: int, position: int) -> None:
         """Go on with what was saved for `step`, if anything, and the prompts from `position` on. Collective.
@@ -208,6 +214,7 @@ class RolloutPipeline:
             drawn, progress = batch.drawn.result()
             held.append(drawn)
         self._held = []
+        self._needed = min((one.prompt.id for one in progress.under_way), default=progress.position)
         if not held and not progress.under_way:
             return progress.position
         tensors: dict[str, Tensor] = {}

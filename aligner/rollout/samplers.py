@@ -6,9 +6,10 @@ from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
-from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, SamplingOptions
+from aligner.engines.episodes import forget_prompts_before
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
+from aligner.environments.environment_pool import EnvironmentPool
 from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.services import together
 from aligner.schema import EngineParallelConfig
@@ -34,6 +35,9 @@ class Sampler(Protocol):
         those; of an engine elsewhere nothing is known.
         """
 
+    def forget(self, first: int) -> None:
+        """No episode of a prompt before the `first` of the stream is begun again."""
+
     def close(self) -> None:
         """End the processes that the engine started, if any. Collective."""
 
@@ -47,8 +51,10 @@ class ColocatedSampler:
     rank: int
     sleeps: bool = False
     """Whether the engine gives its memory back between steps."""
-    episodes: EpisodeEngine | None = None
+    episodes: BeginsGenerations | None = None
     """What draws where there is an environment."""
+    environments: EnvironmentPool | None = None
+    """Those of this rank."""
 
     def sample(
         self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
@@ -67,10 +73,15 @@ class ColocatedSampler:
             self.engine.sleep()
         return self.engine.take_guesses()
 
+    def forget(self, first: int) -> None:
+        """As `Sampler`."""
+        if self.environments is not None:
+            forget_prompts_before(self.environments, first)
+
     def close(self) -> None:
         """As `Sampler`."""
-        if self.episodes is not None:
-            self.episodes.environments.close()
+        if self.environments is not None:
+            self.environments.close()
         self.engine.shutdown()
 
 
@@ -111,6 +122,11 @@ class RemoteSampler:
     def rest(self) -> tuple[int, int]:
         """Nothing: the generator's memory is its own."""
         return 0, 0
+
+    def forget(self, first: int) -> None:
+        """As `Sampler`; the generator hears of it with the next request."""
+        if self.client is not None:
+            self.client.first_prompt = first
 
     def close(self) -> None:
         """Hang up; the launcher ends the generator."""

@@ -15,7 +15,15 @@ from aligner.errors import AlignerError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
 from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
-_DATATYPES = {np.int16: "INT16", np.int32: "INT32", np.int64: "INT64", np.float32: "FP32", np.bytes_: "BYTES"}
+_DATATYPES = {
+    np.uint8: "UINT8",
+    np.int16: "INT16",
+    np.int32: "INT32",
+    np.int64: "INT64",
+    np.bool_: "BOOL",
+    np.float32: "FP32",
+    np.bytes_: "BYTES",
+}
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -19,7 +19,7 @@ from aligner.errors import AlignerError, UnavailableError
 from aligner.observability.timeline import Timeline
 from aligner.servers.rank_commands import Command, Handler, RowJoin, rows_of, take_together
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32, torch.bool)}
+_DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.int32, torch.float32, torch.bool)}
 _POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
 _HEARTBEAT, _SHUTDOWN = "_heartbeat", "_shutdown"
 

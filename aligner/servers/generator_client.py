@@ -29,6 +29,8 @@ class GeneratorClient(RemoteClient):
         """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights."""
         super().__init__("generator", [endpoint], access, timeout_s, max_batch_size=0)
         self._update_timeout_s = update_timeout_s
+        self.first_prompt: int | None = None
+        """No episode of a prompt before it, in the stream's order, is begun again: told with the requests that follow."""
 
     def generate(
         self,
@@ -45,6 +47,8 @@ class GeneratorClient(RemoteClient):
         same request gives the same samples, so that it may be sent again.
         """
         arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
+        if self.first_prompt is not None:
+            arrays["first_prompt"] = np.array([self.first_prompt], dtype=np.int64)
 
         def drawn() -> list[Sample]:
             answer = self._infer(GENERATE, arrays)
@@ -103,10 +107,14 @@ def request_arrays(
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
+    if any(sample.metadata for sample in firsts):
+        told = [json.dumps(dict(sample.metadata)).encode() for sample in firsts]
+        arrays["metadata"] = np.array(told, dtype=object)[:, None]
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
     if enough is not None or any(len(sample.response) for sample in samples):
-        arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
+        taken = {spec.name for spec in GENERATE.inputs}
+        arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items() if name in taken}
     if enough is not None:
         arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
         arrays["due"] = np.zeros((len(firsts), 1), dtype=np.int64)

@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
+from aligner.engines.build import build_engine, build_episodes
+from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, SamplingOptions
+from aligner.engines.episodes import forget_prompts_before
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
+from aligner.environments.environment_pool import EnvironmentPool
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -33,6 +36,8 @@ from aligner.servers.wire_protocol import (
     RequestError,
     WeightsError,
     array_text,
+    column_texts,
+    json_objects,
     response_tensors,
     with_responses,
 )
@@ -45,20 +50,27 @@ def serve_generator(config: Config) -> None:
     settings, timeout = config.engine, timedelta(seconds=config.cluster.collective_timeout_s)
     device, rank = join(settings.parallel.ranks, config.cluster.collective_timeout_s), dist.get_rank()
     directory = model_directory(config)
-    shape = read_shape(directory)
+    shape, group = read_shape(directory), replica_group(settings.parallel, rank, timeout)
     engine = build_engine(
         shape,
         settings,
         directory,
         rank=rank,
         seed=config.seed,
-        group=replica_group(settings.parallel, rank, timeout),
+        group=group,
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    generator = Generator(config, engine, weight_receiver(config, shape, engine, rank, device), rank)
+    episodes = environments = None
+    if config.environment.target is not None:
+        tokenizer = Tokenizer(directory, config.run.date)
+        episodes, environments = build_episodes(config, engine, tokenizer, "generator", rank, group)
+    receiver = weight_receiver(config, shape, engine, rank, device)
+    generator = Generator(config, engine, receiver, rank, episodes, environments)
     limits = model_limits(config, directory, shape.vocab_size)
     serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
+    if environments is not None:
+        environments.close()
     engine.shutdown()
     dist.destroy_process_group()
 
@@ -80,8 +92,18 @@ def weight_receiver(
 class Generator:
     """What one rank does, and on rank 0 the endpoint's function."""
 
-    def __init__(self, config: Config, engine: GenerationEngine, receiver: WeightReceiver, rank: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: GenerationEngine,
+        receiver: WeightReceiver,
+        rank: int,
+        episodes: BeginsGenerations | None = None,
+        environments: EnvironmentPool | None = None,
+    ) -> None:
+        """`episodes` is what draws where there is an environment; `environments` are those of this rank."""
         self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
+        self._draws, self._environments = episodes or engine, environments
         self._interrupts = config.engine.in_flight == "interrupt"
 
     @property
@@ -103,19 +125,25 @@ class Generator:
         weight_version: int | None = None,
         enough: int | None = None,
         due: Sequence[int] = (),
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        first_prompt: int | None = None,
         **begun: Tensor,
     ) -> SamplesInParts | list[Sample]:
         served = self._engine.version
         if weight_version is not None and (served is None or served < weight_version):
             serves = "no weights" if served is None else f"weights version {served}"
             raise WeightsError(f"the generator serves {serves}, wanted: version {weight_version} or newer")
+        if self._environments is not None and first_prompt is not None:
+            forget_prompts_before(self._environments, first_prompt)
         prompts = [
-            Prompt(id=number, text="", tokens=row[:length])
-            for number, row, length in zip(prompt_ids.tolist(), tokens, lengths.tolist(), strict=True)
+            Prompt(id=number, text="", tokens=row[:length], metadata=told)
+            for number, row, length, told in zip(
+                prompt_ids.tolist(), tokens, lengths.tolist(), metadata or [{}] * len(tokens), strict=True
+            )
         ]
         samples = unbegun(prompts, samples_per_prompt)
         parts = generate_in_parts(
-            self._engine,
+            self._draws,
             self._layout,
             self._rank,
             with_responses(samples, begun) if begun else samples,
@@ -149,9 +177,11 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
     request |= {spec.name: tensor(arrays[spec.name]) for spec in (*DRAWN, *ALSO_DRAWN) if spec.name in arrays}
-    numbers = {name: int(arrays[name][0]) for name in ("samples_per_prompt", "weight_version", "enough") if name in arrays}
+    named = ("samples_per_prompt", "weight_version", "enough", "first_prompt")
+    numbers = {name: int(arrays[name][0]) for name in named if name in arrays}
+    metadata = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
     due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
-    samples = caller("generate", request, options=options, due=due, **numbers)
+    samples = caller("generate", request, options=options, due=due, metadata=metadata, **numbers)
     return {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
 
 

@@ -1,10 +1,8 @@
 """The reward role: requests to scores, by functions, remote scorers and models, on ranks of its own or beside the critic."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,14 @@ from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
 from aligner.servers.value_models import ValueModel
-from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, EndpointSpec, RequestError
+from aligner.servers.wire_protocol import (
+    PROTOCOL_VERSION,
+    REWARD_MODEL,
+    EndpointSpec,
+    RequestError,
+    column_texts,
+    json_objects,
+)
 
 
 def serve_reward(config: Config, group: str = "reward") -> None:
@@ -81,7 +86,7 @@ class Scoring:
         @functools.cache
         def requests(*, skip: bool) -> list[ScoringRequest]:
             pairs = self._decoded(tokens, lengths, prompt_lengths, skip) if texts is None else [("", text) for text in texts]
-            fields = [{}] * len(pairs) if metadata is None else _json_objects(metadata)
+            fields = [{}] * len(pairs) if metadata is None else json_objects(metadata)
             return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
 
         plain, whole = (functools.partial(requests, skip=skip) for skip in (True, False))
@@ -93,10 +98,10 @@ class Scoring:
         def rewards(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
             texts = metadata = None
             if "metadata" in arrays:
-                metadata = _texts("metadata", arrays["metadata"])
-                _json_objects(metadata)  # what is none is refused before the ranks have any work
+                metadata = column_texts("metadata", arrays["metadata"])
+                json_objects(metadata)  # what is none is refused before the ranks have any work
             if "sentences" in arrays:
-                texts = _texts("sentences", arrays["sentences"])
+                texts = column_texts("sentences", arrays["sentences"])
                 tensors = self._encoded(texts) if self._wants_tokens else {}
             else:
                 lengths = arrays["sequence_lengths"]
@@ -160,25 +165,3 @@ def narrower(limits: Limits, others: Limits) -> Limits:
     """What both models take."""
     longest = min(limits.max_sequence_length, others.max_sequence_length)
     return Limits(min(limits.vocab_size, others.vocab_size), longest, limits.max_request_tokens)
-
-
-def _texts(name: str, column: NDArray) -> list[str]:
-    """The texts of a tensor [B, 1] of bytes."""
-    try:
-        return [bytes(entry).decode() for entry in column[:, 0]]
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: got bytes that are not UTF-8 text: {error}") from error
-
-
-def _json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """What the data says about each row's prompt."""
-    objects = []
-    for row, text in enumerate(texts):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row") from error
-        if not isinstance(value, dict):
-            raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
-        objects.append(value)
-    return objects

@@ -4,16 +4,20 @@ Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endp
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by
+from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by, of_responses
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2
@@ -127,11 +131,18 @@ DRAWN = (
     TensorSpec("stopped", np.int64, ("N", 1)),
 )
 # Where the engine tells what it drew among (counts, 0 for the whole vocabulary, and the ids one after another), and the
-# experts of every token of a begun response but its last.
+# experts of every token of a begun response but its last. Of episodes: which tokens the model drew, what environments gave.
 ALSO_DRAWN = (
     TensorSpec("kept_counts", np.int64, ("N", "R"), optional=True),
     TensorSpec("kept_ids", np.int32, ("I",), optional=True),
     TensorSpec("routes", np.int16, ("N", "T", "L", "K"), optional=True),
+    TensorSpec("drawn", np.bool_, ("N", "R"), optional=True),
+    TensorSpec("rewards", np.float32, ("N", "R"), optional=True),
+)
+# The branches of complete episodes, `samples_to_tensors` of all as safetensors, and how many each sample has.
+BRANCHES = (
+    TensorSpec("branches", np.uint8, ("Q",), optional=True),
+    TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
 )
 GENERATE = EndpointSpec(
     "generate",
@@ -141,14 +152,16 @@ GENERATE = EndpointSpec(
         TensorSpec("prompt_ids", np.int64, ("B", 1)),
         TensorSpec("samples_per_prompt", np.int64, (1,)),
         TensorSpec("options", np.bytes_, (1,)),
+        RESPONSES[1],
         TensorSpec("weight_version", np.int64, (1,), optional=True),
         *(replace(spec, optional=True) for spec in (*DRAWN, *ALSO_DRAWN)),
         TensorSpec("enough", np.int64, (1,), optional=True),
         TensorSpec("due", np.int64, ("B", 1), optional=True),
+        TensorSpec("first_prompt", np.int64, (1,), optional=True),
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    (*DRAWN, *ALSO_DRAWN),
+    (*DRAWN, *ALSO_DRAWN, *BRANCHES),
     batching=False,
 )
 CONTROL = EndpointSpec(
@@ -174,8 +187,30 @@ def array_text(array: NDArray) -> str:
         raise RequestError(f"got bytes that are not UTF-8 text: {error}") from error
 
 
+def column_texts(name: str, column: NDArray) -> list[str]:
+    """The texts of a tensor [B, 1] of bytes. Raises RequestError for what is not UTF-8."""
+    try:
+        return [bytes(entry).decode() for entry in column[:, 0]]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name}: got bytes that are not UTF-8 text: {error}") from error
+
+
+def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """What the data says about each row's prompt. Raises RequestError for what is no JSON object."""
+    objects = []
+    for row, text in enumerate(texts):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row") from error
+        if not isinstance(value, dict):
+            raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
+        objects.append(value)
+    return objects
+
+
 def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Their responses, as `DRAWN` and `ALSO_DRAWN` name and shape them; zeros behind a response."""
+    """Their responses, as `DRAWN`, `ALSO_DRAWN` and `BRANCHES` name and shape them; zeros behind a response."""
 
     def padded(rows: Iterable[Tensor]) -> Tensor:
         block = pad_sequence(list(rows), batch_first=True)
@@ -191,6 +226,12 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     if (kept := kept_by(samples)) is not None:
         tensors["kept_counts"] = padded(kept.counts.split([len(sample.response) for sample in samples]))
         tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)  # Triton knows no empty tensors
+    for name in ("drawn", "rewards"):
+        if (told := of_responses(samples, name)) is not None:
+            tensors[name] = padded(told.split([len(sample.response) for sample in samples]))
+    if branches := [branch for sample in samples for branch in sample.branches]:
+        tensors["branches"] = torch.frombuffer(bytearray(save(samples_to_tensors(branches))), dtype=torch.uint8)
+        tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
     routed = [sample.routes for sample in samples if sample.routes is not None]
     if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
         none = routed[0][:0]
@@ -199,7 +240,7 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
-    """The same samples with the responses that `response_tensors` made these of."""
+    """The same samples with the responses that `response_tensors` made these of; they keep branches that they have."""
     reasons = {code: reason for reason, code in _FINISH_CODES.items()}
     kept = routes = None
     if "kept_counts" in tensors:
@@ -209,6 +250,10 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
     if "routes" in tensors:
         routes = tensors["routes"]
         routes = routes if bool((routes > 255).any()) else routes.byte()
+    branches: Iterator[Sample] = iter(())
+    counted = tensors.get("branch_counts", torch.zeros(len(samples), 1, dtype=torch.int64))
+    if "branches" in tensors:
+        branches = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
     changed = []
     for row, sample in enumerate(samples):
         length = int(tensors["response_lengths"][row, 0])
@@ -222,6 +267,9 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],
                 kept=None if kept is None else kept.at((row, slice(length))),
                 routes=None if routes is None or not length else routes[row, : len(prompt) + length - 1],
+                drawn=tensors["drawn"][row, :length] if "drawn" in tensors else None,
+                rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
+                branches=tuple(islice(branches, int(counted[row, 0]))) or sample.branches,
             )
         )
     return changed

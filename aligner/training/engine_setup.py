@@ -4,12 +4,12 @@ import functools
 import os
 from datetime import timedelta
 
+from torch.distributed import ProcessGroup
+
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.build import build_engine
+from aligner.engines.build import build_engine, build_episodes
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
-from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.replicas import replica_group
-from aligner.environments.environment_pool import EnvironmentPool
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -39,17 +39,14 @@ def build_engine_ends(
     if has_generator(config):
         publisher = _remote_publisher(config, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
-    engine = _colocated_engine(config, policy, listener)
-    episodes = None if config.environment.target is None else _episodes(config, engine, tokenizer)
-    sampler = ColocatedSampler(engine, config.engine.parallel, policy.world.rank, config.engine.sleep, episodes)
+    layout, rank = config.engine.parallel, policy.world.rank
+    group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
+    engine = _colocated_engine(config, policy, group, listener)
+    episodes = environments = None
+    if config.environment.target is not None:
+        episodes, environments = build_episodes(config, engine, tokenizer, "trainer", rank, group)
+    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, environments)
     return sampler, _colocated_publisher(config, policy, engine)
-
-
-def _episodes(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> EpisodeEngine:
-    """What draws episodes on this rank, in environments of its own. Raises ConfigError where these cannot be made."""
-    environments = EnvironmentPool.of(config.environment)
-    environments.start()
-    return EpisodeEngine(engine, environments, tokenizer, config.environment, config.seed)
 
 
 def _remote_publisher(
@@ -89,8 +86,10 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
     )
 
 
-def _colocated_engine(config: Config, policy: Policy, listener: SpanListener | None) -> GenerationEngine:
-    """This rank's part of the engine. Collective: it makes the replicas' process groups."""
+def _colocated_engine(
+    config: Config, policy: Policy, group: ProcessGroup | None, listener: SpanListener | None
+) -> GenerationEngine:
+    """This rank's part of the engine; `group` is its replica's."""
     layout, weights, world = config.engine.parallel, policy.runner.weights, policy.world
     shared = None
     if config.engine.update == "shared":
@@ -101,7 +100,7 @@ def _colocated_engine(config: Config, policy: Policy, listener: SpanListener | N
         model_directory(config),
         rank=world.rank,
         seed=config.seed,
-        group=replica_group(layout, world.rank, timedelta(seconds=config.cluster.collective_timeout_s)),
+        group=group,
         device=world.device,
         shared=shared,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

@@ -1,0 +1,99 @@
+"""Episodes on a tensor-parallel replica: its ranks draw what one rank draws, however long environments take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.types import Prompt, Sample
+from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, advance
+from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.led_engine import LedEngine
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.errors import AlignerError
+from aligner.models.model_source import directory_shape
+from aligner.schema import EngineConfig, EngineParallelConfig
+from aligner.schema.environment import EnvironmentConfig
+from tests.engines.engines import load_directory
+from tests.megatron import families
+
+STOPS = tuple(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = families.save("llama3", tmp_path_factory.mktemp("led"))
+    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...] = (None,)) -> list[Sample] | str:
+    """Two episodes of each of four prompts by all ranks of the world, or the error; handed over after so many steps."""
+    torch.set_num_threads(1)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    group = dist.group.WORLD if size > 1 else None
+    model, parallel = Path(directory), EngineParallelConfig(tensor=size, data=1)
+    chosen = EnvironmentConfig(**{"target": "tests.engines.teller:Teller", "max_turn_tokens": 6} | settings)
+    engine = EmbeddedEngine(
+        directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=3, parallel=parallel), rank, 2, group
+    )
+    load_directory(engine, model)
+    tokenizer = Tokenizer(model)
+    pool = EnvironmentPool.of(chosen) if rank == 0 else None
+    prompts = [Prompt(at, "", tokenizer.encode(f"{at}+{at}="), {"fails": at == 3}) for at in range(4)]
+    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
+    options, found = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *STOPS)), dict[int, Sample]()
+
+    def leads(told: BeginsTurns) -> EpisodeEngine:
+        assert pool is not None
+        return EpisodeEngine(told, pool, tokenizer, chosen, seed=3)
+
+    try:
+        if pool is not None:
+            pool.start()
+        draws = leads(engine) if group is None else LedEngine(engine, group, leads if rank == 0 else None)
+        for steps in parts:
+            places = [place for place in range(len(requests)) if place not in found]
+            generation = draws.start([requests[place] for place in places], options)
+            found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
+            for at, sample in [] if generation.done else generation.unfinished():
+                requests[places[at]] = replace(requests[places[at]], begun=sample if len(sample.response) else None)
+            generation.cancel()
+        return [found[place] for place in range(len(requests))]
+    except AlignerError as error:
+        return str(error)
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [({}, (None,)), ({"arguments": {"delay_s": 0.05, "spread": 3}}, (None,)), ({}, (3, 8, None))],
+    ids=["at once", "at times of their own", "in parts"],
+)
+def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, settings, parts):
+    alone = drawn(directory, {})
+    ranks = pool.run(drawn, 2, directory, settings, parts)
+    assert len(alone) == 8 and any(sample.rewards.isnan().any() for sample in alone)
+    for samples in ranks:
+        for one, other in zip(alone, samples, strict=True):
+            assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
+            assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
+            assert one.drawn is None or other.drawn is None or torch.equal(one.drawn, other.drawn)
+            torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
+    first, second = ranks
+    assert all(torch.equal(one.engine_logprobs, two.engine_logprobs) for one, two in zip(first, second, strict=True))
+
+
+def test_what_the_first_rank_refuses_every_rank_refuses(pool, directory):
+    told = pool.run(drawn, 2, directory, {"turn_end": "two tokens"})
+    assert told[0] == told[1] and "environment.turn_end" in told[0]
