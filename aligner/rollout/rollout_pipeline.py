@@ -248,7 +248,8 @@ class RolloutPipeline:
                 f" draws; go on with {key}={allowed + excess} or more"
             )
         self._next = step + len(batches)
-        oldest = min((int(v) for one in under_way for sample in one.samples for v in sample.weight_versions[:1]), default=step)
+        began = [sample.first_version for one in under_way for sample in one.samples]
+        oldest = min((version for version in began if version is not None), default=step)
         if self._next - oldest > allowed:
             raise AlignerError(
                 f"{key}={allowed}: of the checkpoint's prompts some that are under way are of version {oldest}, and step"

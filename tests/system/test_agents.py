@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from aligner.data.collectives import samples_from_tensors
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -37,9 +42,24 @@ OVERRIDES = (
 )
 
 
+BESIDE = (
+    *OVERRIDES,
+    *("engine.placement=server", "rollout.max_staleness=2", "rollout.spare_prompts=4"),
+    *("algorithm.truncated_importance=token", "run.max_restarts=9", "server.max_restarts=9"),
+)
+"""Drawn ahead of training, and stragglers are left behind in the middle of their episodes."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run = run_to_end(tmp_path_factory.mktemp("episodes") / "run", *OVERRIDES, experiment="calculator")
+    assert run.code == 0, run.report()
+    return run
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    run = run_to_end(tmp_path_factory.mktemp("beside") / "run", *BESIDE, experiment="calculator")
     assert run.code == 0, run.report()
     return run
 
@@ -65,16 +85,87 @@ def test_a_run_whose_environments_and_trainer_are_killed_ends_with_the_same_weig
     with Launch(tmp_path / "run", *OVERRIDES, experiment="calculator") as launch:
         for step in (1, 3):
             launch.wait_for_step(step)
-            for process in launch.processes():
-                with contextlib.suppress(psutil.Error):
-                    if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
-                        process.kill()
-                        killed += 1
+            killed += kill_environments(launch)
         launch.wait_for_step(4)
         launch.rank("trainer", 1).kill()
         run = launch.finish(200)
         assert launch.processes() == []
     assert run.code == 0, run.report()
     assert killed >= 4
-    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
-    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+    assert_identical(run, undisturbed)
+
+
+def test_the_generator_draws_the_episodes_that_the_trainers_ranks_draw(undisturbed: Finished, tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator")
+    assert_identical(run, undisturbed)
+    assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
+
+
+def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_environments_take(
+    beside: Finished, tmp_path: Path
+) -> None:
+    assert all(step["rollout/deferred"] == 4 for step in beside.metrics)
+    assert max(step["staleness/max"] for step in beside.metrics) > 0
+    left = samples_from_tensors(
+        {
+            name.removeprefix("under_way."): tensor
+            for name, tensor in load_file(beside.paths.checkpoint(4, "rollouts") / "rollouts.safetensors").items()
+            if name.startswith("under_way.")
+        }
+    )
+    assert any(sample.finish_reason == "unfinished" and sample.drawn_count < len(sample.response) for sample in left)
+    slower = ("environment.arguments.delay_s=0.2", "+environment.arguments.spread=3")
+    assert_identical(run_to_end(tmp_path / "run", *BESIDE, *slower, experiment="calculator"), beside)
+
+
+@pytest.mark.parametrize(
+    ("what", "seed"), [("generator", 0), ("generator", 1), ("trainer", 0), ("trainer", 1), ("environment", 0), ("launcher", 0)]
+)
+def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(
+    beside: Finished, tmp_path: Path, what: str, seed: int
+) -> None:
+    draw, overrides = random.Random(f"{what} {seed}"), BESIDE
+    with Launch(tmp_path / "run", *overrides, experiment="calculator") as launch:
+        launch.wait_for_step(draw.randrange(2, STEPS - 1))
+        time.sleep(draw.uniform(0, 1))
+        if what == "environment":
+            assert kill_environments(launch) >= 2
+        elif what == "launcher":
+            launch.interrupt(signal.SIGKILL)
+        else:
+            launch.rank(what, seed).kill()
+        run = launch.finish(200, orphans_s=15)
+        assert launch.processes() == []
+    if what == "launcher":
+        run = run_to_end(tmp_path / "run", *overrides, "run.resume=auto", experiment="calculator")
+    assert run.code == 0, run.report()
+    assert_identical(run, beside)
+
+
+def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_path: Path) -> None:
+    live = (*OVERRIDES, "environment.target=tests.engines.teller:Fickle", "checkpoint.every=4", "run.steps=6")
+    with Launch(tmp_path / "run", *live, experiment="calculator") as launch:
+        launch.wait_for_step(5)
+        before = launch.paths.samples.read_text().splitlines()
+        launch.rank("trainer", 0).kill()
+        run = launch.finish(200)
+    assert run.code == 0, run.report()
+    told = [turn["environment"] for line in before for turn in json.loads(line).get("turns", []) if "environment" in turn]
+    assert len({*told}) > 4
+    assert run.paths.samples.read_text().splitlines()[: len(before)] == before
+
+
+def kill_environments(launch: Launch) -> int:
+    """How many worker processes were killed."""
+    killed = 0
+    for process in launch.processes():
+        with contextlib.suppress(psutil.Error):
+            if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
+                process.kill()
+                killed += 1
+    return killed
+
+
+def assert_identical(run: Finished, expected: Finished) -> None:
+    assert repeatable(run.metrics) == repeatable(expected.metrics)
+    assert checkpoint_differences(expected.paths, run.paths, STEPS) == []
