@@ -123,12 +123,6 @@ class Sample:
         """How many response tokens the model drew."""
         return len(self.response) if self.drawn is None else int(self.drawn.sum())
 
-    @property
-    def first_version(self) -> int | None:
-        """Of the weights that drew its first token; None before that."""
-        versions = self.weight_versions if self.drawn is None else self.weight_versions[self.drawn]
-        return int(versions[0]) if len(versions) else None
-
     def turns(self) -> list[Tensor]:
         """The response in parts, int64 each, of which every second, from the second on, was given."""
         if self.drawn is None:

@@ -248,8 +248,7 @@ class RolloutPipeline:
                 f" draws; go on with {key}={allowed + excess} or more"
             )
         self._next = step + len(batches)
-        began = [sample.first_version for one in under_way for sample in one.samples]
-        oldest = min((version for version in began if version is not None), default=step)
+        oldest = min((version for one in under_way for version in one.first_versions), default=step)
         if self._next - oldest > allowed:
             raise AlignerError(
                 f"{key}={allowed}: of the checkpoint's prompts some that are under way are of version {oldest}, and step"

@@ -25,6 +25,12 @@ class Straggler:
         """Whether all its samples are."""
         return all(sample.finish_reason != "unfinished" for sample in self.samples)
 
+    @property
+    def first_versions(self) -> list[int]:
+        """Of the weights that drew the first token of each sample that has one."""
+        drawn = [one.weight_versions if one.drawn is None else one.weight_versions[one.drawn] for one in self.samples]
+        return [int(versions[0]) for versions in drawn if len(versions)]
+
 
 def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> tuple[list[Straggler], tuple[Straggler, ...]]:
     """`count` complete ones, and the others; those that may not be left behind again come first, then the longest admitted.

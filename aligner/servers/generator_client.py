@@ -25,10 +25,16 @@ _REPLACED_S = 10.0
 class GeneratorClient(RemoteClient):
     """The generator."""
 
-    def __init__(self, endpoint: Endpoint, access: Access, timeout_s: float, update_timeout_s: float) -> None:
-        """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights."""
+    def __init__(
+        self, endpoint: Endpoint, access: Access, timeout_s: float, update_timeout_s: float, has_environment: bool = False
+    ) -> None:
+        """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights.
+
+        With `has_environment` the generator is told what the data says about prompts.
+        """
         super().__init__("generator", [endpoint], access, timeout_s, max_batch_size=0)
         self._update_timeout_s = update_timeout_s
+        self._has_environment = has_environment
         self.first_prompt: int | None = None
         """No episode of a prompt before it, in the stream's order, is begun again: told with the requests that follow."""
 
@@ -47,6 +53,8 @@ class GeneratorClient(RemoteClient):
         same request gives the same samples, so that it may be sent again.
         """
         arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
+        if self._has_environment:
+            arrays["metadata"] = metadata_array(samples[::samples_per_prompt])
         if self.first_prompt is not None:
             arrays["first_prompt"] = np.array([self.first_prompt], dtype=np.int64)
 
@@ -107,9 +115,6 @@ def request_arrays(
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
-    if any(sample.metadata for sample in firsts):
-        told = [json.dumps(dict(sample.metadata)).encode() for sample in firsts]
-        arrays["metadata"] = np.array(told, dtype=object)[:, None]
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
     if enough is not None or any(len(sample.response) for sample in samples):
@@ -120,3 +125,8 @@ def request_arrays(
         arrays["due"] = np.zeros((len(firsts), 1), dtype=np.int64)
         arrays["due"][list(enough.due)] = 1
     return arrays
+
+
+def metadata_array(samples: Sequence[Sample]) -> NDArray:
+    """What the data says about each one's prompt, as the endpoint takes it."""
+    return np.array([[json.dumps(dict(sample.metadata)).encode()] for sample in samples], dtype=object)

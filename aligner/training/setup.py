@@ -205,5 +205,6 @@ def connect(config: Config, world: World, attempt: int) -> Services:
     if not config.critic_scores:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
     if has_generator(config):
-        generator = GeneratorClient(endpoints["generator"], access, server.request_timeout_s, config.engine.update_timeout_s)
+        timeouts, has_environment = (server.request_timeout_s, config.engine.update_timeout_s), config.environment.target
+        generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=has_environment is not None)
     return Services(critic, reward, generator)

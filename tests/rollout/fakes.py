@@ -23,9 +23,14 @@ class Digits:
     def __init__(self, spend=lambda: None):
         """The second token is drawn when `spend` has returned."""
         self.version, self.spend = 0, spend
+        self.first = 0
+
+    def forget(self, first):
+        self.first = max(self.first, first)
 
     def sample(self, samples, samples_per_prompt, options, enough=None):
         first = self.version
+        assert all(sample.prompt_id >= self.first for sample in samples), "what is needed again is not forgotten"
         self.spend()
         return [
             Sample(

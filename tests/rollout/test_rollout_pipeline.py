@@ -189,6 +189,7 @@ def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed,
         resumed = World(seed + 2, max_staleness, steps, rounds)
         with resumed.flow() as flow:
             flow.resume(place, stopped, position)
+            resumed.engine.forget(killed.engine.first)
             trained += resumed.train(flow, stopped, steps)
     finally:
         shutil.rmtree(place)
@@ -272,3 +273,13 @@ def test_the_last_version_is_served_only_where_it_is_awaited(awaited):
         if awaited:
             flow.await_published()
     assert world.served == (4 if awaited else 3)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_what_no_checkpoint_needs_is_forgotten_once_the_next_one_is_taken(max_staleness, tmp_path):
+    world = World(0, max_staleness, 9)
+    with world.flow() as flow:
+        world.train(flow, 0, 4, save_at=3, place=tmp_path)
+        assert world.engine.first == 0
+        flow.begin_save(4)
+        assert world.engine.first == world.position >= 3 * PROMPTS

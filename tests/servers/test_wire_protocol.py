@@ -49,6 +49,36 @@ def test_every_tensor_of_a_request_has_a_type_on_the_wire():
     assert {spec.dtype for endpoint in endpoints for spec in endpoint.inputs} <= connection._DATATYPES.keys()
 
 
+def test_an_episode_comes_over_the_wire_as_it_is():
+    none = torch.empty(0)
+    plain = Sample(4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop")
+    branch = replace(plain, tokens=torch.tensor([7, 8, 9, 9, 5]), prompt_length=4)
+    episode = replace(
+        plain,
+        sample_index=1,
+        tokens=torch.tensor([7, 8, 9, 3, 4]),
+        engine_logprobs=torch.tensor([-1.0, 0.0, -2.0]),
+        weight_versions=torch.tensor([3, 0, 4]),
+        drawn=torch.tensor([True, False, True]),
+        rewards=torch.tensor([0.5, 0.0, torch.nan]),
+        branches=(branch, branch),
+    )
+    samples = [plain, episode, replace(episode, branches=(), finish_reason="unfinished", rewards=torch.zeros(3))]
+    begun = [Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(3)]
+    taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors(samples))
+    for one, other in zip(samples, taken, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
+        assert torch.equal(one.weight_versions, other.weight_versions) and len(one.branches) == len(other.branches)
+        assert other.drawn is not None and other.rewards is not None
+        if one.drawn is not None and one.rewards is not None:
+            assert torch.equal(one.drawn, other.drawn) and torch.equal(one.rewards.isnan(), other.rewards.isnan())
+    assert torch.equal(taken[1].branches[1].tokens, branch.tokens) and taken[1].branches[1].prompt_length == 4
+    request = request_arrays(taken, 3, SamplingOptions(8), weight_version=1)
+    validate(GENERATE, request, LIMITS)
+    arrays = {name: torch.tensor(array) for name, array in request.items() if name != "options"}
+    assert len(wire_protocol.with_responses(taken, arrays)[1].branches) == 2, "they stay where they are"
+
+
 def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
     tokens = np.arange(6).reshape(2, 3)
     drawn = {
