@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.conditions import value_text
+from aligner.schema.environment import MATCHING
 from aligner.schema.options import callable_place
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What no episodes can be drawn with."""
     settings, engine = config.environment, config.engine
+    yield from _agent_problems(config)
     if settings.target is None:
         return
     key = f"environment.target={settings.target}"
@@ -33,3 +36,41 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield f"{key}: a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"
     if config.rollout.truncate_token is not None:
         yield f"{key}: rollout.truncate_token={config.rollout.truncate_token!r} would cut episodes; give null"
+
+
+def _agent_problems(config: Config) -> Iterator[str]:
+    """What agents cannot be trained with."""
+    settings, engine, rollout = config.environment, config.engine, config.rollout
+    if not settings.has_agent:
+        return
+    key = "environment.agent" if settings.agent is not None else "environment.agent_command"
+    given = [name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None]
+    if len(given) > 1:
+        yield f"environment.{' and environment.'.join(given)}: one of them answers the policy; give null for the others"
+    if settings.agent is not None and callable_place(settings.agent) is None:
+        yield f"environment.agent={settings.agent}: must be module:function, or null"
+    if settings.agent_command == []:
+        yield "environment.agent_command=[]: must have a program, or be null"
+    if unknown := sorted({*settings.matching} - {*MATCHING}):
+        yield f"environment.matching={unknown}: allowed: {', '.join(MATCHING)}"
+    if engine.kind != "embedded":
+        yield f"{key}: engine.kind={engine.kind}: agents branch, which the embedded engine alone can; give embedded"
+    if engine.placement != "colocated":
+        yield f"{key}: agents are answered on the trainer's ranks alone; give engine.placement=colocated"
+    if engine.parallel.tensor > 1:
+        yield f"{key}: engine.parallel.tensor={engine.parallel.tensor}: must be 1, each rank has its own agents"
+    longest, patience = settings.deadline_s * (1 + settings.retries), config.cluster.collective_timeout_s
+    if engine.parallel.data > 1 and longest > patience:
+        yield (
+            f"{key}: environment.deadline_s={settings.deadline_s:g} and environment.retries={settings.retries}: an episode may"
+            f" take {longest:g} s, and other ranks wait cluster.collective_timeout_s={patience:g} for it"
+        )
+    refused = {
+        "rollout.spare_prompts": (rollout.spare_prompts, 0, "agents are not left behind"),
+        "rollout.min_response_tokens": (rollout.min_response_tokens, 0, "a turn may end at any token"),
+        "rollout.stop_at_eos": (rollout.stop_at_eos, True, "a turn would have no end"),
+        "rollout.truncate_token": (rollout.truncate_token, None, "it would cut episodes"),
+    }
+    for name, (value, allowed, why) in refused.items():
+        if value != allowed:
+            yield f"{key}: {name}={value_text(value)}: {why}; give {value_text(allowed)}"

@@ -66,11 +66,7 @@ class ChatTurns:
                 f"an assistant's turn of {drawn.numel()} tokens ends with {last!r}, which is no end-of-turn token: a turn that"
                 " was cut by its length ends its episode"
             )
-        # Decoders that leave out the space before a text's first word do so before the first token that they are given.
-        before = self._text(conversation.tokens[-1:])
-        whole = self._text(torch.cat([conversation.tokens[-1:], drawn[:-1]]))
-        text = whole[len(before) :] if whole.startswith(before) else self._text(drawn[:-1])
-        return self._parsed(text, conversation)
+        return self._parsed(text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation)
 
     def go_on(self, conversation: Conversation, drawn: Tensor, new: Messages) -> Conversation | Unsafe:
         """The conversation with a turn that was drawn, and the messages, one or more, that came behind it.
@@ -143,6 +139,14 @@ class ChatTurns:
 
     def _text(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def text_behind(tokenizer: Tokenizer, before: Tensor, drawn: Tensor) -> str:
+    """The text of tokens, int64 [R], that stand behind others, int64 [T]; with special tokens."""
+    # Decoders that leave out the space before a text's first word do so before the first token that they are given.
+    last = tokenizer.decode(before[-1:], skip_special_tokens=False)
+    whole = tokenizer.decode(torch.cat([before[-1:], drawn]), skip_special_tokens=False)
+    return whole[len(last) :] if whole.startswith(last) else tokenizer.decode(drawn, skip_special_tokens=False)
 
 
 def _apart(was: str, now: str) -> str:

@@ -1,8 +1,9 @@
 """The engine that a configuration asks for, and what draws episodes by it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.engine_protocol import BeginsGenerations, BeginsTurns, GenerationEngine, SpanListener
+from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SpanListener
 from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.led_engine import LedEngine
 from aligner.environments.environment_pool import EnvironmentPool
@@ -19,6 +20,9 @@ from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.paths import run_paths
 from aligner.schema import Config, EngineConfig
+
+if TYPE_CHECKING:
+    from aligner.engines.agents import AgentEngine
 
 
 def build_engine(
@@ -60,23 +64,37 @@ def build_episodes(
     role: Literal["trainer", "generator"],
     rank: int,
     group: ProcessGroup | None,
-) -> tuple[BeginsGenerations, EnvironmentPool | None]:
-    """What draws episodes on this rank of the engine's, and their environments: of each replica's first rank alone.
+) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
+    """What draws episodes on this rank of the engine's, and of each replica's first rank what is the caller's to close.
 
-    Arguments as for `build_engine`; the environments are the caller's to close. Raises ConfigError where these cannot be made.
+    Arguments as for `build_engine`. Raises ConfigError where their environments, or agents, cannot be made.
     """
-
-    def episodes(engine: BeginsTurns, environments: EnvironmentPool) -> EpisodeEngine:
-        by_steps = config.rollout.spare_prompts > 0
-        return EpisodeEngine(engine, environments, tokenizer, config.environment, config.seed, by_steps)
-
     if group is not None and rank % config.engine.parallel.tensor:
         return LedEngine(engine, group, None), None
+    means = (_agents if config.environment.has_agent else _environments)(config, engine, tokenizer, f"{role}-{rank}")
+    if group is None:
+        return means, means
+    return LedEngine(engine, group, lambda told: replace(means, engine=told)), means
+
+
+def _environments(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> EpisodeEngine:
     # Without a checkpoint nothing goes on from what was said.
     is_kept = config.checkpoint.every or config.checkpoint.every_minutes
-    journal = EpisodeJournal(run_paths(config).episodes / f"{role}-{rank}") if is_kept else None
+    journal = EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
     environments = EnvironmentPool.of(config.environment, journal)
     environments.start()
-    if group is None:
-        return episodes(engine, environments), environments
-    return LedEngine(engine, group, lambda told: episodes(told, environments)), environments
+    return EpisodeEngine(
+        engine, environments, tokenizer, config.environment, config.seed, by_steps=config.rollout.spare_prompts > 0
+    )
+
+
+def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> "AgentEngine":
+    try:
+        from aligner.engines.agents import AgentEngine
+    except ImportError as error:
+        raise ConfigError(
+            "environment.agent: their endpoint needs starlette, uvicorn and pydantic; install the agents extra,"
+            f" pip install 'aligner[agents]': {error}"
+        ) from error
+    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return AgentEngine.begin(engine, tokenizer, config.environment, config.seed, context)

@@ -88,6 +88,10 @@ class GenerationRequest:
     """Most tokens of a turn of a response of several, which `TurnGeneration.go_on` tells what comes after each."""
     waits: bool = False
     """Whether the first turn waits for `go_on` too."""
+    asked_before: int | None = None
+    """How often its episode has asked for a response to the same tokens before; None: it is no agent's. The random numbers of
+    an agent's turns follow from the tokens that each reads, the first one's from this too, not from its place in the response.
+    """
 
     def limit(self, options: SamplingOptions) -> int:
         """Most tokens of the response."""
@@ -244,6 +248,13 @@ class TurnGeneration(Generation, Protocol):
         Raises AlignerError where no room is left for a token to be drawn.
         """
 
+    def add(self, request: GenerationRequest) -> int:
+        """Begin another response, at once; its place is the next number after those of the requests and of what was added.
+
+        Raises AlignerError for one that needs more room than any of those that the generation was started with, and where
+        the engine cannot.
+        """
+
 
 class BeginsGenerations(Protocol):
     """An engine, or what has one draw more than single responses."""
@@ -257,6 +268,16 @@ class BeginsTurns(Protocol):
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
         """As `GenerationEngine.start`."""
+
+
+class DrawsEpisodes(BeginsGenerations, Protocol):
+    """What has an engine draw episodes."""
+
+    def forget(self, first: int) -> None:
+        """Drop what was said in the episodes of prompts before the `first` of the stream. Raises OSError."""
+
+    def close(self) -> None:
+        """End what answers the policy."""
 
 
 def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:

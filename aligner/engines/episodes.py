@@ -47,6 +47,14 @@ class EpisodeEngine:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
         return ChatTurns(self.tokenizer, format_of(self.tokenizer))
 
+    def forget(self, first: int) -> None:
+        """As `DrawsEpisodes`."""
+        self.environments.forget(lambda name: int(name.partition("/")[0]) < first)
+
+    def close(self) -> None:
+        """End the environments."""
+        self.environments.close()
+
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "EpisodeGeneration":
         """Begin one episode a request, or go on with the one that it has begun; as `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
@@ -299,28 +307,10 @@ class EpisodeGeneration:
         self._means.environments.finish(episode.name)
 
     def _lose(self, place: int) -> None:
-        """A sample of one token that stands for what could not be drawn."""
+        """An episode cannot be drawn."""
         episode = self._open.pop(place)
-        prompt = episode.request.prompt
-        filler = torch.tensor([self._means.tokenizer.pad_token_id])
-        sample = Sample(
-            prompt_id=prompt.id,
-            sample_index=episode.request.sample_index,
-            tokens=torch.cat((prompt.tokens.cpu(), filler)),
-            prompt_length=len(prompt.tokens),
-            engine_logprobs=torch.zeros(1),
-            weight_versions=torch.zeros(1, dtype=torch.int64),
-            finish_reason="length",
-            metadata=prompt.metadata,
-            rewards=torch.full((1,), torch.nan),
-        )
-        self._complete.append((place, sample))
+        self._complete.append((place, lost_sample(episode.request, self._means.tokenizer.pad_token_id)))
         self._means.environments.finish(episode.name)
-
-
-def forget_prompts_before(environments: EnvironmentPool, first: int) -> None:
-    """Drop what environments have said in the episodes of prompts before the `first` of the stream. Raises OSError."""
-    environments.forget(lambda name: int(name.partition("/")[0]) < first)
 
 
 def _rewards(episode: _Episode, tokens: int) -> Tensor:
@@ -340,3 +330,19 @@ def _has_rewards(begun: Sample, episode: _Episode) -> bool:
 def _is_drawn(sample: Sample, at: int) -> bool:
     """Whether the model drew a response token."""
     return sample.drawn is None or bool(sample.drawn[at])
+
+
+def lost_sample(request: GenerationRequest, filler: int) -> Sample:
+    """A sample of one token, `filler`, that stands for an episode that was lost: its reward is not a number."""
+    prompt = request.prompt
+    return Sample(
+        prompt_id=prompt.id,
+        sample_index=request.sample_index,
+        tokens=torch.cat((prompt.tokens.cpu(), torch.tensor([filler]))),
+        prompt_length=len(prompt.tokens),
+        engine_logprobs=torch.zeros(1),
+        weight_versions=torch.zeros(1, dtype=torch.int64),
+        finish_reason="length",
+        metadata=prompt.metadata,
+        rewards=torch.full((1,), torch.nan),
+    )

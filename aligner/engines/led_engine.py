@@ -72,6 +72,10 @@ class _Told:
         _tell(self.group, {"do": "go_on", "place": place, "tokens": [*tokens]})
         self.generation.go_on(place, tokens)
 
+    def add(self, request: GenerationRequest) -> int:
+        _tell(self.group, {"do": "add"}, [request])
+        return self.generation.add(request)
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         return self.generation.unfinished()
 
@@ -175,6 +179,8 @@ class _Following:
         assert self._generation is not None, "it is started first"
         if told["do"] == "step":
             self._generation.step()
+        elif told["do"] == "add":
+            self._generation.add(*_told_requests(told, self._group))
         elif told["do"] == "go_on":
             self._generation.go_on(told["place"], told["tokens"])
         elif told["do"] == "cancel":
@@ -183,7 +189,10 @@ class _Following:
 
 def _tell(group: ProcessGroup, what: Mapping[str, Any], requests: Sequence[GenerationRequest] = ()) -> None:
     """Have the other ranks hear what the first one is about to do, with these requests."""
-    own = [{"most": each.max_new_tokens, "turn": each.turn_tokens, "waits": each.waits} for each in requests]
+    own = [
+        {"most": each.max_new_tokens, "turn": each.turn_tokens, "waits": each.waits, "before": each.asked_before}
+        for each in requests
+    ]
     broadcast_json({**what, "requests": own}, group=group)
     if requests:
         broadcast_samples([_as_sample(request) for request in requests], group)
@@ -200,6 +209,7 @@ def _told_requests(told: Mapping[str, Any], group: ProcessGroup) -> list[Generat
             begun=sample if len(sample.response) else None,
             turn_tokens=own["turn"],
             waits=own["waits"],
+            asked_before=own["before"],
         )
         for sample, own in zip(samples, told["requests"], strict=True)
     ]

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from aligner.environments.agent_run import AgentRun
 from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.environments.worker_process import EnvironmentFailed, WorkerLost, WorkerProcess, WorkerSettings
@@ -133,9 +134,21 @@ class EnvironmentPool:
         """The pool that a configuration asks for; it has a `target`."""
         if settings.target is None:
             raise AssertionError  # who has none makes no pool
+        return cls._with(settings, settings.target, settings.arguments, journal)
+
+    @classmethod
+    def of_agents(cls, settings: EnvironmentConfig) -> "EnvironmentPool":
+        """A pool in which an episode's `reset` is all that the configuration's agent does."""
+        arguments = {"agent": settings.agent, "command": settings.agent_command}
+        return cls._with(settings, f"{AgentRun.__module__}:{AgentRun.__name__}", arguments, None)
+
+    @classmethod
+    def _with(
+        cls, settings: EnvironmentConfig, target: str, arguments: Mapping[str, Any], journal: EpisodeJournal | None
+    ) -> "EnvironmentPool":
         return cls(
-            settings.target,
-            settings.arguments,
+            target,
+            arguments,
             workers=settings.workers,
             episodes_per_worker=settings.episodes_per_worker,
             deadline_s=settings.deadline_s,

@@ -115,7 +115,7 @@ class _Host:
 
 
 def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes an environment. Raises ConfigError where nothing does."""
+    """What makes an environment, whose class may `check` the arguments. Raises ConfigError where nothing does."""
     found = imported(module, name)
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
@@ -126,6 +126,8 @@ def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[
         raise ConfigError(f"{name!r} does not take the arguments {sorted(arguments)}: {error}") from error
     except ValueError:  # it does not tell what it takes
         pass
+    if hasattr(found, "check"):
+        found.check(**arguments)
     return lambda: found(**arguments)
 
 

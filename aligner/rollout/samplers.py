@@ -6,10 +6,8 @@ from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, SamplingOptions
-from aligner.engines.episodes import forget_prompts_before
+from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
-from aligner.environments.environment_pool import EnvironmentPool
 from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.services import together
 from aligner.schema import EngineParallelConfig
@@ -53,15 +51,15 @@ class ColocatedSampler:
     """Whether the engine gives its memory back between steps."""
     episodes: BeginsGenerations | None = None
     """What draws where there is an environment."""
-    environments: EnvironmentPool | None = None
-    """Those of this rank."""
+    means: DrawsEpisodes | None = None
+    """What this rank has of them to close."""
 
     def sample(
         self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
     ) -> list[Sample]:
         """As `Sampler`."""
         steps = None if enough is None else STEPS_A_PART
-        engine = self.engine if self.episodes is None else self.episodes
+        engine: BeginsGenerations = self.engine if self.episodes is None else self.episodes
         parts = generate_in_parts(
             engine, self.layout, self.rank, samples, samples_per_prompt, options, steps=steps, enough=enough
         )
@@ -75,13 +73,13 @@ class ColocatedSampler:
 
     def forget(self, first: int) -> None:
         """As `Sampler`."""
-        if self.environments is not None:
-            forget_prompts_before(self.environments, first)
+        if self.means is not None:
+            self.means.forget(first)
 
     def close(self) -> None:
         """As `Sampler`."""
-        if self.environments is not None:
-            self.environments.close()
+        if self.means is not None:
+            self.means.close()
         self.engine.shutdown()
 
 

@@ -5,7 +5,11 @@ from typing import Any
 
 from aligner.schema.options import option
 
-_SET = ".target!=null"
+MATCHING = ("arguments", "reasoning", "whitespace")
+"""What an agent may change in the messages that it sends back."""
+_TARGET = ".target!=null"
+_AGENT = ".agent!=null or .agent_command!=null"
+_SET = f"{_TARGET} or {_AGENT}"
 
 
 @dataclass
@@ -13,7 +17,23 @@ class EnvironmentConfig:
     """What answers a policy between the turns of an episode; without one a response is all that there is."""
 
     target: str | None = option(None, "module:Class of the environment; null: none, every response is a single turn")
-    arguments: dict[str, Any] = option({}, "keyword arguments of its class", read=_SET)
+    arguments: dict[str, Any] = option({}, "keyword arguments of its class", read=_TARGET)
+    agent: str | None = option(
+        None,
+        "module:function of an agent with an OpenAI client, called with the task, the base_url and the api_key of an episode,"
+        " async or not; null: none",
+    )
+    agent_command: list[str] | None = option(
+        None,
+        "or its command, with the task as JSON on its standard input, and OPENAI_BASE_URL and OPENAI_API_KEY; null: none",
+    )
+    matching: list[str] = option(
+        ["arguments"],
+        "what an agent may change in the messages that it sends back, and still go on from what was drawn: `arguments` of tool"
+        " calls written otherwise, `reasoning` left out, `whitespace`",
+        read=_AGENT,
+    )
+    endpoint_host: str = option("127.0.0.1", "address that agents reach their endpoint at", read=_AGENT)
     max_turns: int = option(8, "an episode is cut after so many turns of the policy's", minimum=1, read=_SET)
     max_turn_tokens: int = option(
         64,
@@ -21,10 +41,10 @@ class EnvironmentConfig:
         minimum=1,
         read=_SET,
     )
-    turn_end: str | None = option(None, "text of one token that ends a turn, beside the end of sequence", read=_SET)
+    turn_end: str | None = option(None, "text of one token that ends a turn, beside the end of sequence", read=_TARGET)
     workers: int = option(1, "processes that environments run in, of each rank that generates", minimum=1, read=_SET)
     episodes_per_worker: int = option(64, "episodes of a process at a time; others wait", minimum=1, read=_SET)
-    deadline_s: float = option(60.0, "an answer takes so long at most", above=0, read=_SET)
+    deadline_s: float = option(60.0, "an answer takes so long at most; all that an agent does", above=0, read=_SET)
     memory_mib: int | None = option(None, "address space of a process; null: as much as there is", minimum=64, read=_SET)
     retries: int = option(
         1,
@@ -33,4 +53,14 @@ class EnvironmentConfig:
         minimum=0,
         read=_SET,
     )
-    most_characters: int = option(100_000, "longest answer", minimum=1, read=_SET)
+    most_characters: int = option(100_000, "longest answer; of an agent what it sends at once", minimum=1, read=_SET)
+
+    @property
+    def draws_episodes(self) -> bool:
+        """Whether responses are episodes."""
+        return self.target is not None or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent asks for them through an endpoint."""
+        return self.agent is not None or self.agent_command is not None

@@ -15,10 +15,8 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine, build_episodes
-from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, SamplingOptions
-from aligner.engines.episodes import forget_prompts_before
+from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
-from aligner.environments.environment_pool import EnvironmentPool
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -61,16 +59,16 @@ def serve_generator(config: Config) -> None:
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    episodes = environments = None
-    if config.environment.target is not None:
+    episodes = means = None
+    if config.environment.draws_episodes:
         tokenizer = Tokenizer(directory, config.run.date)
-        episodes, environments = build_episodes(config, engine, tokenizer, "generator", rank, group)
+        episodes, means = build_episodes(config, engine, tokenizer, "generator", rank, group)
     receiver = weight_receiver(config, shape, engine, rank, device)
-    generator = Generator(config, engine, receiver, rank, episodes, environments)
+    generator = Generator(config, engine, receiver, rank, episodes, means)
     limits = model_limits(config, directory, shape.vocab_size)
     serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
-    if environments is not None:
-        environments.close()
+    if means is not None:
+        means.close()
     engine.shutdown()
     dist.destroy_process_group()
 
@@ -99,11 +97,11 @@ class Generator:
         receiver: WeightReceiver,
         rank: int,
         episodes: BeginsGenerations | None = None,
-        environments: EnvironmentPool | None = None,
+        means: DrawsEpisodes | None = None,
     ) -> None:
-        """`episodes` is what draws where there is an environment; `environments` are those of this rank."""
+        """`episodes` is what draws where there is an environment; `means` is what this rank has of them."""
         self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
-        self._draws, self._environments = episodes or engine, environments
+        self._draws, self._means = episodes or engine, means
         self._interrupts = config.engine.in_flight == "interrupt"
 
     @property
@@ -133,8 +131,8 @@ class Generator:
         if weight_version is not None and (served is None or served < weight_version):
             serves = "no weights" if served is None else f"weights version {served}"
             raise WeightsError(f"the generator serves {serves}, wanted: version {weight_version} or newer")
-        if self._environments is not None and first_prompt is not None:
-            forget_prompts_before(self._environments, first_prompt)
+        if self._means is not None and first_prompt is not None:
+            self._means.forget(first_prompt)
         prompts = [
             Prompt(id=number, text="", tokens=row[:length], metadata=told)
             for number, row, length, told in zip(

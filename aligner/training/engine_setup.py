@@ -42,10 +42,10 @@ def build_engine_ends(
     layout, rank = config.engine.parallel, policy.world.rank
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
     engine = _colocated_engine(config, policy, group, listener)
-    episodes = environments = None
-    if config.environment.target is not None:
-        episodes, environments = build_episodes(config, engine, tokenizer, "trainer", rank, group)
-    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, environments)
+    episodes = means = None
+    if config.environment.draws_episodes:
+        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group)
+    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
     return sampler, _colocated_publisher(config, policy, engine)
 
 

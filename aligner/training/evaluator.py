@@ -200,7 +200,7 @@ def build_evaluator(
     return Evaluator(
         settings=settings,
         last_step=config.run.steps,
-        prompts=open_evaluation_prompts(settings, config.data, tokenizer, messages=config.environment.target is not None),
+        prompts=open_evaluation_prompts(settings, config.data, tokenizer, messages=config.environment.draws_episodes),
         options=replace(
             build_options(config.rollout, policy.runner.shape),
             greedy=draws_greedily(settings),

@@ -54,7 +54,7 @@ def train(config: Config) -> bool:
     tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
     if config.algorithm.generates:
-        data = open_prompts(config.data, tokenizer, config.seed, messages=config.environment.target is not None)
+        data = open_prompts(config.data, tokenizer, config.seed, messages=config.environment.draws_episodes)
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)

@@ -14,7 +14,7 @@ from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.parked_rows import ParkedRows
-from aligner.engines.embedded.sampling import choose, uniforms
+from aligner.engines.embedded.sampling import choose, turn_uniforms
 from aligner.engines.embedded.speculation import Lookup
 from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions, SpanListener
 from aligner.errors import AlignerError
@@ -79,7 +79,7 @@ class EmbeddedGeneration:
     """
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
-        self._machine, self._options = machine, options
+        self._machine, self._options, self._seed, self._count = machine, options, seed, len(requests)
         responses = [_begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
         in_order = sorted(responses, key=lambda response: first[response.prompt])
@@ -111,13 +111,22 @@ class EmbeddedGeneration:
         return complete
 
     def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
-
-        Raises AlignerError where no room is left for a token to be drawn.
-        """
+        """As `TurnGeneration.go_on`."""
         response = self._between_turns[place]
         response.give(tokens)
+        if response.request.asked_before is not None and response.numbers is not None:
+            read, had = (*response.prompt, *response.tokens), len(response.tokens)
+            response.numbers[had:] = turn_uniforms(self._seed, response.request, read, response.limit - had)
         self._waiting.append(self._between_turns.pop(place))
+
+    def add(self, request: GenerationRequest) -> int:
+        """As `TurnGeneration.add`."""
+        columns, limit = self._machine.cache.size.columns, request.limit(self._options)
+        if (longest := len(request.prompt.tokens) + limit - 1) > columns:
+            raise AlignerError(f"prompt {request.prompt.id}: a branch of {longest} tokens; the cache's rows have {columns}")
+        self._waiting.append(_begin(self._count, request, self._options, self._seed))
+        self._count += 1
+        return self._count - 1
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The responses that are not complete as they are now, each with its place among the requests."""
@@ -373,8 +382,9 @@ class EmbeddedGeneration:
 
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
     limit = request.limit(options)
-    numbers = None if options.greedy else uniforms(seed, request.prompt.id, request.sample_index, limit)
-    response = _Response(request, limit, index=index, prompt=tuple(request.prompt.tokens.tolist()), numbers=numbers)
+    prompt = tuple(request.prompt.tokens.tolist())
+    numbers = None if options.greedy else turn_uniforms(seed, request, prompt, limit)
+    response = _Response(request, limit, index=index, prompt=prompt, numbers=numbers)
     if request.begun is not None:
         response.tokens = request.begun.response.tolist()
         drawn = torch.ones(len(response.tokens), dtype=torch.bool) if request.begun.drawn is None else request.begun.drawn

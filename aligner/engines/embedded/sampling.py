@@ -1,12 +1,15 @@
 """Drawing tokens: every sample has a random stream of its own, and every token takes one number of it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor
 
 from aligner.data.types import KeptTokens
-from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
 _CHUNK = 128
 """Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked at closely."""
@@ -14,10 +17,19 @@ _SORTED_FIRST = 256
 """Tokens that are sorted first in search of those that reach `top_p`."""
 
 
-def uniforms(seed: int, prompt_id: int, sample_index: int, count: int) -> np.ndarray:
-    """float64 [count] in [0, 1): the first numbers of a sample's stream; they depend on the first three arguments alone."""
-    bits = np.random.Philox(np.random.SeedSequence([seed, prompt_id, sample_index]))
+def uniforms(seed: int, prompt_id: int, sample_index: int, count: int, turn: Sequence[int] = ()) -> np.ndarray:
+    """float64 [count] in [0, 1): the first numbers of a sample's stream, or a turn's; they depend on all but `count`."""
+    bits = np.random.Philox(np.random.SeedSequence([seed, prompt_id, sample_index, *turn]))
     return np.random.Generator(bits).random(count)
+
+
+def turn_uniforms(seed: int, request: GenerationRequest, read: Sequence[int], count: int) -> np.ndarray:
+    """float64 [count]: the first numbers for what a response draws after these tokens, its prompt's and those behind it."""
+    turn: tuple[int, ...] = ()
+    if request.asked_before is not None:
+        repeats = request.asked_before if len(read) == len(request.prompt.tokens) else 0
+        turn = (xxhash.xxh3_128_intdigest(np.array(read, dtype=np.int64).tobytes()), repeats)
+    return uniforms(seed, request.prompt.id, request.sample_index, count, turn)
 
 
 def choose(

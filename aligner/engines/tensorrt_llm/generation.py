@@ -126,6 +126,10 @@ class ReplicaGeneration:
         self._open[place] = self._between_turns.pop(place)
         self._start({place: response})
 
+    def add(self, request: GenerationRequest) -> int:
+        """Refused: its random numbers could not be an episode's own."""
+        raise AlignerError(f"engine.kind=tensorrt_llm: prompt {request.prompt.id} cannot branch; allowed: embedded")
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: nothing could go on from them."""
         raise AlignerError("engine.kind=tensorrt_llm: responses under way cannot be handed over; allowed: embedded")

@@ -1,0 +1,286 @@
+"""What one episode's agent has asked of the policy: its turns, and which of them a request goes on from."""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe, text_behind
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import ToolCall
+from aligner.data.types import Sample
+from aligner.environments.message_matching import compared, template_messages
+from aligner.environments.openai_protocol import Answer, ChatBody, CompletionBody, DrawnToken, Refused, TextBody
+from aligner.errors import AlignerError
+from aligner.schema.environment import EnvironmentConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Ask:
+    """A response that is wanted to some tokens."""
+
+    read: Tensor
+    """int64 [T]"""
+    most_tokens: int
+    """Of the response; the context may leave fewer."""
+    asked_before: int
+    """How often the episode has asked for a response to these tokens."""
+    drawn: "asyncio.Future[Sample]"
+    """The engine's sample, of which the response is what comes after those tokens."""
+
+    def give(self, sample: Sample) -> None:
+        """Tell what was drawn, where it is still wanted."""
+        if not self.drawn.done():
+            self.drawn.set_result(sample)
+
+
+@dataclass(frozen=True)
+class AgentTurn:
+    """A response that the agent was given."""
+
+    read: Tensor
+    """int64 [T]: all that the policy read."""
+    sample: Sample
+    """The engine's: what it read, or the end of that, and what it has drawn last, at the end."""
+    conversation: Conversation | None
+    """What the policy was to answer; None for a text."""
+    said: tuple[str, ...]
+    """The messages of that, and the answer, as they are compared with what comes back."""
+    text: str
+    """The prompt's and the answer's, where the prompt was a text that can go on."""
+
+    @property
+    def drawn(self) -> Tensor:
+        """int64 [R]: the response's tokens."""
+        return self.sample.tokens[len(self.read) :]
+
+
+@dataclass(frozen=True)
+class SessionMeans:
+    """What all sessions have in common."""
+
+    tokenizer: Tokenizer
+    chat: Callable[[], ChatTurns]
+    """How chats go on. Raises ConfigError for a model without a chat template."""
+    settings: EnvironmentConfig
+    context: int
+    """Most tokens of what is read and drawn together."""
+    told: set[str] = field(default_factory=set)
+    """What the log has said once, and need not say again."""
+
+
+@dataclass
+class AgentSession:
+    """An episode of an agent's.
+
+    Which tokens a request has read follows from the messages, or the text, and from what was drawn before alone; so does
+    what is drawn for it. An agent that is begun anew, after a failure, begins with nothing: `begin`.
+    """
+
+    name: str
+    means: SessionMeans
+    submit: Callable[[Ask], None]
+    """Have the engine draw."""
+    end: Callable[[], None]
+    """End the episode as it is, cut."""
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    """Of the process that runs agents, with which it begins them."""
+    agent_key: str | None = None
+    """Of the agent that was begun last."""
+    turns: list[AgentTurn] = field(default_factory=list)
+    reward: float = 0.0
+    is_cut: bool = False
+    """Whether a limit has ended what the policy or the agent would have gone on with."""
+    branches: Counter[str] = field(default_factory=Counter)
+    """How often a request did not go on from what there was, by the reasons."""
+
+    def __post_init__(self) -> None:
+        self._asked = Counter[bytes]()
+        self._left: list[Ask] = []
+        """Whose clients have gone: the next one to ask the same gets the answer."""
+        self._waiting = set[asyncio.Future[Sample]]()
+
+    def begin(self) -> str:
+        """Begin the agent, again where it has failed; what was drawn before is dropped. Returns its key.
+
+        One that has failed after it was cut is not begun again: the episode ends there. Raises Refused.
+        """
+        if self.is_cut and self.turns:
+            self.end()
+            raise Refused(409, f"episode {self.name} is over")
+        self.__post_init__()
+        self.turns, self.reward, self.agent_key = [], 0.0, secrets.token_urlsafe(16)
+        return self.agent_key
+
+    def close(self) -> None:
+        """Have those who still wait for an answer get none."""
+        for drawn in [*self._waiting]:
+            drawn.cancel()
+
+    async def answer(self, body: CompletionBody) -> list[Answer]:
+        """The answers to a request, `body.n` of them. Raises Refused.
+
+        Where it is cancelled nobody has got them, and who asks the same next gets what is drawn.
+        """
+        for name in {*body.ignored} - self.means.told:
+            self.means.told.add(name)
+            _log.warning("agents ask for %s=…, which is ignored: tokens are drawn as rollout.* says", name)
+        if len(self.turns) + body.n > self.means.settings.max_turns:
+            self.is_cut = True
+            self.end()
+            most = self.means.settings.max_turns
+            raise Refused(400, f"episode {self.name} is over: it has had environment.max_turns={most} turns", "episode_over")
+        try:
+            conversation, read = self._read(body)
+        except Refused:
+            raise
+        except AlignerError as error:
+            raise Refused(400, str(error)) from error
+        if len(read) >= self.means.context:
+            return self._overflow(len(read), body.n)
+        most = self.means.settings.max_turn_tokens
+        most = min(most, body.limit or most)
+        asks = [self._ask(read, most) for _ in range(body.n)]
+        try:
+            await asyncio.wait([ask.drawn for ask in asks])
+        except asyncio.CancelledError:
+            self._left += asks
+            raise
+        return [self._given(body, conversation, ask) for ask in asks]
+
+    def _read(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
+        """What the policy is to answer, as tokens, int64 [T]; those that it has drawn and read as they were."""
+        if isinstance(body, ChatBody):
+            conversation = self._conversation(body)
+            return conversation, conversation.tokens
+        assert isinstance(body, TextBody)
+        if isinstance(body.prompt, list):
+            size = self.means.tokenizer.vocab_size
+            if not body.prompt or not all(0 <= token < size for token in body.prompt):
+                raise Refused(400, f"prompt: token ids must be within 0 and {size - 1}, and at least one")
+            return None, torch.tensor(body.prompt, dtype=torch.int64)
+        text, tokenizer = body.prompt, self.means.tokenizer
+        if not text:
+            raise Refused(400, "prompt: must have a character at least")
+        before = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
+        if not before:
+            if self.turns:
+                self._branch("the text does not begin with that of any turn before")
+            return None, tokenizer.encode(text, begins=True)
+        turn = max(before, key=lambda each: (len(each.text), each.drawn.tolist()))
+        return None, torch.cat([turn.read, turn.drawn, tokenizer.encode(text[len(turn.text) :])])
+
+    def _conversation(self, body: ChatBody) -> Conversation:
+        """The messages as what goes on from the longest conversation that they begin with, or anew."""
+        rules, chat = self.means.settings.matching, self.means.chat()
+        messages, tools = template_messages(body.messages), body.tools or None
+        said = tuple(compared(message, rules) for message in body.messages)
+        before = [
+            turn
+            for turn in self.turns
+            if turn.conversation is not None
+            and turn.conversation.tools == tools
+            and len(turn.said) < len(said)
+            and turn.said == said[: len(turn.said)]
+        ]
+        if not before:
+            if self.turns:
+                self._branch("the messages are not those of any turn before, with further ones behind them")
+            return chat.begin(messages, tools)
+        turn = max(before, key=lambda each: (len(each.said), each.drawn.tolist()))
+        assert turn.conversation is not None
+        try:
+            found = chat.go_on(turn.conversation, turn.drawn, messages[len(turn.said) :])
+        except AlignerError as error:
+            self._branch(str(error))
+            return chat.begin(messages, tools)
+        if isinstance(found, Unsafe):
+            self._branch(found.reason)
+            return found.anew
+        return found
+
+    def _branch(self, reason: str) -> None:
+        self.branches[reason] += 1
+        _log.debug("episode %s: a new branch: %s", self.name, reason)
+
+    def _overflow(self, length: int, count: int) -> list[Answer]:
+        """Empty answers where there is no room for a token."""
+        if not self.turns:
+            most = self.means.context
+            raise Refused(400, f"the prompt has {length} tokens; at most {most - 1} leave room", "context_length_exceeded")
+        self.is_cut = True
+        return [Answer("", "length", length)] * count
+
+    def _ask(self, read: Tensor, most_tokens: int) -> Ask:
+        for ask in self._left:
+            if ask.most_tokens == most_tokens and torch.equal(ask.read, read) and not ask.drawn.cancelled():
+                self._left.remove(ask)
+                return ask
+        content = read.numpy().tobytes()
+        ask = Ask(read, most_tokens, self._asked[content], asyncio.get_running_loop().create_future())
+        self._asked[content] += 1
+        self._waiting.add(ask.drawn)
+        ask.drawn.add_done_callback(self._waiting.discard)
+        self.submit(ask)
+        return ask
+
+    def _given(self, body: CompletionBody, conversation: Conversation | None, ask: Ask) -> Answer:
+        """Note a response as a turn; the agent is given it now."""
+        if ask.drawn.cancelled():
+            raise Refused(401, f"episode {self.name} is over")
+        sample, read = ask.drawn.result(), ask.read
+        text = None
+        if (stopped := self._stopped(read, sample.tokens[len(read) :], body.stops)) is not None:
+            tokens, text = stopped
+            sample = sample.cut(len(read) + tokens - sample.prompt_length, "stop")
+        turn = AgentTurn(read, sample, conversation, (), "")
+        answer = self._answer(body, turn, text)
+        whole = ""
+        if isinstance(body, TextBody) and isinstance(body.prompt, str) and not self._ended(turn):
+            whole = body.prompt + text_behind(self.means.tokenizer, read, turn.drawn)
+        self.turns.append(replace(turn, said=self._said(body, answer), text=whole))
+        return answer
+
+    def _answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
+        """A turn in words; `text` is what it says where that is not all."""
+        tokenizer, drawn, ended = self.means.tokenizer, turn.drawn, self._ended(turn)
+        logprobs = turn.sample.engine_logprobs[-len(drawn) :].tolist()
+        told = [tokenizer.decode([token], skip_special_tokens=False) for token in drawn.tolist()]
+        answer = Answer(
+            text_behind(tokenizer, turn.read, drawn[:-1] if ended else drawn) if text is None else text,
+            "length" if turn.sample.finish_reason == "length" else "stop",
+            len(turn.read),
+            tuple(map(DrawnToken, told, logprobs)),
+        )
+        if text is None and ended and turn.conversation is not None and isinstance(body, ChatBody) and body.calls_tools:
+            said = self.means.chat().said(turn.conversation, drawn)
+            calls = tuple(call for call in said.calls if isinstance(call, ToolCall))
+            if calls and len(calls) == len(said.calls):
+                return replace(answer, finish_reason="tool_calls", content=said.content, calls=calls)
+        return answer
+
+    def _ended(self, turn: AgentTurn) -> bool:
+        return bool(self.means.tokenizer.ends(turn.drawn[-1:]))
+
+    def _said(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
+        messages: Sequence[Any] = [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
+        return tuple(compared(message, self.means.settings.matching) for message in messages)
+
+    def _stopped(self, read: Tensor, drawn: Tensor, stops: Sequence[str]) -> tuple[int, str] | None:
+        """How many tokens there are up to the first of these texts, and their text before it; None where there is none."""
+        whole = text_behind(self.means.tokenizer, read, drawn) if stops else ""
+        if not any(stop in whole for stop in stops):
+            return None
+        for tokens in range(1, len(drawn) + 1):
+            text = text_behind(self.means.tokenizer, read, drawn[:tokens])
+            if found := [text.find(stop) for stop in stops if stop in text]:
+                return tokens, text[: min(found)]
+        return None
