@@ -123,7 +123,7 @@ class AgentGeneration:
         if self.done:
             self._generation.cancel()  # what nobody waits for any more
             for reason, count in self._branches.most_common():
-                _log.info("%d branches were begun in episodes of agents: %s", count, reason)
+                _log.info("%d new branches in episodes of agents: %s", count, reason)
         return complete
 
     def unfinished(self) -> list[tuple[int, Sample]]:

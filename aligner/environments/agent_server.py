@@ -51,7 +51,14 @@ class AgentServer:
         self._socket: socket.socket | None = None
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(
-            uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                self._app(),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
         )
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
 

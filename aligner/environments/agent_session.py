@@ -173,7 +173,7 @@ class AgentSession:
         before = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
         if not before:
             if self.turns:
-                self._branch("the text does not begin with that of any turn before")
+                self._branch("what it asks with is no turn before with something behind it")
             return None, tokenizer.encode(text, begins=True)
         turn = max(before, key=lambda each: (len(each.text), each.drawn.tolist()))
         return None, torch.cat([turn.read, turn.drawn, tokenizer.encode(text[len(turn.text) :])])
@@ -193,23 +193,25 @@ class AgentSession:
         ]
         if not before:
             if self.turns:
-                self._branch("the messages are not those of any turn before, with further ones behind them")
+                self._branch("what it asks with is no turn before with something behind it")
             return chat.begin(messages, tools)
         turn = max(before, key=lambda each: (len(each.said), each.drawn.tolist()))
         assert turn.conversation is not None
         try:
             found = chat.go_on(turn.conversation, turn.drawn, messages[len(turn.said) :])
         except AlignerError as error:
-            self._branch(str(error))
+            self._branch("a turn was cut, and nothing can stand behind it", str(error))
             return chat.begin(messages, tools)
         if isinstance(found, Unsafe):
-            self._branch(found.reason)
+            self._branch("messages cannot be appended", found.reason)
             return found.anew
         return found
 
-    def _branch(self, reason: str) -> None:
-        self.branches[reason] += 1
-        _log.debug("episode %s: a new branch: %s", self.name, reason)
+    def _branch(self, kind: str, reason: str = "") -> None:
+        self.branches[kind] += 1
+        if kind not in self.means.told:
+            self.means.told.add(kind)
+            _log.info("episode %s begins a new branch, as others may: %s%s", self.name, kind, f" ({reason})" * bool(reason))
 
     def _overflow(self, length: int, count: int) -> list[Answer]:
         """Empty answers where there is no room for a token."""

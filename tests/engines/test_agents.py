@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import AssistantTurn, ToolCall
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -21,44 +22,62 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, 
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
-from tests.data.chat_models import TEMPLATES, tokenizer_file
+from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
+from tests.engines.agents import TOOLS
 from tests.engines.engines import load_directory
 
-CONTEXT = 700
+CONTEXT = 800
 
 
 def saved(directory: Path, template: str) -> Path:
-    """A tiny model of chats that likes to end its turns."""
+    """A tiny model of chats; with the template of tools it has learned to call one, and to say that it has."""
     file = tokenizer_file("bytes")
-    tokenizer = tokenizers.Tokenizer.from_str(file)
-    ends = [tokenizer.token_to_id(end) for end in ("<|end|>", "</s>")]
+    (directory / "tokenizer.json").write_text(file)
+    write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
+    tokenizer = Tokenizer(directory)
     torch.manual_seed(11)
     config = LlamaConfig(
         num_hidden_layers=2,
         hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=tokenizer.get_vocab_size(),
+        intermediate_size=64,
+        vocab_size=tokenizer.vocab_size,
         max_position_embeddings=1024,
-        initializer_range=0.15,
         tie_word_embeddings=False,
-        eos_token_id=ends,
+        eos_token_id=list(tokenizer.eos_token_ids),
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"][ends[0]] = weights["lm_head.weight"].abs().amax(0) * weights["lm_head.weight"][ends[0]].sign() * 3
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    (directory / "tokenizer.json").write_text(file)
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    (directory / "chat_template.jinja").write_text(TEMPLATES[template])
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.nn.utils.rnn.pad_sequence([conversation(tokenizer, at) for at in range(2)], batch_first=True)
+    for _ in range(130 if template == "qwen" else 0):
+        model(input_ids=tokens, labels=tokens.masked_fill(tokens == 0, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
     return directory
+
+
+def conversation(tokenizer: Tokenizer, at: int) -> torch.Tensor:
+    """What the model learns from: a question, a call, its answer, and what is said to that."""
+    call = ToolCall("000010000", "look", {"at": "here"})
+    messages = [
+        {"role": "user", "content": f"why {at}?"},
+        *AssistantTurn("", "", (call,)).messages[:1],
+        call.answered('saw {"at": "here"}'),
+        {"role": "assistant", "content": "yes."},
+        {"role": "user", "content": f"so {at}?"},
+        {"role": "assistant", "content": "yes yes."},
+    ]
+    text = tokenizer.chat_template.render(messages, TOOLS, add_generation_prompt=False)
+    # A turn is not tokenized with what is before it, when it is drawn.
+    return torch.cat([tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)])
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: saved(tmp_path_factory.mktemp(name), name) for name in ("qwen", "reasons")}
+    return {name: saved(tmp_path_factory.mktemp(name), name) for name in ("qwen", "chatml", "reasons")}
 
 
 def episodes(
@@ -69,7 +88,7 @@ def episodes(
     tokenizer = Tokenizer(model)
     engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=exact, batch_size=16), 0, seed=2)
     load_directory(engine, model)
-    chosen = EnvironmentConfig(**{"max_turns": 12, "max_turn_tokens": 24, "deadline_s": 60.0} | settings)
+    chosen = EnvironmentConfig(**{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings)
     prompt = tokenizer.encode("task")
     requests = [
         GenerationRequest(Prompt(at, "task", prompt, {"at": at, "asked": f"why {at}?", **task}), 0)
@@ -83,8 +102,8 @@ def episodes(
     return [found[place] for place in range(len(requests))], tokenizer
 
 
-def agent(name: str) -> dict[str, Any]:
-    return {"agent": f"tests.engines.agents:{name}"}
+def agent(name: str, module: str = "agents") -> dict[str, Any]:
+    return {"agent": f"tests.engines.{module}:{name}"}
 
 
 def drawn_parts(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -93,7 +112,7 @@ def drawn_parts(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     borders = [0, *((marks[1:] != marks[:-1]).nonzero()[:, 0] + 1).tolist(), len(marks)]
     return [
         (sample.prompt_length + start, sample.response[start:end], sample.engine_logprobs[start:end])
-        for start, end in zip(borders, borders[1:], strict=False)
+        for start, end in pairwise(borders)
         if marks[start]
     ]
 
@@ -111,7 +130,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(models, template, tmp_path):
     log = tmp_path / "log"
     samples, tokenizer = episodes(models[template], [{"log": str(log)}] * 4, agent("looks"))
-    whole = 0
+    whole = calls = 0
     for at, sample in enumerate(samples):
         told = [entry for entry in lines(log) if entry["task"] == at]
         parts = [part for each in (sample, *sample.branches) for part in drawn_parts(each)]
@@ -120,9 +139,11 @@ def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(mode
         for entry in told:
             if entry["text"] is not None:
                 assert texts[entry["text"]].tolist() == pytest.approx(entry["logprobs"], abs=1e-6)
+            calls += entry["text"] is None
         assert float(sample.rewards.sum()) == 0.5 and all(branch.rewards is None for branch in sample.branches)
         whole += not sample.branches
-    assert whole >= 2 if template == "qwen" else whole <= 4
+    if template == "qwen":
+        assert whole >= 2 and calls >= 2
 
 
 def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
@@ -138,8 +159,8 @@ def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
 
 
 def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
-    forwards, _ = episodes(models["qwen"], [{}] * 3, agent("branches"))
-    backwards, _ = episodes(models["qwen"], [{"forwards": False}] * 3, agent("branches"))
+    forwards, _ = episodes(models["chatml"], [{}] * 3, agent("branches"))
+    backwards, _ = episodes(models["chatml"], [{"forwards": False}] * 3, agent("branches"))
     for one, other in zip(forwards, backwards, strict=True):
         assert len(one.branches) == len(other.branches) >= 3
         for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
@@ -155,3 +176,81 @@ def test_an_agent_in_a_process_of_its_own_is_trained_as_it_is(models):
     settings = {"agent_command": [sys.executable, "-m", "tests.engines.agents"]}
     samples, _ = episodes(models["qwen"], [{}] * 2, settings)
     assert all(not sample.rewards.isnan().any() and sample.drawn_count for sample in samples)
+
+
+def test_requests_go_on_from_the_tokens_that_the_same_messages_had(models):
+    system = {"role": "system", "content": "be brief"}
+    settings = {**agent("steps"), "max_turn_tokens": 3}
+    one, two = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
+    samples, tokenizer = episodes(models["qwen"], [{"requests": [[system, one], [system, two]]}], settings)
+    first, other = samples[0], samples[0].branches[0]
+    assert len(samples[0].branches) == 1 and first.drawn is None and other.drawn is None
+    texts = {tokenizer.decode(each.tokens[: each.prompt_length]).split("\n")[3] for each in (first, other)}
+    assert texts == {"one", "two"}
+
+
+def test_a_text_goes_on_from_the_tokens_that_it_had(models):
+    def draw(requests: list[str]) -> tuple[Sample, Tokenizer]:
+        task = {"requests": requests, "with": {"max_tokens": 3}}
+        samples, tokenizer = episodes(models["qwen"], [task], agent("steps"))
+        return samples[0], tokenizer
+
+    alone, tokenizer = draw(["yes yes"])
+    said = tokenizer.decode(alone.response, skip_special_tokens=False)
+    sample, _ = draw(["yes yes", f"yes yes{said} and?"])
+    assert not sample.branches and sample.drawn is not None
+    assert torch.equal(sample.turns()[0], alone.response) and tokenizer.decode(sample.turns()[1]) == " and?"
+
+
+def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_scored_0(models, tmp_path):
+    hows = ["silent", "raises", "dies", "hangs", "recovers"]
+    tasks = [{"how": how, "mark": str(tmp_path / "mark")} for how in hows]
+    settings = {**agent("misbehaves"), "deadline_s": 4.0, "retries": 1, "workers": 2, "episodes_per_worker": 1}
+    samples, _ = episodes(models["qwen"], tasks, settings)
+    assert [bool(sample.rewards.isnan().any()) for sample in samples] == [True, True, True, True, False]
+
+
+def test_an_agent_that_asks_for_ever_and_one_whose_context_overflows_are_cut(models, tmp_path):
+    log = tmp_path / "log"
+    tasks = [{"how": "endless"}, {"how": "overflows", "log": str(log)}]
+    samples, _ = episodes(models["qwen"], tasks, {**agent("misbehaves"), "max_turns": 6})
+    assert [sample.finish_reason for sample in samples] == ["length", "length"]
+    assert 1 + len(samples[0].branches) == 6 and not samples[0].rewards.isnan().any()
+    assert lines(log)[-1]["text"] == "" and lines(log)[-1]["finish"] == "length"
+    assert all(len(each.tokens) <= CONTEXT for each in (samples[1], *samples[1].branches))
+
+
+def test_what_cannot_be_answered_is_refused_in_openais_form_and_changes_nothing(models, tmp_path):
+    log = tmp_path / "log"
+    samples, _ = episodes(models["qwen"], [{"log": str(log)}], agent("pokes", "poking_agents"))
+    told = json.loads(log.read_text())
+    expected = dict.fromkeys(("another's key", "another's address"), 401)
+    expected |= {"no such path": 404, "no such method": 405, "megabytes": 413, "models": 200, "right": 200}
+    assert {name: status for name, (status, _) in told.items()} == {name: expected.get(name, 400) for name in told}
+    errors = {name: content["error"] for name, (status, content) in told.items() if status != 200}
+    assert all(error["message"] and error["type"] and {"param", "code"} <= {*error} for error in errors.values())
+    assert errors["too long"]["code"] == "context_length_exceeded" and "messages.0.role" in errors["no role"]["message"]
+    assert not samples[0].branches and samples[0].drawn is None
+
+
+def test_answers_come_whole_or_as_events_with_calls_log_probs_and_stops(models, tmp_path):
+    log = tmp_path / "log"
+    samples, tokenizer = episodes(models["qwen"], [{"log": str(log)}], agent("streams", "poking_agents"))
+    told = json.loads(log.read_text())
+    assert told["called"] == [["look", '{"at": "here"}']] and told["finish"] == "tool_calls"
+    parts = [tokens for each in (samples[0], *samples[0].branches) for _, tokens, _ in drawn_parts(each)]
+    assert len(parts) == 5 and len(told["usage"]) == 1 and told["usage"][0] in map(len, parts)
+    assert {told["text"][0], told["streamed"]} <= {said(tokenizer, tokens) for tokens in parts}
+    assert told["text"][1] in ("stop", "length") and "".join(told["text"][2]).startswith(told["text"][0])
+    for text, finish in told["stopped"]:
+        assert finish == "stop" and "look" not in text
+
+
+def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models):
+    samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
+    assert not samples[0].branches and samples[0].drawn is None
+
+
+def test_nobody_is_answered_after_the_end_of_an_episode(models, tmp_path):
+    episodes(models["chatml"], [{"log": str(tmp_path / "log")}] * 2, agent("after_the_end", "poking_agents"))
+    assert (tmp_path / "log.told").read_text() == "401"
