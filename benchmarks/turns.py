@@ -1,0 +1,274 @@
+"""Episodes of 1 to 128 turns: what a turn costs beside the model's own work, and the same episodes with transformers.
+
+Random weights. A turn has 8 drawn tokens in the mean, the same ones in every repeat, and 8 words that an environment in a
+worker process tells. transformers' `generate` is given every turn's whole history again, as text, which is how its users have
+episodes; it draws each turn as long as ours has it, the episodes of a turn in one batch.
+
+`forward_s` are the model's own passes, `sampling_s` is what draws tokens from their logits, as for any response, and
+`between_s` is all else, by turn: the episode's tokens and text, the environment's process, what waits for it. `between_share`
+is their part of the whole. `prefill_ratio` is of tokens that were run without being drawn to those that were new. Told are
+medians over `--repeats`, of ratios too, with the least and the most.
+
+With `--delays` environments take up to 2 s for each of the turns of 64 episodes, which is compared with the longer of: the
+same without delays, and the episode that takes the longest by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.engine import CORES, DTYPES
+from benchmarks.figures import paired
+from benchmarks.models import MODELS, write_model, write_tokenizer
+from benchmarks.processes import Group, Way
+from benchmarks.turns_environment import TOLD
+
+TURNS = (1, 2, 8, 32, 128)
+DRAWN = 8
+PROMPT_TOKENS = 16
+MOST_DELAY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Episodes of so many turns each."""
+
+    turns: int
+    episodes: Sequence[int]
+    """Which ones, by number."""
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a generation of episodes took, in seconds and tokens."""
+
+    whole_s: float
+    forward_s: float
+    sampling_s: float
+    prefilled: int
+    new: int
+    """Of prompts, and told."""
+    lengths: list[list[int]]
+    """Of each episode's turns, in drawn tokens."""
+    ended_s: list[float]
+    """When each episode was complete."""
+
+
+class Ours:
+    """The embedded engine, and environments in a worker process."""
+
+    def __init__(self, directory: str, precision: str) -> None:
+        from aligner.data.export import find_source
+        from aligner.data.tokenizer import Tokenizer
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+        from aligner.engines.embedded.generation import EmbeddedGeneration
+        from aligner.engines.engine_protocol import GenerationEngine
+        from aligner.engines.episodes import EpisodeEngine
+        from aligner.engines.generate import load
+        from aligner.environments.environment_pool import EnvironmentPool
+        from aligner.models.model_source import directory_shape
+        from aligner.schema import EngineConfig
+        from aligner.schema.environment import EnvironmentConfig
+
+        self._shape = directory_shape(Path(directory), "--model")
+        engine = EmbeddedEngine(self._shape, EngineConfig(precision=precision), rank=0, seed=1)
+        load(engine, find_source(Path(directory)))
+        settings = EnvironmentConfig(
+            target="benchmarks.turns_environment:Words", max_turns=max(TURNS), max_turn_tokens=self._shape.max_positions
+        )
+        self._pool = EnvironmentPool.of(settings)
+        self._pool.start()
+        assert isinstance(engine, GenerationEngine)
+        self._engine = EpisodeEngine(engine, self._pool, Tokenizer(Path(directory)), settings, seed=1)
+        self._forward_s = self._sampling_s = 0.0
+        self._prefilled = 0
+        forward, draw = engine._machine.forward, EmbeddedGeneration._draw
+
+        def forwarded(step: Any, cache: Any) -> Any:
+            begin = time.perf_counter()
+            logits = forward(step, cache)
+            self._forward_s += time.perf_counter() - begin
+            self._prefilled += 0 if step.prompts is None else len(step.prompts.tokens)
+            self._prefilled += 0 if step.scores else len(step.tokens)
+            return logits
+
+        def sampled(generation: Any, share: Any, width: int) -> Any:
+            begin = time.perf_counter()
+            drawn = draw(generation, share, width)
+            self._sampling_s += time.perf_counter() - begin
+            return drawn
+
+        engine._machine.forward = forwarded
+        EmbeddedGeneration._draw = sampled  # type: ignore[method-assign]
+
+    def episodes(self, work: Work) -> Taken:
+        """Draw them."""
+        import torch
+
+        from aligner.data.types import Prompt
+        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+
+        task, requests = {"turns": work.turns, "delay_s": work.delay_s}, []
+        for number in work.episodes:
+            draw = torch.Generator().manual_seed(number)
+            tokens = torch.randint(3, self._shape.vocab_size, (PROMPT_TOKENS,), generator=draw)
+            requests.append(GenerationRequest(Prompt(number, "", tokens, task), 0))
+        most = min(32 * work.turns + 256, self._shape.max_positions - PROMPT_TOKENS)
+        # Of random weights, which like all tokens alike.
+        stops = range(self._shape.vocab_size // DRAWN)
+        self._forward_s, self._sampling_s, self._prefilled = 0.0, 0.0, 0
+        samples, ended, begin = {}, {}, time.perf_counter()
+        generation = self._engine.start(requests, SamplingOptions(most, stop_token_ids=stops))  # type: ignore[arg-type]
+        while not generation.done:
+            for place, sample in generation.step():
+                samples[place], ended[place] = sample, time.perf_counter() - begin
+        whole = time.perf_counter() - begin
+        turns = [[len(part) for part in samples[place].turns()] for place in range(len(requests))]
+        if wrong := [each for each in turns if len(each) != 2 * work.turns - 1]:
+            raise AssertionError(f"an episode was cut: {wrong}")
+        return Taken(
+            whole,
+            self._forward_s,
+            self._sampling_s,
+            self._prefilled,
+            len(turns) * PROMPT_TOKENS + sum(sum(each[1::2]) for each in turns),
+            [each[::2] for each in turns],
+            [ended[place] for place in range(len(requests))],
+        )
+
+    def close(self) -> None:
+        """End the environments' process."""
+        self._pool.close()
+
+
+class Peer:
+    """transformers' generate, told every turn's history anew."""
+
+    def __init__(self, directory: str, precision: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+        logging.disable_progress_bar()
+        self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPES[precision])).eval()
+
+    def episodes(self, lengths: Sequence[Sequence[int]]) -> float:
+        """Seconds of episodes whose turns have these lengths."""
+        begin = time.perf_counter()
+        histories = [" ".join(f"w{3 + place}" for place in range(PROMPT_TOKENS)) for _ in lengths]
+        told = " ".join(f"w{3 + place}" for place in range(TOLD))
+        for turn in zip(*lengths, strict=True):
+            asked = self._tokenizer(histories, return_tensors="pt", padding=True, return_token_type_ids=False)
+            drawn = self._model.generate(
+                **asked,
+                max_new_tokens=max(turn),
+                min_new_tokens=max(turn),
+                do_sample=True,
+                top_k=0,
+                pad_token_id=self._tokenizer.pad_token_id,
+            )
+            said = drawn[:, asked["input_ids"].shape[1] :]
+            texts = self._tokenizer.batch_decode([row[:length] for row, length in zip(said, turn, strict=True)])
+            histories = [f"{history} {text} {told}" for history, text in zip(histories, texts, strict=True)]
+        return time.perf_counter() - begin
+
+
+def measure(args: argparse.Namespace, ours: Any, peer: Any, turns: int) -> dict[str, Any]:
+    """Of episodes of so many turns."""
+    work, numbers = Work(turns, range(args.episodes)), turns * args.episodes
+    ours.call("episodes", Work(turns, work.episodes))  # memory is allocated
+    taken: list[Taken] = []
+    peer_s: list[float] = []
+    for _ in range(args.repeats):
+        taken.append(ours.call("episodes", work))
+        if peer is not None and turns <= args.peer_turns:
+            peer_s.append(peer.call("episodes", taken[0].lengths))
+    between = [each.whole_s - each.forward_s - each.sampling_s for each in taken]
+    result: dict[str, Any] = {
+        "turns": turns,
+        "s": median(each.whole_s for each in taken),
+        "forward_s": median(each.forward_s for each in taken) / numbers,
+        "sampling_s": median(each.sampling_s for each in taken) / numbers,
+        "between_s": median(between) / numbers,
+        **paired("between_share", between, [each.whole_s for each in taken]),
+        **paired("prefill_ratio", [each.prefilled for each in taken], [each.new for each in taken]),
+    }
+    if peer_s:
+        result |= {"transformers_s": median(peer_s), **paired("ratio", peer_s, [each.whole_s for each in taken])}
+    return result
+
+
+def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
+    """Of episodes whose environments take their time."""
+    everyone = range(args.episodes)
+    ours.call("episodes", Work(args.delay_turns, everyone))  # memory is allocated
+    together, without, alone = [], [], []
+    for _ in range(args.repeats):
+        delayed = ours.call("episodes", Work(args.delay_turns, everyone, MOST_DELAY_S))
+        slowest = max(everyone, key=lambda number: delayed.ended_s[number])
+        together.append(delayed.whole_s)
+        without.append(ours.call("episodes", Work(args.delay_turns, everyone)).whole_s)
+        alone.append(ours.call("episodes", Work(args.delay_turns, [slowest], MOST_DELAY_S)).whole_s)
+    bounds = [max(pair) for pair in zip(without, alone, strict=True)]
+    return {
+        "episodes": args.episodes,
+        "turns": args.delay_turns,
+        "together_s": median(together),
+        "without_delays_s": median(without),
+        "slowest_alone_s": median(alone),
+        **paired("delays_ratio", together, bounds),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), help="whose shape to give the model (smollm2_135m; with --delays tiny)")
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
+    parser.add_argument("--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="of an episode; all")
+    parser.add_argument("--episodes", type=int, help="at a time (4; with --delays 64)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
+    parser.add_argument("--peer-turns", type=int, default=max(TURNS), help="most turns that transformers takes too (all)")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--delays", action="store_true", help="measure what environments' delays cost")
+    parser.add_argument("--delay-turns", type=int, default=8, help="and of how many turns (8)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args(arguments)
+    args.model = args.model or ("tiny" if args.delays else "smollm2_135m")
+    args.episodes = args.episodes or (64 if args.delays else 4)
+    way = Way("1 process", CORES, as_ranks=True)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(directory, args.model)
+        write_tokenizer(directory, args.model)
+        about = {"benchmark": "turns", "model": args.model, "precision": args.precision}
+        with Group(way, functools.partial(Ours, directory, args.precision)) as ours:
+            if args.delays:
+                tell(about | measure_delays(args, ours), as_json=args.json)
+            elif args.no_transformers:
+                for turns in args.turns:
+                    tell(about | measure(args, ours, None, turns), as_json=args.json)
+            else:
+                with Group(Way("1 process", CORES), functools.partial(Peer, directory, args.precision)) as peer:
+                    for turns in args.turns:
+                        tell(about | measure(args, ours, peer, turns), as_json=args.json)
+            ours.call("close")
+
+
+def tell(result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()
