@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 512,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
     "llama_3m": {
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 688,
         "vocab_size": 2048,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
     "llama_125m": {

@@ -232,7 +232,7 @@ def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), help="whose shape to give the model (smollm2_135m; with --delays tiny)")
+    parser.add_argument("--model", choices=sorted(MODELS), help="whose shape (smollm2_135m; with --delays tiny)")
     parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
     parser.add_argument("--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="of an episode; all")
     parser.add_argument("--episodes", type=int, help="at a time (4; with --delays 64)")
@@ -267,7 +267,7 @@ def tell(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()))
+        print(*(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in result.items()))
 
 
 if __name__ == "__main__":

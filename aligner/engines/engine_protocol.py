@@ -200,7 +200,8 @@ class PartialResponse:
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
         prompt, drawn = self.request.prompt, self._marks
-        counts = torch.tensor([len(ids) for ids in self.kept])
+        before = len(self.tokens) - len(self.kept) if self.kept else 0  # given before anything was drawn
+        counts = torch.tensor([0] * before + [0 if ids is NO_IDS else len(ids) for ids in self.kept])
         return Sample(
             prompt_id=prompt.id,
             sample_index=self.request.sample_index,
@@ -254,6 +255,9 @@ class TurnGeneration(Generation, Protocol):
         Raises AlignerError for one that needs more room than any of those that the generation was started with, and where
         the engine cannot.
         """
+
+    def leave(self, place: int) -> None:
+        """A complete response, of the request at that place, will not be told to go on."""
 
 
 class BeginsGenerations(Protocol):

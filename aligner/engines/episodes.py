@@ -305,12 +305,14 @@ class EpisodeGeneration:
         rewards = _rewards(episode, len(episode.sample.response))
         self._complete.append((place, replace(episode.sample, finish_reason=reason, rewards=rewards)))
         self._means.environments.finish(episode.name)
+        self._generation.leave(place)
 
     def _lose(self, place: int) -> None:
         """An episode cannot be drawn."""
         episode = self._open.pop(place)
         self._complete.append((place, lost_sample(episode.request, self._means.tokenizer.pad_token_id)))
         self._means.environments.finish(episode.name)
+        self._generation.leave(place)
 
 
 def _rewards(episode: _Episode, tokens: int) -> Tensor:

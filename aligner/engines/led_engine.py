@@ -76,6 +76,10 @@ class _Told:
         _tell(self.group, {"do": "add"}, [request])
         return self.generation.add(request)
 
+    def leave(self, place: int) -> None:
+        _tell(self.group, {"do": "leave", "place": place})
+        self.generation.leave(place)
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         return self.generation.unfinished()
 
@@ -183,6 +187,8 @@ class _Following:
             self._generation.add(*_told_requests(told, self._group))
         elif told["do"] == "go_on":
             self._generation.go_on(told["place"], told["tokens"])
+        elif told["do"] == "leave":
+            self._generation.leave(told["place"])
         elif told["do"] == "cancel":
             self._generation.cancel()
 

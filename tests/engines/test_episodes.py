@@ -124,6 +124,13 @@ def test_what_reaches_a_limit_is_cut(model):
     assert {(sample.finish_reason, sample.drawn_count) for sample in by_turn} == {("length", 3)}
 
 
+def test_what_tokens_were_drawn_among_is_told_behind_what_came_first(model):
+    samples, _ = episodes(model, {"max_turn_tokens": 40}, options={"top_p": 0.9, "renormalize": True})
+    for sample in samples:
+        assert sample.kept is not None and sample.drawn is not None
+        assert (sample.kept.counts[~sample.drawn] == 0).all() and (sample.kept.counts[sample.drawn] > 0).all()
+
+
 def test_an_episode_whose_environment_fails_has_no_score_and_neither_has_its_prompt(model):
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
     scores = environment_scores(samples, 2)

@@ -55,7 +55,7 @@ def episodes(directory: str, rows: int, delays: int = 0, *, forgets: bool = Fals
         for when, place in [each for each in due if each[0] <= step]:
             due.remove((when, place))
             if forgets:
-                generation._parked.forget()
+                generation._table.forget()
             generation.go_on(place, given(turns[place], place))
         step += 1
     return [done[place] for place in range(len(prompts))]
@@ -129,7 +129,7 @@ def test_new_weights_are_not_read_over_old_keys(directory):
             pass
         if updates:
             load_directory(engine, Path(directory))
-            assert 0 not in generation._parked
+            assert 0 not in generation._table
         generation.go_on(0, given(0, 0))
         while not (complete := generation.step()):
             pass

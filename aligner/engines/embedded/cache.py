@@ -35,7 +35,7 @@ def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) 
 
 
 class Cache:
-    """Row r, column t holds token t of the r-th sequence; the rows in use are the first ones.
+    """Row r, column t holds token t of the sequence that has the row.
 
     Its memory stays from one generation to the next, cut into rows as the next one needs them.
     """
@@ -77,8 +77,7 @@ class Cache:
         for tensor in (self.keys, self.values):
             tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
 
-    def write_prompts(self, layer: int, first_row: int, copies: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Row first_row + i begins with prompt `copies[i]`; keys and values [U, KV heads, P, head dim]."""
-        rows = slice(first_row, first_row + len(copies))
+    def write_prompts(self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Row `rows[i]` begins with prompt `copies[i]`; keys and values [U, KV heads, P, head dim]."""
         self.keys[layer, rows, :, : keys.shape[2]] = keys[copies]
         self.values[layer, rows, :, : values.shape[2]] = values[copies]

@@ -35,11 +35,13 @@ class Prompts:
     """The longest."""
     copies: Tensor
     """int64 [C]: which of them each new row begins with"""
+    rows: list[int]
+    """The cache's, of each of those."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a forward pass computes: the next token of the cache's first rows, and prompts for the rows after them."""
+    """What a forward pass computes: the next token of some of the cache's rows, and prompts for others."""
 
     tokens: Tensor
     """int64 [R]: the newest token of each row; where `width` is above 1, that and the guessed ones after it, row by row"""
@@ -50,8 +52,8 @@ class Step:
     prompts: Prompts | None = None
     width: int = 1
     """Tokens of each row."""
-    first_row: int = 0
-    """The cache's row that the tokens begin with."""
+    rows: list[int] | None = None
+    """The cache's, in ascending order; None: its first ones."""
     scores: bool = True
     """Whether logits are wanted."""
     routes: list[Tensor] | None = None
@@ -65,7 +67,9 @@ class _Geometry:
     rotation: tuple[Tensor, Tensor] | None
     """Cosine and sine of every token's angles, [N, 1, rotated dims / 2]"""
     rows: Tensor
-    """int64 [R]: the row of each token, from the step's first on: 0, 1, 2, …"""
+    """int64 [R]: the cache's row of each token"""
+    runs: list[tuple[int, int]]
+    """Rows of the step that follow each other in the cache: the first one there, and how many."""
     mask: Tensor
     """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for `engine.exact` bool
     [rows, width, columns]: what is seen"""
@@ -160,8 +164,12 @@ class Decoder:
             angles = positions[:, None, None].float() * self._frequencies
             dtype = self._weights["embedding.word_embeddings.weight"].dtype
             rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-        rows = torch.arange(len(step.tokens) // step.width, device=tokens.device).repeat_interleave(step.width)
-        return tokens, positions, _Geometry(rotation, rows, self._cache_mask(step), at, visible)
+        count = len(step.tokens) // step.width
+        rows, runs = torch.arange(count, device=tokens.device), [(0, count)]
+        if step.rows is not None:
+            rows, runs = torch.tensor(step.rows, device=tokens.device), _runs(step.rows)
+        rows = rows.repeat_interleave(step.width)
+        return tokens, positions, _Geometry(rotation, rows, runs, self._cache_mask(step), at, visible)
 
     def _cache_mask(self, step: Step) -> Tensor:
         column, position = torch.arange(step.columns, device=step.positions.device), step.positions[:, None]
@@ -233,19 +241,25 @@ class Decoder:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
     ) -> Tensor:
         """New tokens of rows against their cache: [R, heads * head dim]."""
-        width, size, rows = step.width, self._shape.head_dim, len(query) // step.width
-        taken = slice(step.first_row, step.first_row + rows)
-        keys, values = cache.keys[layer, taken], cache.values[layer, taken]
         place = geometry.rows, slice(None), step.positions
+        keys, values = cache.keys[layer], cache.values[layer]
         keys[place], values[place] = key, value
-        keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
+        counts = [count for _, count in geometry.runs]
+        queries = query.unflatten(0, (-1, step.width)).split(counts)
+        held = [(slice(first, first + count), slice(None), slice(step.columns)) for first, count in geometry.runs]
+        parts = zip(queries, held, geometry.mask.split(counts), strict=True)
+        attended = [self._attend_rows(part, keys[at], values[at], mask) for part, at, mask in parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """query [B, width, heads, head dim] against [B, KV heads, columns, head dim]: [B * width, heads * head dim]."""
+        rows, width, _, size = query.shape
         if self.exact:
-            queries = query.reshape(rows, width, self._heads, size).transpose(1, 2)
-            return batch_invariant.attend(queries, keys, values, geometry.mask).transpose(1, 2).reshape(len(query), -1)
+            return batch_invariant.attend(query.transpose(1, 2), keys, values, mask).transpose(1, 2).reshape(rows * width, -1)
         # The queries that share a KV head are one's, one after another.
         grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=geometry.mask)
-        return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(len(query), -1)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(rows * width, -1)
 
     def _attend_prompts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
@@ -266,7 +280,7 @@ class Decoder:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
             )
-        cache.write_prompts(layer, len(step.tokens), prompts.copies, keys, values)
+        cache.write_prompts(layer, prompts.rows, prompts.copies, keys, values)
         return attended.transpose(1, 2)[at].flatten(1)
 
     def _mlp(self, x: Tensor, name: str, step: Step) -> Tensor:
@@ -311,3 +325,15 @@ class Decoder:
         if self._tensor > 1:
             dist.all_reduce(partial, group=self._group)
         return partial
+
+
+def _runs(rows: list[int]) -> list[tuple[int, int]]:
+    """Where ascending numbers follow each other: the first one, and how many; one of none where there are none."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        first, count = runs[-1] if runs else (0, 0)
+        if runs and row == first + count:
+            runs[-1] = first, count + 1
+        else:
+            runs.append((row, 1))
+    return runs or [(0, 0)]

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -11,41 +11,25 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import KeptTokens, Sample
-from aligner.engines.embedded.cache import Cache
-from aligner.engines.embedded.decoder import Decoder, Prompts, Step
-from aligner.engines.embedded.parked_rows import ParkedRows
+from aligner.engines.embedded.decoder import Prompts, Step
+from aligner.engines.embedded.machine import Machine
+from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.sampling import choose, turn_uniforms
 from aligner.engines.embedded.speculation import Lookup
-from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions, SpanListener
+from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.models import batch_invariant
-from aligner.schema import SpeculationConfig
 
 _PROMPT_TOKENS = 8192
 """Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
-
-
-@dataclass
-class Machine:
-    """What responses are computed on. Between steps the engine may change the weights, and with them the version."""
-
-    decoder: Decoder
-    cache: Cache
-    forward: Callable[[Step, Cache], Tensor]
-    device: torch.device
-    version: int | None = None
-    listener: SpanListener | None = None
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    guessed: int = 0
-    """Tokens that were guessed so far,"""
-    accepted: int = 0
-    """and those of them that were drawn."""
 
 
 @dataclass(eq=False)
 class _Response(PartialResponse):
     index: int = 0
     """Among the requests."""
+    row: int = -1
+    """Of the cache, where it has one."""
     prompt: tuple[int, ...] = ()
     numbers: np.ndarray | None = None
     """float64 [limit]: what its tokens are drawn with"""
@@ -75,7 +59,8 @@ class EmbeddedGeneration:
     all guesses before it were what was drawn.
 
     A response that has ended a turn keeps its row as long as nobody else needs one; told to go on, it runs what is new in a
-    pass of its own, or else everything anew.
+    pass of its own, or else everything anew. Its keys and values stay where they are meanwhile, among the rows in use: to move
+    them would take longer with every turn. Only on GPUs, where recorded steps know the first rows alone, they change places.
     """
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
@@ -85,12 +70,13 @@ class EmbeddedGeneration:
         in_order = sorted(responses, key=lambda response: first[response.prompt])
         self._waiting = deque(response for response in in_order if not response.request.waits)
         self._rows: list[_Response] = []
+        """In the order of their rows."""
         self._complete: list[tuple[int, Sample]] = []
         """Complete, but not yet given out."""
         self._between_turns = {response.index: response for response in responses if response.request.waits}
         """Given out; they may be told to go on."""
-        self._parked = ParkedRows(machine.cache)
-        """The rows of some of them, by their places among the requests."""
+        self._table = RowTable(machine.cache.size.rows)
+        """Some of them have rows that wait, by their places among the requests."""
 
     @property
     def done(self) -> bool:
@@ -128,6 +114,11 @@ class EmbeddedGeneration:
         self._count += 1
         return self._count - 1
 
+    def leave(self, place: int) -> None:
+        """A complete response, of the request at that place, will not be told to go on."""
+        del self._between_turns[place]
+        self._table.drop(place)
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The responses that are not complete as they are now, each with its place among the requests."""
         return [(response.index, response.sample()) for response in (*self._rows, *self._waiting)]
@@ -136,30 +127,29 @@ class EmbeddedGeneration:
         """Complete every response that has a row; none joins."""
         while self._rows:
             self._advance(admit=False)
-        self._parked.forget()
+        self._table.forget()
 
     def restart_rows(self) -> None:
         """Forget keys and values: every response that had a row waits, first in line, and is run anew from its tokens."""
         self._waiting.extendleft(reversed(self._rows))
-        self._rows = []
-        self._parked.forget()
+        self._rows, self._table = [], RowTable(self._machine.cache.size.rows)
 
     def cancel(self) -> None:
         """Drop every response."""
         self._waiting.clear()
         self._between_turns.clear()
-        self._parked.forget()
-        self._rows, self._complete = [], []
+        self._rows, self._complete, self._table = [], [], RowTable(self._machine.cache.size.rows)
 
     def _advance(self, *, admit: bool) -> None:
         start = time.perf_counter()
         if admit:
             self._read_on()
+        self._close_gaps()
         joining, beginning = self._admit() if admit else ([], [])
-        rows = [*self._rows, *joining]
+        rows = _in_order([*self._rows, *joining])
         guesses = [()] * len(rows) if beginning else self._guess(rows)
         step = self._plan(rows, guesses, beginning)
-        self._rows += joining + beginning
+        self._rows = rows + beginning
         try:
             with torch.inference_mode():
                 tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache), step.width)
@@ -178,16 +168,13 @@ class EmbeddedGeneration:
 
     def _read_on(self) -> None:
         """Have rows again for those whose keys and values are still there, and run what they were given since."""
-        returning = [response for response in self._waiting if response.index in self._parked]
-        first = len(self._rows)
+        returning = _in_order([response for response in self._waiting if response.index in self._table])
         if not returning:
             return
-        held = []
         for response in returning:
             self._waiting.remove(response)
-            held.append(self._parked.take(response.index, len(self._rows)))
-            self._rows.append(response)
-            self._parked.make_room(len(self._rows), 0)
+        held = [self._table.resume(response.index).tokens for response in returning]
+        self._rows = _in_order([*self._rows, *returning])
         columns, device = self._machine.cache.size.columns, self._machine.device
         width = max(response.length - 1 - had for response, had in zip(returning, held, strict=True))
         tokens, positions = [], []
@@ -203,7 +190,7 @@ class EmbeddedGeneration:
             positions=torch.tensor(positions, device=device),
             columns=max(positions) + 1,
             width=width,
-            first_row=first,
+            rows=[response.row for response in returning],
             scores=False,
         )
         try:
@@ -226,15 +213,13 @@ class EmbeddedGeneration:
         cache = self._machine.cache
         joining: list[_Response] = []
         beginning: list[_Response] = []
-        siblings = {row.prompt: at for at, row in enumerate(self._rows)}
+        siblings = {row.prompt: row for row in self._rows}
         distinct, width = set[tuple[int, ...]](), 0
         while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
             response = self._waiting[0]
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
-                self._parked.make_room(len(self._rows) + len(joining) + len(beginning), 1)
-                cache.copy_rows([sibling], [len(self._rows) + len(joining)], len(response.prompt) - 1)
-                response.read = self._rows[sibling].read
+                response.read = sibling.read
                 joining.append(self._waiting.popleft())
                 continue
             context = (*response.prompt, *response.tokens)
@@ -243,8 +228,11 @@ class EmbeddedGeneration:
                     break
                 distinct.add(context)
                 width = max(width, len(context))
-            self._parked.make_room(len(self._rows) + len(joining) + len(beginning), 1)
             beginning.append(self._waiting.popleft())
+        for response in (*joining, *beginning):
+            response.row = self._table.take()
+        for response in joining:
+            cache.copy_rows([siblings[response.prompt].row], [response.row], len(response.prompt) - 1)
         return joining, beginning
 
     def _guess(self, rows: Sequence[_Response]) -> list[Sequence[int]]:
@@ -275,9 +263,11 @@ class EmbeddedGeneration:
                 lengths=torch.tensor(lengths, device=device),
                 width=max(lengths),
                 copies=torch.tensor(copies, device=device),
+                rows=[response.row for response in beginning],
             )
         tokens = [token for row, guessed in zip(rows, guesses, strict=True) for token in (row.newest, *guessed)]
         width = len(tokens) // len(rows) if rows else 1
+        taken = [row.row for row in rows]
         positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
         return Step(
             tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -286,6 +276,7 @@ class EmbeddedGeneration:
             prompts=prompts,
             routes=[] if self._options.routes else None,
             width=width,
+            rows=None if taken == list(range(len(rows))) else taken,
         )
 
     def _draw(self, share: Tensor, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -338,7 +329,8 @@ class EmbeddedGeneration:
     def _take(self, row: _Response, drawn: Sequence[tuple[int, float, Tensor]], guessed: Sequence[int]) -> None:
         """The drawn tokens, log-probs and sets of a row's next places, up to the first that came after a wrong guess."""
         for place, (token, logprob, ids) in enumerate(drawn):
-            row.kept.append(ids)
+            if self._options.tells_kept or row.kept:
+                row.kept.append(ids)
             self._record(row, token, logprob)
             if row.finish_reason is not None or place == len(guessed) or token != guessed[place]:
                 return
@@ -355,29 +347,36 @@ class EmbeddedGeneration:
             row.finish_reason = "length"
 
     def _release(self) -> None:
-        """Give out complete responses; the last rows move into the holes that they leave."""
-        rows = self._rows
-        kept = [at for at, row in enumerate(rows) if row.finish_reason is None]
-        if len(kept) == len(rows):
+        """Give out complete responses; their rows wait for those that may go on."""
+        ended = [row for row in self._rows if row.finish_reason is not None]
+        self._rows = _in_order([row for row in self._rows if row.finish_reason is None])
+        for row in ended:
+            self._complete.append((row.index, row.sample()))
+            goes_on = row.request.turn_tokens is not None
+            if goes_on:
+                self._between_turns[row.index] = row
+            if goes_on and not self._options.routes:  # which are told as everything is run anew
+                self._table.park(row.index, row.row, row.length - 1)
+            else:
+                self._table.release(row.row)
+
+    def _close_gaps(self) -> None:
+        """Move the last rows to where nobody's are before them; on GPUs also to where some wait, which change places."""
+        moves = self._table.moves([row.row for row in self._rows], past_waiting=self._machine.device.type != "cpu")
+        if not moves:
             return
-        ended = {at: row for at, row in enumerate(rows) if row.finish_reason is not None}
-        self._complete += [(row.index, row.sample()) for row in ended.values()]
-        turns = {at for at, row in ended.items() if row.request.turn_tokens is not None}
-        self._between_turns |= {rows[at].index: rows[at] for at in turns}
-        holes = [at for at in ended if at < len(kept)]
-        movers = kept[len(kept) - len(holes) :]
-        places = dict(zip(holes, movers, strict=True))
-        if holes:
-            # Those that end a turn change places with the rows that take theirs.
-            back = [hole for hole in holes if hole in turns]
-            moved = [*movers, *back]
-            targets = [*holes, *(places[hole] for hole in back)]
-            self._machine.cache.copy_rows(moved, targets, max(rows[at].length for at in moved))
-            for hole, mover in places.items():
-                rows[hole] = rows[mover]
-        self._rows = rows[: len(kept)]
-        for at in turns if not self._options.routes else ():  # whose routes are told as everything is run anew
-            self._parked.park(ended[at].index, places.get(at, at), ended[at].length - 1)
+        sources, targets, width = list[int](), list[int](), 0
+        for response, target in zip(self._rows[-len(moves) :], moves, strict=True):
+            held = self._table.exchange(response.row, target)
+            sources += [response.row, target] if held else [response.row]
+            targets += [target, response.row] if held else [target]
+            width, response.row = max(width, held, response.length), target
+        self._machine.cache.copy_rows(sources, targets, width)
+        self._rows = _in_order(self._rows)
+
+
+def _in_order(responses: Iterable[_Response]) -> list[_Response]:
+    return sorted(responses, key=lambda response: response.row)
 
 
 def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
@@ -394,7 +393,8 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
         response.drawn = drawn[: before[0] + 1].tolist() if before else []
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
-        response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
+        if options.tells_kept or request.begun.kept is not None:
+            response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
         if options.routes and request.begun.routes is not None:
             response.routes = [request.begun.routes]
     return response

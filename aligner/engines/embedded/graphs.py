@@ -44,7 +44,7 @@ class GraphedForward:
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """What the decoder's own `forward` returns; valid until the next call."""
         rows = len(step.tokens)
-        if step.prompts is not None or rows == 0 or step.width > 1 or not step.scores:
+        if step.prompts is not None or rows == 0 or step.width > 1 or not step.scores or step.rows is not None:
             return self._decoder.forward(step, cache)
         wanted_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
         wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, cache.size.columns)
@@ -52,20 +52,20 @@ class GraphedForward:
         if recorded is None:
             recorded = self._record(wanted_rows, wanted_columns, step, cache)
             self._recorded[wanted_rows, wanted_columns] = recorded
-        self._fill(recorded.step, step)
+        self._fill(recorded.step, step, cache)
         recorded.graph.replay()
         return recorded.logits[:rows]
 
-    def _fill(self, recorded: Step, step: Step) -> None:
-        """The rows past the step's are free ones: what is computed for them is written at their first column."""
+    def _fill(self, recorded: Step, step: Step, cache: Cache) -> None:
+        """What is computed for rows past the step's is written at their last column, which has nothing of one that waits."""
         rows = len(step.tokens)
         recorded.tokens[:rows] = step.tokens
         recorded.positions[:rows] = step.positions
-        recorded.positions[rows:] = 0
+        recorded.positions[rows:] = cache.size.columns - 1
 
     def _record(self, rows: int, columns: int, step: Step, cache: Cache) -> _Recorded:
         fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns)
-        self._fill(fixed, step)
+        self._fill(fixed, step, cache)
         # A first run outside the graph, on another stream, lets libraries allocate what they need.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

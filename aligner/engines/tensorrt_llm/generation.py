@@ -130,6 +130,10 @@ class ReplicaGeneration:
         """Refused: its random numbers could not be an episode's own."""
         raise AlignerError(f"engine.kind=tensorrt_llm: prompt {request.prompt.id} cannot branch; allowed: embedded")
 
+    def leave(self, place: int) -> None:
+        """A complete response will not be told to go on."""
+        del self._between_turns[place]
+
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: nothing could go on from them."""
         raise AlignerError("engine.kind=tensorrt_llm: responses under way cannot be handed over; allowed: embedded")
