@@ -11,6 +11,7 @@ import torch
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.generation import EmbeddedGeneration
+from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
@@ -87,6 +88,28 @@ def test_no_bit_of_it_hangs_on_when_answers_come_and_on_which_rows_are_kept(dire
     for one, other in zip(episodes(directory, 6), episodes(directory, **settings), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
         assert one.drawn is not None and other.drawn is not None and torch.equal(one.drawn, other.drawn)
+
+
+@pytest.mark.parametrize("rows", [6, 4, 3])
+def test_nor_on_whether_rows_in_use_are_the_first_ones_as_on_gpus(directory, monkeypatch, rows):
+    expected, moves = episodes(directory, 6), RowTable.moves
+    monkeypatch.setattr(RowTable, "moves", lambda table, rows, **_: moves(table, rows, past_waiting=True))
+    for one, other in zip(expected, episodes(directory, rows, delays=2), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+
+
+def test_the_row_of_a_response_that_will_not_go_on_is_free_at_once(directory):
+    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=2), 0, seed=2)
+    load_directory(engine, Path(directory))
+    prompts = [Prompt(at, "", torch.tensor([4, 8, 15 + at])) for at in range(3)]
+    generation = engine.start([GenerationRequest(prompt, 0, turn_tokens=3) for prompt in prompts], SamplingOptions(20))
+    while not (complete := generation.step()):
+        pass
+    assert [place for place, _ in complete] == [0, 1]
+    generation.leave(1)
+    while not generation.step():
+        pass
+    assert 0 in generation._table and 2 in generation._table
 
 
 def test_a_row_that_is_kept_reads_only_what_is_new(directory, monkeypatch):

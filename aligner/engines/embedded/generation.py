@@ -29,7 +29,9 @@ class _Response(PartialResponse):
     index: int = 0
     """Among the requests."""
     row: int = -1
-    """Of the cache, where it has one."""
+    """Of the cache, where it has one in use."""
+    held: int = 0
+    """Whose keys and values that has, when a turn begins."""
     prompt: tuple[int, ...] = ()
     numbers: np.ndarray | None = None
     """float64 [limit]: what its tokens are drawn with"""
@@ -168,21 +170,22 @@ class EmbeddedGeneration:
 
     def _read_on(self) -> None:
         """Have rows again for those whose keys and values are still there, and run what they were given since."""
-        returning = _in_order([response for response in self._waiting if response.index in self._table])
+        returning = [response for response in self._waiting if response.index in self._table]
         if not returning:
             return
         for response in returning:
             self._waiting.remove(response)
-        held = [self._table.resume(response.index).tokens for response in returning]
+            response.row, response.held = self._table.resume(response.index)
+        returning = _in_order(returning)
         self._rows = _in_order([*self._rows, *returning])
         columns, device = self._machine.cache.size.columns, self._machine.device
-        width = max(response.length - 1 - had for response, had in zip(returning, held, strict=True))
+        width = max(response.length - 1 - response.held for response in returning)
         tokens, positions = [], []
-        for response, had in zip(returning, held, strict=True):
-            new = [*response.prompt, *response.tokens][had:-1]
+        for response in returning:
+            new = [*response.prompt, *response.tokens][response.held : -1]
             tokens += new + [0] * (width - len(new))
             # What fills up a row is written behind it, and overwritten before it is seen.
-            positions += [min(had + ahead, columns - 1) for ahead in range(width)]
+            positions += [min(response.held + ahead, columns - 1) for ahead in range(width)]
         if not width:
             return
         step = Step(

@@ -1,11 +1,11 @@
 """Whose the rows of the cache are: in use, or waiting for a response that has ended a turn and may be told to go on."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class WaitingRow:
+class WaitingRow(NamedTuple):
     """A row that nobody uses now."""
 
     row: int
@@ -77,5 +77,5 @@ class RowTable:
             self._free.add(row)
             return 0
         owner, waiting = next(each for each in self._waiting.items() if each[1].row == other)
-        self._waiting[owner] = replace(waiting, row=row)
+        self._waiting[owner] = WaitingRow(row, waiting.tokens)
         return waiting.tokens
