@@ -113,6 +113,17 @@ def test_environments_take_their_time_together(model):
     assert time.perf_counter() - begin < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
 
 
+@pytest.mark.slow
+def test_64_episodes_take_little_longer_than_the_slowest_one_or_than_without_delays(model):
+    seconds = {}
+    for name, delay_s, spread, prompts in (("with", 0.4, 5, 32), ("without", 0.0, 1, 32), ("slowest", 2.0, 1, 1)):
+        begin = time.perf_counter()
+        episodes(model, {"arguments": {"delay_s": delay_s, "spread": spread}, "max_turn_tokens": 40}, prompts=prompts)
+        seconds[name] = time.perf_counter() - begin
+    assert seconds["slowest"] > 3 * 2.0
+    assert seconds["with"] < 1.1 * max(seconds["without"], seconds["slowest"]) + 0.5, seconds
+
+
 def test_what_reaches_a_limit_is_cut(model):
     by_turns, _ = episodes(model, {"arguments": {"turns": 9}, "max_turns": 2, "max_turn_tokens": 40})
     assert all(sample.finish_reason == "length" and float(sample.rewards.sum()) == 3.0 for sample in by_turns)
