@@ -155,7 +155,7 @@ def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", t
 
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Metrics without those that measure time."""
-    timed = ("time/", "throughput/")
+    timed = ("time/", "throughput/", "episode/environment_s")
     return [{key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics]
 
 

@@ -71,6 +71,10 @@ class AgentEngine:
     def forget(self, first: int) -> None:
         """As `DrawsEpisodes`: nothing is kept."""
 
+    def take_waits(self) -> float | None:
+        """As `DrawsEpisodes`: not told, an agent works and waits in turns of its own."""
+        return None
+
     def close(self) -> None:
         """End the agents' processes and the endpoint."""
         self.agents.close()

@@ -64,31 +64,40 @@ def build_episodes(
     role: Literal["trainer", "generator"],
     rank: int,
     group: ProcessGroup | None,
+    listener: SpanListener | None = None,
 ) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
     """What draws episodes on this rank of the engine's, and of each replica's first rank what is the caller's to close.
 
-    Arguments as for `build_engine`. Raises ConfigError where their environments, or agents, cannot be made.
+    Arguments as for `build_engine`; the listener is told when environments were asked. Raises ConfigError where these, or
+    agents, cannot be made.
     """
     if group is not None and rank % config.engine.parallel.tensor:
         return LedEngine(engine, group, None), None
-    means = (_agents if config.environment.has_agent else _environments)(config, engine, tokenizer, f"{role}-{rank}")
+    means: EpisodeEngine | AgentEngine
+    if config.environment.has_agent:
+        means = _agents(config, engine, tokenizer)
+    else:
+        means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener)
     if group is None:
         return means, means
     return LedEngine(engine, group, lambda told: replace(means, engine=told)), means
 
 
-def _environments(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> EpisodeEngine:
+def _environments(
+    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str, listener: SpanListener | None
+) -> EpisodeEngine:
     # Without a checkpoint nothing goes on from what was said.
     is_kept = config.checkpoint.every or config.checkpoint.every_minutes
     journal = EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
     environments = EnvironmentPool.of(config.environment, journal)
+    environments.listener = listener
     environments.start()
     return EpisodeEngine(
         engine, environments, tokenizer, config.environment, config.seed, by_steps=config.rollout.spare_prompts > 0
     )
 
 
-def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> "AgentEngine":
+def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> "AgentEngine":
     try:
         from aligner.engines.agents import AgentEngine
     except ImportError as error:

@@ -280,6 +280,12 @@ class DrawsEpisodes(BeginsGenerations, Protocol):
     def forget(self, first: int) -> None:
         """Drop what was said in the episodes of prompts before the `first` of the stream. Raises OSError."""
 
+    def take_waits(self) -> float | None:
+        """Seconds that an episode waited for its environment, in the mean of those begun since the call before.
+
+        None without any, and where it is not known.
+        """
+
     def close(self) -> None:
         """End what answers the policy."""
 

@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,6 +50,10 @@ class EpisodeEngine:
     def forget(self, first: int) -> None:
         """As `DrawsEpisodes`."""
         self.environments.forget(lambda name: int(name.partition("/")[0]) < first)
+
+    def take_waits(self) -> float | None:
+        """As `DrawsEpisodes`."""
+        return self.environments.take_waits()
 
     def close(self) -> None:
         """End the environments."""
@@ -176,13 +180,13 @@ class EpisodeGeneration:
         is_idle = self._generation.done and not self._complete
         if not self._means.by_steps:
             if is_idle:
-                wait(self._asked, _WAIT_S, FIRST_COMPLETED)
+                self._means.environments.wait(self._asked, _WAIT_S, FIRST_COMPLETED)
             heard = {future for future in self._asked if future.done()}
         else:
             if is_idle:
                 self._steps = max(self._steps, min(self._due.values(), default=0))
             heard = {future for future, step in self._due.items() if step <= self._steps}
-            wait(heard)
+            self._means.environments.wait(heard)
             self._due = {future: step for future, step in self._due.items() if future not in heard}
         return sorted(heard, key=lambda each: self._asked[each])
 

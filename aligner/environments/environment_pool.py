@@ -5,8 +5,10 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import ALL_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -128,6 +130,11 @@ class EnvironmentPool:
         self._tasks = set[asyncio.Task[Any]]()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self.listener: Callable[[str, float, float], None] | None = None
+        """Told, in seconds of `time.perf_counter`, from when to when environments were asked (`environments`, in the pool's
+        own thread), and was waited for their answers (`wait`)."""
+        self._under_way, self._since = 0, 0.0
+        self._begun, self._waits = 0, list[float]()
 
     @classmethod
     def of(cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None) -> "EnvironmentPool":
@@ -190,6 +197,7 @@ class EnvironmentPool:
             raise AlignerError(f"episode {episode}: its task must be JSON: {error}") from error
         made_of = [self._settings.module, self._settings.name, self._settings.arguments]
         opened = self._episodes[episode] = _Episode(episode, [asked], [[*asked, *made_of]])
+        self._begun += 1
         opened.answer = self._run(self._answered(opened))
         return opened.answer
 
@@ -209,6 +217,20 @@ class EnvironmentPool:
         opened.digested.append(["step", action])
         opened.answer = self._run(self._answered(opened))
         return opened.answer
+
+    def wait(
+        self, answers: Collection["Future[Outcome]"], timeout_s: float | None = None, return_when: str = ALL_COMPLETED
+    ) -> None:
+        """As `concurrent.futures.wait`; the listener is told of it."""
+        begin = time.perf_counter()
+        wait(answers, timeout_s, return_when)
+        if self.listener is not None:
+            self.listener("wait", begin, time.perf_counter())
+
+    def take_waits(self) -> float | None:
+        """Seconds that an episode waited for answers, the mean of those begun since the call before; None without any."""
+        begun, waits, self._begun, self._waits = self._begun, self._waits, 0, []
+        return sum(waits) / begun if begun else None
 
     def finish(self, episode: str) -> None:
         """End an episode, also in the middle of a call, whose future is cancelled; its environment is closed meanwhile.
@@ -266,18 +288,38 @@ class EnvironmentPool:
         self._hold(asyncio.current_task())
         call = len(episode.calls) - 1
         try:
-            if episode.place is None:
-                episode.place = await self._places.get()
-            outcome = self._journal.told(episode.name, call, episode.digested[call])
-            if outcome is None:
-                outcome = await self._outcome(episode)
-                self._journal.record(episode.name, call, episode.digested[call], outcome)
+            with self._timed():
+                outcome = await self._told(episode, call)
         except BaseException:  # lost, or finished in the middle
             self._leave(episode)
             raise
         if outcome.done:
             self._leave(episode)
         return outcome
+
+    async def _told(self, episode: _Episode, call: int) -> Outcome:
+        if episode.place is None:
+            episode.place = await self._places.get()
+        outcome = self._journal.told(episode.name, call, episode.digested[call])
+        if outcome is None:
+            outcome = await self._outcome(episode)
+            self._journal.record(episode.name, call, episode.digested[call], outcome)
+        return outcome
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        if not self._under_way:
+            self._since = begin
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self._under_way -= 1
+            self._waits.append(now - begin)
+            if not self._under_way and self.listener is not None:
+                self.listener("environments", self._since, now)
 
     async def _outcome(self, episode: _Episode) -> Outcome:
         while True:

@@ -29,6 +29,7 @@ _ACTIVITIES = {
     "receive": "#9bcbb0",
     "evaluate": "#8c6d5a",
     "checkpoint": "#7f8790",
+    "environments": "#c9a66b",
     "wait": "#dfe2e6",
 }
 _OTHER = "#b4bac2"

@@ -51,6 +51,8 @@ class RolloutBatch:
     """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a score."""
     guesses: tuple[int, int] = (0, 0)
     """Tokens that this rank's engine guessed, and how many of those it drew."""
+    environment_s: float | None = None
+    """Seconds that an episode of this rank's waited for its environment; None without any."""
 
     @property
     def all_scores(self) -> PendingRows:
@@ -181,6 +183,7 @@ class RolloutBuilder:
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
             guesses=guesses,
+            environment_s=self._sampler.take_waits(),
         )
 
     def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:

@@ -36,6 +36,12 @@ class Sampler(Protocol):
     def forget(self, first: int) -> None:
         """No episode of a prompt before the `first` of the stream is begun again."""
 
+    def take_waits(self) -> float | None:
+        """Seconds that an episode waited for its environment, in the mean of this rank's since the call before.
+
+        None without any, or where they are drawn elsewhere.
+        """
+
     def close(self) -> None:
         """End the processes that the engine started, if any. Collective."""
 
@@ -75,6 +81,10 @@ class ColocatedSampler:
         """As `Sampler`."""
         if self.means is not None:
             self.means.forget(first)
+
+    def take_waits(self) -> float | None:
+        """As `Sampler`."""
+        return None if self.means is None else self.means.take_waits()
 
     def close(self) -> None:
         """As `Sampler`."""
@@ -125,6 +135,10 @@ class RemoteSampler:
         """As `Sampler`; the generator hears of it with the next request."""
         if self.client is not None:
             self.client.first_prompt = first
+
+    def take_waits(self) -> float | None:
+        """Not known: the generator's environments are its own."""
+        return None
 
     def close(self) -> None:
         """Hang up; the launcher ends the generator."""

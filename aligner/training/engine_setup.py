@@ -44,7 +44,7 @@ def build_engine_ends(
     engine = _colocated_engine(config, policy, group, listener)
     episodes = means = None
     if config.environment.draws_episodes:
-        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group)
+        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group, listener)
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
     return sampler, _colocated_publisher(config, policy, engine)
 

@@ -45,8 +45,9 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     `rollout/skipped_fraction` is their share of `prompts_per_step`, and `rollout/deferred` counts the prompts that were
     left to later steps, where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the engine
     of rank 0 guessed, and the share of them that was drawn; `episode/turns` are the policy's turns in an episode,
-    `episode/branches` its branches; `response/drawn_to_…` are the lengths of all that were generated. Lengths count what was
-    drawn, without branches. Raises AlignerError when
+    `episode/branches` its branches, and `episode/environment_s` is how long one of rank 0's waited for its environment, all
+    turns together; `response/drawn_to_…` are the lengths of all that were generated. Lengths count what was drawn, without
+    branches. Raises AlignerError when
     more were skipped than the settings allow.
     """
     scores, samples = rollout.all_scores.result(), rollout.samples
@@ -69,6 +70,8 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
     if branches := sum(len(sample.branches) for sample in samples):
         counts["episode/branches"] = branches / len(samples)
+    if rollout.environment_s is not None:
+        counts["episode/environment_s"] = rollout.environment_s
     if any(sample.rewards is not None for sample in samples):
         counts["episode/turns"] = sum(len(turn) > 0 for sample in samples for turn in sample.turns()[::2]) / len(samples)
     return counts | {

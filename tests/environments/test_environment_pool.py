@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import CancelledError, wait
 
@@ -29,6 +30,25 @@ def test_environments_that_wait_do_so_at_the_same_time(make):
     answers = [answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]]
     assert time.monotonic() - start < 3.2  # a quarter of one after the other
     assert len({answer.observation for answer in answers}) == 64 and not any(answer.done for answer in answers)
+
+
+def test_when_environments_were_asked_and_waited_for_is_told(make):
+    pool, told = make(episodes_per_worker=2), []
+    assert pool.take_waits() is None
+    pool.listener = lambda name, start, end: told.append((name, threading.current_thread().name, end - start))
+    opened(pool, "a", "b")
+    pool.take_waits()
+    told.clear()
+    answers = [pool.step(name, "sleep 0.3") for name in "ab"]
+    pool.wait(answers)
+    assert wait(answers).not_done == set()
+    for name in "ab":
+        pool.finish(name)
+    opened(pool, "c", "d")
+    (first, of_wait, waited), (second, of_pool, asked), *_ = sorted(told, key=lambda span: span[0] != "wait")
+    assert (first, second) == ("wait", "environments") and of_wait != of_pool == "environments"
+    assert waited > 0.2 and asked > 0.2
+    assert 0.3 <= pool.take_waits() < 5  # two episodes have begun since, and two have waited
 
 
 def test_an_answer_has_observation_reward_and_end(make, log):

@@ -48,6 +48,9 @@ class Digits:
     def rest(self):
         return 0, 0
 
+    def take_waits(self):
+        return None
+
     def close(self):
         pass
 

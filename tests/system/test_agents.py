@@ -75,6 +75,9 @@ def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(undist
         assert answers == ["s", "n1;", "n2;"][: len(answers)]
     assert all(step["mismatch/logprob_abs"] == 0 for step in undisturbed.metrics)
     assert max(step["episode/turns"] for step in undisturbed.metrics) > 1
+    assert all(step["episode/environment_s"] > 0 for step in undisturbed.metrics)
+    spans = "".join(path.read_text() for path in undisturbed.paths.timeline.glob("trainer-*"))
+    assert all(f'"name": "{name}"' in spans for name in ("environments", "generate", "wait"))
     assert max(step["reward/mean"] for step in undisturbed.metrics) > 0
 
 
