@@ -5,7 +5,8 @@ and critic have two ranks, the reward model two replicas; a generator draws the 
 (`rollout.max_staleness=1`).
 
 `--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and both replicas, `all` one of
-each role. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, on any role:
+each role, `environment` a process in which the generator's environments live (with `--episodes`). `stop` is SIGSTOP to it, for
+good. `mixed` draws two faults a seed, on any role:
 
 - kill, stop: a rank, or the gateway or Triton of a server
 - pause: the same, for some seconds, as a delay or a partition would look
@@ -16,6 +17,9 @@ each role. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, o
 
 `--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that was stopped, in the
 beginning, the middle and the end of each, and has it go on: a line for each file and place.
+
+With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of which a step leaves behind in
+their middle, so that checkpoints hold them.
 
 A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
 bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
@@ -37,7 +41,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,7 @@ GROUPS = {
     "generator": ("generator",),
     "trainer": ("trainer",),
     "all": ("generator", "reward", "critic", "trainer"),
+    "environment": ("generator",),
 }
 """What is disturbed for each --role."""
 RANKS = {"trainer": 2, "critic": 2}
@@ -66,6 +71,15 @@ BESIDE = (
     "rollout.top_p=0.95",
 )
 """Samples are drawn beside training, and come with what each token was drawn among."""
+EPISODES = (
+    *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
+    *("environment.target=tests.engines.teller:Teller", "+environment.arguments.turns=3"),
+    *("+environment.arguments.delay_s=0.05", "environment.workers=2", "environment.retries=9"),
+    *("rollout.max_staleness=2", "rollout.spare_prompts=4", "rollout.prompts_per_step=16"),
+    *("rollout.max_response_tokens=40", "rollout.top_p=1.0"),
+)
+"""After `BESIDE`."""
+_ENVIRONMENT = "aligner.environments.environment_worker"
 PATIENCE = (
     *("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15", "cluster.stop_timeout_s=5"),
     *("run.max_restarts=9", "server.max_restarts=9"),
@@ -159,13 +173,13 @@ class Disturbed:
         return len(self.done) == len(self.faults) and all(at_step < steps for _, at_step in self.done)
 
 
-def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str) -> Disturbed:
+def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str, experiment: str = "tiny_ppo") -> Disturbed:
     """A run with these faults, to its end. Only processes of this run are touched."""
     done: list[tuple[Fault, int]] = []
     waiting, restarts, flipped, least = deque(faults), 0, list[str](), 0
     while True:
         ends: Fault | None = None
-        with Launch(directory, *overrides) as launch:
+        with Launch(directory, *overrides, experiment=experiment) as launch:
             while waiting and ends is None:
                 launch.wait_for_step_or_end(max(waiting[0].step, least))
                 if launch.has_ended:
@@ -254,9 +268,9 @@ def outcome(run: Finished, expected: Finished, steps: int, flipped: Sequence[str
     return "refused" if told else "FAILED"
 
 
-def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequence[str], show: Any) -> bool:
+def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequence[str], show: Any, experiment: str) -> bool:
     """Whether no run has failed that went on with a flipped bit."""
-    with Launch(directory / "stopped", *given) as launch:
+    with Launch(directory / "stopped", *given, experiment=experiment) as launch:
         launch.wait_for_step(steps // 2)
         launch.interrupt(signal.SIGUSR1)
         stopped = launch.finish(_TIMEOUT_S)
@@ -268,7 +282,7 @@ def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequen
             copy, before = directory / f"{name.name}_{place:.1f}", left_behind()
             shutil.copytree(stopped.paths.root, copy)
             flip_bit(copy / name, place, 2)
-            with Launch(copy, *given, "run.resume=auto") as launch:
+            with Launch(copy, *given, "run.resume=auto", experiment=experiment) as launch:
                 run = launch.finish(_TIMEOUT_S)
             left = sorted(left_behind() - before)
             figures = {
@@ -286,11 +300,14 @@ def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequen
     return well
 
 
-def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path, show: Any) -> bool:
+def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path, show: Any, *, episodes: bool = False) -> bool:
     """Whether no run has failed; `show` is given each seed's figures."""
     common = (f"run.stop_after={steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false", "run.name=run")
     groups = GROUPS["all"] if campaign in ("mixed", "flips") else GROUPS[role]
-    beside = BESIDE if {"trainer", "generator"} & {*groups} else ()
+    experiment = "calculator" if episodes else "tiny_ppo"
+    beside: tuple[str, ...] = BESIDE if {"trainer", "generator"} & {*groups} or episodes else ()
+    if episodes:
+        beside += EPISODES
     ranks = RANKS if beside else {"critic": RANKS["critic"]}
     layout = (
         *(*beside, *PATIENCE),
@@ -299,9 +316,9 @@ def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path,
         f"reward.replicas={2 if campaign == 'mixed' else 1 + ('reward.1' in groups)}",
     )
     directory.mkdir(exist_ok=True)
-    expected = run_to_end(directory / "undisturbed", *common, *layout)
+    expected = run_to_end(directory / "undisturbed", *common, *layout, experiment=experiment)
     if campaign == "flips":
-        return measure_flips(expected, steps, directory, (*common, *layout), show)
+        return measure_flips(expected, steps, directory, (*common, *layout), show, experiment)
     step_s = expected.metrics[-1]["time/step"]
     well = True
     for seed in seeds:
@@ -309,8 +326,10 @@ def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path,
             faults = mixed_faults(seed, steps, step_s)
         else:
             faults = random_faults(seed, groups, steps, step_s, ranks, campaign)
+        if role == "environment":
+            faults = [replace(fault, helper=_ENVIRONMENT) for fault in faults]
         before, started = left_behind(), time.monotonic()
-        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout)
+        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout, experiment=experiment)
         run = disturbed.run
         left = sorted(left_behind() - before)
         figures = {
@@ -347,12 +366,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--campaign", choices=("kill", "stop", "mixed", "flips"), default="kill", help="what happens")
     parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all")
+    parser.add_argument("--episodes", action="store_true", help="a run whose responses are episodes in environments")
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
     parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
+    if args.role == "environment" and not args.episodes:
+        parser.error("--role environment: only --episodes have environments")
     columns = ("file", "place", "exit", "outcome") if args.campaign == "flips" else _COLUMNS
     table = Table(title=f"{args.campaign} {args.role}, compared with the undisturbed run", title_justify="left")
     for column in columns:
@@ -368,7 +390,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             seeds = range(args.first_seed, args.first_seed + args.seeds)
-            well = measure(args.campaign, args.role, seeds, args.steps, args.directory or Path(temporary), show)
+            directory = args.directory or Path(temporary)
+            well = measure(args.campaign, args.role, seeds, args.steps, directory, show, episodes=args.episodes)
     finally:
         if not args.json:
             Console(width=None if sys.stdout.isatty() else 120).print(table)
