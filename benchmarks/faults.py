@@ -18,8 +18,8 @@ good. `mixed` draws two faults a seed, on any role:
 `--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that was stopped, in the
 beginning, the middle and the end of each, and has it go on: a line for each file and place.
 
-With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of which a step leaves behind in
-their middle, so that checkpoints hold them.
+With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of which a step leaves behind
+in their middle, so that checkpoints hold them.
 
 A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
 bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
