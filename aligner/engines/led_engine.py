@@ -1,7 +1,7 @@
 """A replica's ranks that are led: what is asked of their engine follows from what the first of them alone knows, and when."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -18,6 +18,9 @@ from aligner.engines.engine_protocol import (
     TurnGeneration,
 )
 from aligner.errors import AlignerError
+
+_OWN = {each.name for each in fields(GenerationRequest)} - {"prompt", "sample_index", "begun"}
+"""What a request has beside the sample that it asks for: JSON."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class _Told:
         return self.generation.step()
 
     def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        _tell(self.group, {"do": "go_on", "place": place, "tokens": [*tokens]})
+        _tell(self.group, {"do": "go_on", "with": [place, [*tokens]]})
         self.generation.go_on(place, tokens)
 
     def add(self, request: GenerationRequest) -> int:
@@ -77,7 +80,7 @@ class _Told:
         return self.generation.add(request)
 
     def leave(self, place: int) -> None:
-        _tell(self.group, {"do": "leave", "place": place})
+        _tell(self.group, {"do": "leave", "with": [place]})
         self.generation.leave(place)
 
     def unfinished(self) -> list[tuple[int, Sample]]:
@@ -164,15 +167,18 @@ class _Following:
         self._follow()
 
     def _follow(self) -> list[tuple[int, Sample]]:
-        """Do what the first rank does, up to the end of its call; what that gives. Raises what it raises there."""
+        """Do what the first rank does, up to the end of its call; what that gives. Raises what it raises there, or here alone."""
+        failed: AlignerError | None = None
         while (told := broadcast_json(None, group=self._group))["do"] != "end":
             try:
                 self._do(told)
-            except AlignerError:  # the first rank has had it too, and says what comes of it
-                continue
+            except AlignerError as error:  # the first rank has had it too, and says what comes of it
+                failed = failed if told["do"] in ("go_on", "add") else error
         self._is_done = told["done"]
         if told["error"] is not None:
             raise AlignerError(told["error"])
+        if failed is not None:
+            raise failed
         return [*zip(told["places"], broadcast_samples(None, self._group), strict=True)] if told["places"] else []
 
     def _do(self, told: Mapping[str, Any]) -> None:
@@ -180,25 +186,12 @@ class _Following:
             options = {**told["options"], "stop_token_ids": tuple(told["options"]["stop_token_ids"])}
             self._generation = self._engine.start(_told_requests(told, self._group), SamplingOptions(**options))
             return
-        assert self._generation is not None, "it is started first"
-        if told["do"] == "step":
-            self._generation.step()
-        elif told["do"] == "add":
-            self._generation.add(*_told_requests(told, self._group))
-        elif told["do"] == "go_on":
-            self._generation.go_on(told["place"], told["tokens"])
-        elif told["do"] == "leave":
-            self._generation.leave(told["place"])
-        elif told["do"] == "cancel":
-            self._generation.cancel()
+        getattr(self._generation, told["do"])(*_told_requests(told, self._group), *told.get("with", ()))
 
 
 def _tell(group: ProcessGroup, what: Mapping[str, Any], requests: Sequence[GenerationRequest] = ()) -> None:
     """Have the other ranks hear what the first one is about to do, with these requests."""
-    own = [
-        {"most": each.max_new_tokens, "turn": each.turn_tokens, "waits": each.waits, "before": each.asked_before}
-        for each in requests
-    ]
+    own = [{name: getattr(each, name) for name in _OWN} for each in requests]
     broadcast_json({**what, "requests": own}, group=group)
     if requests:
         broadcast_samples([_as_sample(request) for request in requests], group)
@@ -211,11 +204,8 @@ def _told_requests(told: Mapping[str, Any], group: ProcessGroup) -> list[Generat
         GenerationRequest(
             Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length]),
             sample.sample_index,
-            max_new_tokens=own["most"],
             begun=sample if len(sample.response) else None,
-            turn_tokens=own["turn"],
-            waits=own["waits"],
-            asked_before=own["before"],
+            **own,
         )
         for sample, own in zip(samples, told["requests"], strict=True)
     ]

@@ -42,7 +42,7 @@ class EnvironmentConfig:
         read=_SET,
     )
     turn_end: str | None = option(None, "text of one token that ends a turn, beside the end of sequence", read=_TARGET)
-    workers: int = option(1, "processes that environments run in, of each rank that generates", minimum=1, read=_SET)
+    workers: int = option(1, "processes that environments run in, of each replica of the engine", minimum=1, read=_SET)
     episodes_per_worker: int = option(64, "episodes of a process at a time; others wait", minimum=1, read=_SET)
     deadline_s: float = option(60.0, "an answer takes so long at most; all that an agent does", above=0, read=_SET)
     memory_mib: int | None = option(None, "address space of a process; null: as much as there is", minimum=64, read=_SET)

@@ -12,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from aligner.engines.episodes import forget_prompts_before
 from aligner.environments.episode_environment import Outcome
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import AlignerError
@@ -148,3 +149,17 @@ def test_after_a_kill_a_new_process_goes_on_with_the_same_answers_and_nothing_of
     assert [str(answer) for answer in again] == told and log.lines() == before
     assert pool.step("b", "say 3").result().observation.startswith("say 3: ")
     assert log.asked("b")[-5:] == ["reset", "say 0", "say 1", "say 2", "say 3"] and log.asked("c")[-1] == "hold"
+
+
+def test_episodes_of_prompts_that_are_needed_no_more_are_forgotten_and_the_others_told_again(make, log, tmp_path):
+    def played(pool):
+        for name in names:
+            pool.reset(name, {"name": name}, 7).result()
+            pool.finish(name)
+
+    names, pool = ["8/0", "9/0", "10/0/2"], make(journal=EpisodeJournal(tmp_path / "journal"))
+    played(pool)
+    forget_prompts_before(pool, 10)
+    assert EpisodeJournal(tmp_path / "journal").episodes == ["10/0/2"]
+    played(pool)
+    assert [log.asked(name).count("reset") for name in names] == [2, 2, 1]
