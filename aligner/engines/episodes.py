@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,14 +63,8 @@ class EpisodeEngine:
         """Begin one episode a request, or go on with the one that it has begun; as `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
         ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
-        turns = [
-            replace(
-                each,
-                turn_tokens=self.settings.max_turn_tokens,
-                waits=each.begun is None or (int(each.begun.tokens[-1]) in ends and _is_drawn(each.begun, -1)),
-            )
-            for each in requests
-        ]
+        most = self.settings.max_turn_tokens
+        turns = [replace(each, turn_tokens=most, waits=_waits(each, ends)) for each in requests]
         return EpisodeGeneration(self, requests, self.engine.start(turns, replace(options, stop_token_ids=ends)), ends)
 
 
@@ -91,6 +85,8 @@ class _Episode:
     """As it was when the policy last had to answer; None where it is no chat's."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """By the response token that each was given for, a turn's last one."""
+    is_drawn: bool = False
+    """Whether the engine draws a turn of it now."""
     drawn: Sample | None = None
     """The turn that the engine has gone on with, where it ends before the environment has gone through those before it."""
 
@@ -131,7 +127,7 @@ class EpisodeGeneration:
             name = f"{prompt.id}/{request.sample_index}"
             names[name] += 1
             name = name if names[name] == 1 else f"{name}/{names[name]}"
-            self._open[place] = _Episode(name, request, request.begun)
+            self._open[place] = _Episode(name, request, request.begun, is_drawn=not _waits(request, self._ends))
             task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
             # A prompt's samples meet the same environment.
             seed = means.seed * 1_000_003 + prompt.id
@@ -194,7 +190,9 @@ class EpisodeGeneration:
         """The engine has drawn a turn to its end."""
         episode = self._open.get(place)
         if episode is None:  # it is lost
+            self._generation.leave(place)
             return
+        episode.is_drawn = False
         if episode.begun is None:
             self._act(place, sample)
         else:
@@ -235,7 +233,7 @@ class EpisodeGeneration:
         try:
             tokens = self._tokens(episode, outcome.observation)
             self._generation.go_on(place, tokens)
-            episode.told += len(tokens)
+            episode.told, episode.is_drawn = episode.told + len(tokens), True
         except AlignerError as error:
             _log.info("episode %s ends: %s", episode.name, error)
             if episode.sample is None:
@@ -316,7 +314,8 @@ class EpisodeGeneration:
         episode = self._open.pop(place)
         self._complete.append((place, lost_sample(episode.request, self._means.tokenizer.pad_token_id)))
         self._means.environments.finish(episode.name)
-        self._generation.leave(place)
+        if not episode.is_drawn:
+            self._generation.leave(place)
 
 
 def _rewards(episode: _Episode, tokens: int) -> Tensor:
@@ -331,6 +330,12 @@ def _has_rewards(begun: Sample, episode: _Episode) -> bool:
     """Whether the sample has what the environment has given so far."""
     had = torch.zeros(len(begun.response)) if begun.rewards is None else begun.rewards
     return torch.equal(had[: episode.told], _rewards(episode, episode.told))
+
+
+def _waits(request: GenerationRequest, ends: Collection[int]) -> bool:
+    """Whether an episode that begins, or goes on, has to hear its environment before anything is drawn."""
+    begun = request.begun
+    return begun is None or (int(begun.tokens[-1]) in ends and _is_drawn(begun, -1))
 
 
 def _is_drawn(sample: Sample, at: int) -> bool:

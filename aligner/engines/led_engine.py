@@ -167,7 +167,7 @@ class _Following:
         self._follow()
 
     def _follow(self) -> list[tuple[int, Sample]]:
-        """Do what the first rank does, up to the end of its call; what that gives. Raises what it raises, or what is raised here."""
+        """Do what the first rank does, up to the end of its call; what that gives. Raises what it raises there, or here."""
         failed: AlignerError | None = None
         while (told := broadcast_json(None, group=self._group))["do"] != "end":
             try:

@@ -12,7 +12,6 @@ import sys
 import psutil
 import pytest
 
-from aligner.engines.episodes import forget_prompts_before
 from aligner.environments.episode_environment import Outcome
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import AlignerError
@@ -159,7 +158,7 @@ def test_episodes_of_prompts_that_are_needed_no_more_are_forgotten_and_the_other
 
     names, pool = ["8/0", "9/0", "10/0/2"], make(journal=EpisodeJournal(tmp_path / "journal"))
     played(pool)
-    forget_prompts_before(pool, 10)
+    pool.forget(lambda name: int(name.partition("/")[0]) < 10)
     assert EpisodeJournal(tmp_path / "journal").episodes == ["10/0/2"]
     played(pool)
     assert [log.asked(name).count("reset") for name in names] == [2, 2, 1]
