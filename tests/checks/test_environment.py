@@ -50,3 +50,36 @@ def test_what_episodes_cannot_be_drawn_with_is_refused_by_name(overrides, told):
     with pytest.raises(ConfigError) as caught:
         check(compose_config([*EPISODES, *overrides]))
     assert told in str(caught.value)
+
+
+AGENTS = ["experiment=tiny_ppo", "rollout.stop_at_eos=true", "environment.agent=tests.engines.agents:calculates"]
+
+
+def test_agents_are_answered_on_the_trainers_ranks():
+    check(compose_config(AGENTS))
+    check(compose_config([*AGENTS[:2], "environment.agent_command=[true]", "environment.matching=[whitespace,reasoning]"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["environment.agent=calculates"], "environment.agent=calculates: must be module:function, or null"),
+        (["environment.agent_command=[true]"], "environment.agent and environment.agent_command: one of them answers"),
+        (["environment.agent=null", "environment.agent_command=[]"], "environment.agent_command=[]: must have a program"),
+        (["environment.matching=[case]"], "environment.matching=['case']: allowed: arguments, reasoning, whitespace"),
+        (["engine.placement=server"], "environment.agent: agents are answered on the trainer's ranks alone"),
+        (["engine.parallel.tensor=2", "engine.parallel.data=1"], "engine.parallel.tensor=2: must be 1"),
+        (["rollout.spare_prompts=1"], "rollout.spare_prompts=1: agents are not left behind; give 0"),
+        (["rollout.stop_at_eos=false"], "rollout.stop_at_eos=false: a turn would have no end; give true"),
+        (["rollout.min_response_tokens=2"], "rollout.min_response_tokens=2: a turn may end at any token; give 0"),
+        (
+            ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=301"],
+            "an episode may take 602 s, and other ranks wait cluster.collective_timeout_s=600 for it",
+        ),
+    ],
+    ids=lambda each: each[-1] if isinstance(each, list) else "",
+)
+def test_what_agents_cannot_be_trained_with_is_refused_by_name(overrides, told):
+    with pytest.raises(ConfigError) as caught:
+        check(compose_config([*AGENTS, *overrides]))
+    assert told in str(caught.value)

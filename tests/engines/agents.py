@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -105,6 +106,29 @@ async def misbehaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
             asked += [{"role": "user", "content": "x" * 500}]
             found = await own.chat.completions.create(model="any", messages=asked)
             log(task, {"text": found.choices[0].message.content, "finish": found.choices[0].finish_reason})
+
+
+async def rewrites(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Sends what it got back with the arguments of calls in another form."""
+    own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
+    found = await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    said = found.choices[0].message.model_dump(exclude_none=True)
+    for call in said.get("tool_calls", []):
+        call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
+        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "saw"}]
+    await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+
+
+async def calculates(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Works out what the policy asks for in brackets, and rewards the right answer."""
+    own, text = AsyncOpenAI(base_url=base_url, api_key=api_key), task["prompt"]
+    for _ in range(2):
+        said = (await own.completions.create(model="policy", prompt=text, stop="]")).choices[0].text
+        if "[" not in said:
+            break
+        asked = re.fullmatch(r"\[(\d{1,4})\*(\d{1,4})", said)
+        text += said + (f"]{int(asked[1]) * int(asked[2])};" if asked else "]?;")
+    await own.post("/reward", body={"reward": float(said == task["answer"])}, cast_to=object)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
@@ -254,3 +255,15 @@ def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(mode
 def test_nobody_is_answered_after_the_end_of_an_episode(models, tmp_path):
     episodes(models["chatml"], [{"log": str(tmp_path / "log")}] * 2, agent("after_the_end", "poking_agents"))
     assert (tmp_path / "log.told").read_text() == "401"
+
+
+@pytest.mark.parametrize(("matching", "branches"), [(["arguments"], 0), ([], 1)])
+def test_rewritten_arguments_go_on_where_that_is_allowed(models, matching, branches):
+    samples, _ = episodes(models["qwen"], [{}], agent("rewrites") | {"matching": matching})
+    assert len(samples[0].branches) == branches
+    assert sum(len(drawn_parts(each)) for each in (samples[0], *samples[0].branches)) == 2
+
+
+def test_an_agent_that_is_not_there_is_refused_at_the_start(models):
+    with pytest.raises(ConfigError, match="no_such"):
+        episodes(models["chatml"], [{}], agent("no_such"))

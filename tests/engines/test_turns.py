@@ -204,3 +204,51 @@ def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, tur
     one, other = ends
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
     assert one.drawn_count == other.drawn_count == (turns + 1) * TURN
+
+
+def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
+    """A turn, and two turns behind it after the same tokens or others; one goes on from it, or both are read anew."""
+    torch.set_num_threads(1)
+    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True, batch_size=4), 0, seed=2)
+    load_directory(engine, Path(directory))
+    room = GenerationRequest(Prompt(7, "", torch.tensor([3])), 0, waits=True)
+    generation = engine.start([room], SamplingOptions(LIMIT, stop_token_ids=STOPS))
+    assert isinstance(generation, EmbeddedGeneration)
+
+    def add(read: list[int], asked_before: int = 0) -> int:
+        prompt = Prompt(7, "", torch.tensor(read))
+        return generation.add(GenerationRequest(prompt, 0, LIMIT - len(read), turn_tokens=TURN, asked_before=asked_before))
+
+    place = add([5, 4, 3])
+    found = dict[int, Sample]()
+    while not generation.done:
+        found |= dict(generation.step())
+    read = found[place].tokens.tolist()
+    behind: dict[int, Sample] = {0: found[place]}
+    for which in (first, 3 - first):
+        if goes_on and which == first:
+            generation.go_on(place, [which])
+            at = place
+        else:
+            at = add([*read, which])
+        while not generation.done:
+            for other, sample in generation.step():
+                behind |= {which: sample} if other == at else {}
+    again = add([*read, 1], asked_before=1)
+    while not generation.done:
+        behind |= {3: sample for at, sample in generation.step() if at == again}
+    with pytest.raises(AlignerError, match="a branch of"):
+        generation.add(GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0))
+    return behind
+
+
+def test_a_branch_is_drawn_as_what_it_reads_says_whether_it_goes_on_or_is_read_anew(directory):
+    expected = branched(directory, goes_on=True, first=1)
+    for goes_on, first in ((True, 2), (False, 1), (False, 2)):
+        found = branched(directory, goes_on=goes_on, first=first)
+        for which, sample in expected.items():
+            assert torch.equal(sample.tokens, found[which].tokens)
+            turn = sample.turns()[-1]
+            assert torch.equal(sample.engine_logprobs[-len(turn) :], found[which].engine_logprobs[-len(turn) :])
+    # Asked for once more, something else is drawn.
+    assert not torch.equal(expected[1].tokens, expected[3].tokens)
