@@ -52,13 +52,11 @@ def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
         given = turn.read[len(prompt.tokens) + len(response.tokens) :]
         if len(given):
             response.give(given.tolist())
-        count = len(turn.drawn)
         response.tokens += turn.drawn.tolist()
-        response.logprobs += turn.sample.engine_logprobs[-count:].tolist()
-        response.versions += turn.sample.weight_versions[-count:].tolist()
-        kept = turn.sample.kept or KeptTokens.of_all(len(turn.sample.response))
-        response.kept += kept.at(slice(len(kept.counts) - count, None)).each()
-    response.finish_reason = turns[-1].sample.finish_reason
+        response.logprobs += turn.response.engine_logprobs.tolist()
+        response.versions += turn.response.weight_versions.tolist()
+        response.kept += (turn.response.kept or KeptTokens.of_all(len(turn.drawn))).each()
+    response.finish_reason = turns[-1].response.finish_reason
     return response.sample()
 
 

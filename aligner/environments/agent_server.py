@@ -58,6 +58,7 @@ class AgentServer:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=3600,
             )
         )
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
@@ -100,6 +101,7 @@ class AgentServer:
         if self._thread.is_alive():
             self._server.should_exit = True
             self._thread.join()
+            self._loop.close()
         if self._socket is not None:
             self._socket.close()
 

@@ -48,8 +48,8 @@ class AgentTurn:
 
     read: Tensor
     """int64 [T]: all that the policy read."""
-    sample: Sample
-    """The engine's: what it read, or the end of that, and what it has drawn last, at the end."""
+    response: Sample
+    """What was drawn, without a prompt."""
     conversation: Conversation | None
     """What the policy was to answer; None for a text."""
     said: tuple[str, ...]
@@ -60,7 +60,7 @@ class AgentTurn:
     @property
     def drawn(self) -> Tensor:
         """int64 [R]: the response's tokens."""
-        return self.sample.tokens[len(self.read) :]
+        return self.response.tokens
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class AgentSession:
         for name in {*body.ignored} - self.means.told:
             self.means.told.add(name)
             _log.warning("agents ask for %s=…, which is ignored: tokens are drawn as rollout.* says", name)
-        if len(self.turns) + body.n > self.means.settings.max_turns:
+        attempt = self.agent_key
+        if self._asked.total() + body.n > self.means.settings.max_turns:
             self.is_cut = True
             self.end()
             most = self.means.settings.max_turns
@@ -154,6 +155,8 @@ class AgentSession:
         except asyncio.CancelledError:
             self._left += asks
             raise
+        if attempt != self.agent_key or any(ask.drawn.cancelled() for ask in asks):
+            raise Refused(401, f"episode {self.name} is over, or its agent was begun anew", "invalid_api_key")
         return [self._given(body, conversation, ask) for ask in asks]
 
     def _read(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
@@ -236,14 +239,11 @@ class AgentSession:
 
     def _given(self, body: CompletionBody, conversation: Conversation | None, ask: Ask) -> Answer:
         """Note a response as a turn; the agent is given it now."""
-        if ask.drawn.cancelled():
-            raise Refused(401, f"episode {self.name} is over")
-        sample, read = ask.drawn.result(), ask.read
-        text = None
-        if (stopped := self._stopped(read, sample.tokens[len(read) :], body.stops)) is not None:
+        response, read, text = _response(ask.drawn.result(), len(ask.read)), ask.read, None
+        if (stopped := self._stopped(read, response.tokens, body.stops)) is not None:
             tokens, text = stopped
-            sample = sample.cut(len(read) + tokens - sample.prompt_length, "stop")
-        turn = AgentTurn(read, sample, conversation, (), "")
+            response = response.cut(tokens, "stop")
+        turn = AgentTurn(read, response, conversation, (), "")
         answer = self._answer(body, turn, text)
         whole = ""
         if isinstance(body, TextBody) and isinstance(body.prompt, str) and not self._ended(turn):
@@ -254,11 +254,11 @@ class AgentSession:
     def _answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
         """A turn in words; `text` is what it says where that is not all."""
         tokenizer, drawn, ended = self.means.tokenizer, turn.drawn, self._ended(turn)
-        logprobs = turn.sample.engine_logprobs[-len(drawn) :].tolist()
+        logprobs = turn.response.engine_logprobs.tolist()
         told = [tokenizer.decode([token], skip_special_tokens=False) for token in drawn.tolist()]
         answer = Answer(
             text_behind(tokenizer, turn.read, drawn[:-1] if ended else drawn) if text is None else text,
-            "length" if turn.sample.finish_reason == "length" else "stop",
+            "length" if turn.response.finish_reason == "length" else "stop",
             len(turn.read),
             tuple(map(DrawnToken, told, logprobs)),
         )
@@ -286,3 +286,17 @@ class AgentSession:
             if found := [text.find(stop) for stop in stops if stop in text]:
                 return tokens, text[: min(found)]
         return None
+
+
+def _response(sample: Sample, start: int) -> Sample:
+    """What a sample has from a token on, all drawn, by itself."""
+    behind = slice(start - sample.prompt_length, None)
+    return replace(
+        sample,
+        tokens=sample.tokens[start:].clone(),
+        prompt_length=0,
+        engine_logprobs=sample.engine_logprobs[behind].clone(),
+        weight_versions=sample.weight_versions[behind].clone(),
+        kept=None if sample.kept is None else sample.kept.at(behind).to(sample.tokens.device),
+        drawn=None,
+    )

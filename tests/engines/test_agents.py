@@ -247,8 +247,10 @@ def test_answers_come_whole_or_as_events_with_calls_log_probs_and_stops(models, 
         assert finish == "stop" and "look" not in text
 
 
-def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models):
+def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models, caplog):
+    caplog.set_level("INFO")
     samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
+    assert "a client has gone" in caplog.text
     assert not samples[0].branches and samples[0].drawn is None
 
 

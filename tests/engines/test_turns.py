@@ -236,7 +236,7 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
                 behind |= {which: sample} if other == at else {}
     again = add([*read, 1], asked_before=1)
     while not generation.done:
-        behind |= {3: sample for at, sample in generation.step() if at == again}
+        behind.update((3, sample) for at, sample in generation.step() if at == again)
     with pytest.raises(AlignerError, match="a branch of"):
         generation.add(GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0))
     return behind
