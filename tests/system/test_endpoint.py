@@ -1,0 +1,66 @@
+"""Whole runs whose episodes are of agents that only know OpenAI's client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 4
+OVERRIDES = (
+    "algorithm=grpo",
+    "algorithm.minibatches=1",
+    "model.source=random",
+    "environment.target=null",
+    "environment.agent=tests.engines.agents:calculates",
+    "environment.retries=5",
+    "rollout.prompts_per_step=8",
+    "reward.function=digit_fraction",
+    "engine.exact=true",
+    "evaluation.every=0",
+    "actor.optimizer.warmup_steps=0",
+    "checkpoint.every=2",
+    "logging.samples_every=1",
+    "logging.tensorboard=false",
+    f"run.steps={STEPS}",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    run = run_to_end(tmp_path_factory.mktemp("agents") / "run", *OVERRIDES, experiment="calculator")
+    assert run.code == 0, run.report()
+    return run
+
+
+def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: Finished) -> None:
+    records = [json.loads(line) for line in undisturbed.paths.samples.read_text().splitlines()]
+    answers = [turn["environment"] for record in records for turn in record.get("turns", []) if "environment" in turn]
+    assert answers and all(answer.lstrip("]").endswith(";") for answer in answers)
+    assert all(step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in undisturbed.metrics)
+    assert len(undisturbed.metrics) == STEPS and max(step["reward/std"] for step in undisturbed.metrics) > 0
+
+
+def test_a_run_whose_agents_are_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
+    killed = 0
+    with Launch(tmp_path / "run", *OVERRIDES, experiment="calculator") as launch:
+        for step in (1, 2):
+            launch.wait_for_step(step)
+            for process in launch.processes():
+                with contextlib.suppress(psutil.Error):
+                    if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
+                        process.kill()
+                        killed += 1
+        run = launch.finish(200)
+        assert launch.processes() == []
+    assert run.code == 0, run.report()
+    assert killed >= 2
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
+    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
