@@ -69,6 +69,7 @@ def _agent_problems(config: Config) -> Iterator[str]:
         "rollout.spare_prompts": (rollout.spare_prompts, 0, "agents are not left behind"),
         "rollout.min_response_tokens": (rollout.min_response_tokens, 0, "a turn may end at any token"),
         "rollout.stop_at_eos": (rollout.stop_at_eos, True, "a turn would have no end"),
+        "algorithm.replay_routes": (config.algorithm.replay_routes, False, "branches do not tell the experts of their tokens"),
         "rollout.truncate_token": (rollout.truncate_token, None, "it would cut episodes"),
     }
     for name, (value, allowed, why) in refused.items():

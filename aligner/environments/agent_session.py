@@ -298,5 +298,6 @@ def _response(sample: Sample, start: int) -> Sample:
         engine_logprobs=sample.engine_logprobs[behind].clone(),
         weight_versions=sample.weight_versions[behind].clone(),
         kept=None if sample.kept is None else sample.kept.at(behind).to(sample.tokens.device),
+        routes=None,
         drawn=None,
     )

@@ -137,7 +137,11 @@ def main() -> None:
     messages: list[Any] = [{"role": "user", "content": task["asked"]}]
     for _ in range(2):
         message = own.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
-        messages += [message.model_dump(), {"role": "user", "content": "and?"}]
+        messages.append(message.model_dump())
+        for call in message.tool_calls or []:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"saw {call.function.arguments}"})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "and?"})
 
 
 if __name__ == "__main__":

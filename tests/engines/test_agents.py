@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import AssistantTurn, ToolCall
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -23,57 +21,10 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
-from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
-from tests.engines.agents import TOOLS
+from tests.engines.calling_model import saved
 from tests.engines.engines import load_directory
 
 CONTEXT = 800
-
-
-def saved(directory: Path, template: str) -> Path:
-    """A tiny model of chats; with the template of tools it has learned to call one, and to say that it has."""
-    file = tokenizer_file("bytes")
-    (directory / "tokenizer.json").write_text(file)
-    write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
-    tokenizer = Tokenizer(directory)
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=tokenizer.vocab_size,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=list(tokenizer.eos_token_ids),
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.nn.utils.rnn.pad_sequence([conversation(tokenizer, at) for at in range(2)], batch_first=True)
-    for _ in range(130 if template == "qwen" else 0):
-        model(input_ids=tokens, labels=tokens.masked_fill(tokens == 0, -100)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(directory)
-    return directory
-
-
-def conversation(tokenizer: Tokenizer, at: int) -> torch.Tensor:
-    """What the model learns from: a question, a call, its answer, and what is said to that."""
-    call = ToolCall("000010000", "look", {"at": "here"})
-    messages = [
-        {"role": "user", "content": f"why {at}?"},
-        *AssistantTurn("", "", (call,)).messages[:1],
-        call.answered('saw {"at": "here"}'),
-        {"role": "assistant", "content": "yes."},
-        {"role": "user", "content": f"so {at}?"},
-        {"role": "assistant", "content": "yes yes."},
-    ]
-    text = tokenizer.chat_template.render(messages, TOOLS, add_generation_prompt=False)
-    # A turn is not tokenized with what is before it, when it is drawn.
-    return torch.cat([tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)])
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +33,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def episodes(
-    model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any], exact: bool = True
+    model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any], **options: Any
 ) -> tuple[list[Sample], Tokenizer]:
     """A sample of each task."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer(model)
-    engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=exact, batch_size=16), 0, seed=2)
+    engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=16), 0, seed=2)
     load_directory(engine, model)
     chosen = EnvironmentConfig(**{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings)
     prompt = tokenizer.encode("task")
@@ -97,7 +48,7 @@ def episodes(
     ]
     drawn = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT)
     try:
-        found = advance(drawn.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids)))
+        found = advance(drawn.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)))
     finally:
         drawn.close()
     return [found[place] for place in range(len(requests))], tokenizer
@@ -203,6 +154,7 @@ def test_a_text_goes_on_from_the_tokens_that_it_had(models):
     assert torch.equal(sample.turns()[0], alone.response) and tokenizer.decode(sample.turns()[1]) == " and?"
 
 
+@pytest.mark.slow
 def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_scored_0(models, tmp_path):
     hows = ["silent", "raises", "dies", "hangs", "recovers"]
     tasks = [{"how": how, "mark": str(tmp_path / "mark")} for how in hows]
@@ -269,3 +221,13 @@ def test_rewritten_arguments_go_on_where_that_is_allowed(models, matching, branc
 def test_an_agent_that_is_not_there_is_refused_at_the_start(models):
     with pytest.raises(ConfigError, match="no_such"):
         episodes(models["chatml"], [{}], agent("no_such"))
+
+
+def test_what_tokens_were_drawn_among_is_told_in_every_branch(models):
+    samples, _ = episodes(models["chatml"], [{}], agent("branches"), top_p=0.8, renormalize=True)
+    assert samples[0].branches
+    for sample in (samples[0], *samples[0].branches):
+        marks = torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+        assert sample.kept is not None and (sample.kept.counts > 0).tolist() == marks.tolist()
+        for token, ids in zip(sample.response[marks].tolist(), sample.kept.at(marks).each(), strict=True):
+            assert token in ids.tolist()

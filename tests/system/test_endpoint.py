@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
+from tests.engines.calling_model import saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -64,3 +66,40 @@ def test_a_run_whose_agents_are_killed_ends_with_the_same_weights(undisturbed: F
     assert killed >= 2
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+
+
+def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "questions.jsonl"
+    model.mkdir()
+    saved(model, "qwen")
+    data.write_text("".join(json.dumps({"prompt": f"why {at}?", "asked": f"why {at}?"}) + "\n" for at in range(4)))
+    run = run_to_end(
+        tmp_path / "run",
+        "algorithm=grpo",
+        "model.source=directory",
+        f"model.path={model}",
+        f"data.path={data}",
+        f"environment.agent_command=[{sys.executable},-m,tests.engines.agents]",
+        "environment.max_turn_tokens=80",
+        "data.max_prompt_tokens=200",
+        "rollout.max_response_tokens=400",
+        "rollout.stop_at_eos=true",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "rollout.micro_batches=1",
+        "algorithm.minibatches=1",
+        "engine.exact=true",
+        "evaluation.every=2",
+        f"evaluation.path={data}",
+        "evaluation.count=2",
+        "logging.samples_every=1",
+        "logging.tensorboard=false",
+        "run.steps=2",
+    )
+    assert run.code == 0, run.report()
+    steps = [step for step in run.metrics if "mismatch/logprob_abs" in step]
+    assert len(steps) == 2 and all(step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in steps)
+    assert any("eval/score" in step for step in run.metrics)
+    assert not any("eval/lost_episodes" in step for step in run.metrics)
+    records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
+    assert any("<tool_call>" in turn.get("policy", "") for record in records for turn in record.get("turns", []))
