@@ -6,7 +6,7 @@ from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
-from aligner.schema.environment import MATCHING
+from aligner.schema.environment import MATCHING, PYTHON, TOOLS, EnvironmentConfig
 from aligner.schema.options import callable_place
 
 
@@ -17,8 +17,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if settings.target is None:
         return
     key = f"environment.target={settings.target}"
-    if callable_place(settings.target) is None:
-        yield f"{key}: must be module:Class, or null"
+    yield from _tool_problems(settings)
+    if callable_place(settings.target) is None and settings.target != TOOLS:
+        yield f"{key}: must be {TOOLS}, module:Class, or null"
     longest, patience = settings.deadline_s * settings.max_turns, config.cluster.collective_timeout_s
     if engine.parallel.ranks > 1 and longest > patience:
         yield (
@@ -75,3 +76,20 @@ def _agent_problems(config: Config) -> Iterator[str]:
     for name, (value, allowed, why) in refused.items():
         if value != allowed:
             yield f"{key}: {name}={value_text(value)}: {why}; give {value_text(allowed)}"
+
+
+def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
+    if settings.target == TOOLS and not settings.has_tools:
+        yield f"environment.target={TOOLS}: there are none; name some in environment.tools or environment.mcp"
+    if not settings.has_tools:
+        return
+    for place in settings.tools:
+        if place != PYTHON and callable_place(place) is None:
+            yield f"environment.tools: {place!r}: must be {PYTHON}, or module:function"
+    if settings.tool_timeout_s >= settings.deadline_s:
+        yield (
+            f"environment.tool_timeout_s={settings.tool_timeout_s:g}: must be below"
+            f" environment.deadline_s={settings.deadline_s:g}, so that the model is told of a tool that is late"
+        )
+    if settings.turn_end is not None:
+        yield "environment.turn_end: messages go on behind the model's own end-of-turn token alone; give null with tools"

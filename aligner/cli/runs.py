@@ -11,6 +11,7 @@ from rich.console import Console
 
 from aligner.config.compose import compose_config, unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
+from aligner.environments.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
 from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
 from aligner.launch.local import launch as launch_here
@@ -54,6 +55,8 @@ def validate(parsed: argparse.Namespace) -> None:
     for first in plan.prerequisites:
         done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
         print(f"experiment {first.name}: {first.gives}; {done}")
+    for line in describe_tools(plan.config.environment):
+        print(line)
     console = Console()
     console.print(placement_table(plan.config))
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))

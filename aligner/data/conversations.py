@@ -6,7 +6,7 @@ marker included, is what the template adds to the prompt once it is answered.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aligner.data.records import BadRecord, Record
@@ -51,6 +51,21 @@ def asked_messages(record: Record) -> dict[str, Any]:
     _, messages = _asked(record)
     tools = {"tools": record.values["tools"]} if record.values.get("tools") is not None else {}
     return {} if messages is None else {"messages": messages, **tools}
+
+
+def with_tools(record: Record, tools: Tools | None) -> Record:
+    """A record of messages with the tools that its model may call, where it has none of its own.
+
+    Raises BadRecord for a plain text, which has no place for them.
+    """
+    if not tools:
+        return record
+    if _asked(record)[1] is None:
+        raise BadRecord(
+            f"{record.origin}: a model is told of tools in a prompt of messages, such as"
+            ' [{"role": "user", "content": …}], not in a plain text'
+        )
+    return record if record.values.get("tools") is not None else replace(record, values={**record.values, "tools": tools})
 
 
 def _asked(record: Record) -> tuple[str, list[dict[str, Any]] | None]:

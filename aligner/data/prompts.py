@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import PromptText, asked_messages, prompt_text
+from aligner.data.conversations import PromptText, asked_messages, prompt_text, with_tools
 from aligner.data.records import (
     BadRecord,
     LongPrompt,
@@ -25,7 +25,7 @@ from aligner.data.records import (
     source_examples,
 )
 from aligner.data.streams import ExampleStream
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
 from aligner.schema import DataConfig, EvaluationConfig
@@ -43,31 +43,39 @@ class PromptStream(ExampleStream[Prompt]):
         return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
 
 
-def open_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int, *, messages: bool = False) -> PromptStream:
+def open_prompts(
+    data: DataConfig, tokenizer: Tokenizer, seed: int, *, messages: bool = False, tools: Tools | None = None
+) -> PromptStream:
     """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
 
-    With `messages` these are there too, where a prompt was made of them.
+    With `messages` these are there too, where a prompt was made of them. `tools` are what a prompt, which must be of messages,
+    tells the model of, unless its record has `tools` of its own.
 
     Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place; of longer ones as `data.long_prompts` says.
     """
 
     def parse(record: Record) -> Prompt:
-        return _parsed(record, tokenizer, data, messages)
+        return _parsed(with_tools(record, tools), tokenizer, data, messages)
 
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
 def open_evaluation_prompts(
-    settings: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, *, messages: bool = False
+    settings: EvaluationConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    messages: bool = False,
+    tools: Tools | None = None,
 ) -> list[Prompt]:
     """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
 
     `data` says of them what it says of those that are learned from: where they begin and end, and how long they may be.
 
-    Their ids are beyond those of any training step, so that no random stream is shared. `messages` as `open_prompts`, whose
-    ConfigError it raises.
+    Their ids are beyond those of any training step, so that no random stream is shared. `messages` and `tools` as
+    `open_prompts`, whose ConfigError it raises.
     """
 
     def parse(record: Record) -> Prompt:
@@ -77,7 +85,7 @@ def open_evaluation_prompts(
             values = {name: value for name, value in record.values.items() if name != "reference_tokens"}
             record = replace(record, values=values)
         drawn_tokens(record.values, "reference", record.origin, tokenizer)
-        return _parsed(record, tokenizer, data, messages)
+        return _parsed(with_tools(record, tools), tokenizer, data, messages)
 
     if settings.path is None:
         prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)

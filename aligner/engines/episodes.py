@@ -207,7 +207,9 @@ class EpisodeGeneration:
             self._end(place, "length")
             return
         said = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
-        self._expect(place, self._means.environments.step(episode.name, tokenizer.decode(said)))
+        # Some models mark tool calls by special tokens.
+        action = tokenizer.decode(said, skip_special_tokens=not self._means.settings.has_tools)
+        self._expect(place, self._means.environments.step(episode.name, action))
 
     def _hear(self, place: int, future: Future[Outcome]) -> None:
         """The environment has answered."""

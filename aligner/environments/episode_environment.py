@@ -9,9 +9,11 @@ from aligner.errors import AlignerError
 from aligner.schema.options import is_finite_number
 
 Observation = str | list[dict[str, str]]
-"""A text, or messages that each have a `role` and a `content`."""
+"""A text, or messages that each have a `role` and a `content`, a tool's also a `name` and the `tool_call_id` it answers."""
 
 _SHOWN_CHARACTERS = 200
+_MUST = {"role", "content"}
+_MAY = _MUST | {"name", "tool_call_id"}
 
 
 class EpisodeEnvironment(Protocol):
@@ -72,10 +74,10 @@ async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters:
 def _observation(value: Any, name: str, most_characters: int) -> Observation:
     messages = value if isinstance(value, list) else [{"role": "", "content": value}]
     for message in messages:
-        if not isinstance(message, dict) or {*message} != {"role", "content"} or not all(map(_is_text, message.values())):
+        if not isinstance(message, dict) or not _MUST <= {*message} <= _MAY or not all(map(_is_text, message.values())):
             raise WrongAnswer(
                 f"{name} returned the observation {_shown(value)}; it must be a text or a list of messages, each with"
-                " exactly a `role` and a `content`, texts that UTF-8 can hold"
+                " exactly a `role` and a `content`, a tool's also a `name` and a `tool_call_id`, texts that UTF-8 can hold"
             )
     if (characters := sum(len(text) for message in messages for text in message.values())) > most_characters:
         raise WrongAnswer(f"{name} returned an observation of {characters} characters; at most {most_characters} are allowed")

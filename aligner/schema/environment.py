@@ -3,20 +3,36 @@
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.schema.options import option
+from aligner.schema.options import option, section
 
 MATCHING = ("arguments", "reasoning", "whitespace")
 """What an agent may change in the messages that it sends back."""
+TOOLS = "tools"
+"""The environment that runs tools."""
+PYTHON = "python"
+"""The tool that runs programs in a sandbox."""
 _TARGET = ".target!=null"
 _AGENT = ".agent!=null or .agent_command!=null"
 _SET = f"{_TARGET} or {_AGENT}"
 
 
 @dataclass
+class PythonToolConfig:
+    """What a program of the tool `python` may use."""
+
+    cpu_s: int = option(10, "seconds of a processor, each process", minimum=1)
+    memory_mib: int = option(1024, "address space of each process", minimum=128)
+    processes: int = option(16, "processes and threads at a time", minimum=2)
+    scratch_mib: int = option(64, "files in its directory, and what it prints", minimum=1)
+
+
+@dataclass
 class EnvironmentConfig:
     """What answers a policy between the turns of an episode; without one a response is all that there is."""
 
-    target: str | None = option(None, "module:Class of the environment; null: none, every response is a single turn")
+    target: str | None = option(
+        None, "tools, or module:Class of an environment of yours; null: none, every response is a single turn"
+    )
     arguments: dict[str, Any] = option({}, "keyword arguments of its class", read=_TARGET)
     agent: str | None = option(
         None,
@@ -54,6 +70,31 @@ class EnvironmentConfig:
         read=_SET,
     )
     most_characters: int = option(100_000, "longest answer; of an agent what it sends at once", minimum=1, read=_SET)
+    tools: list[str] = option(
+        [], "what the policy may call: module:function of yours, and python, which runs programs in a sandbox", read=_TARGET
+    )
+    mcp: list[str] = option(
+        [],
+        "and the tools of these servers of the Model Context Protocol: commands that start them, or URLs",
+        read=_TARGET,
+    )
+    tool_timeout_s: float = option(20.0, "the model is told that a tool is late after so long", above=0, read=_TARGET)
+    tool_characters: int = option(
+        8_000, "longest answer of a tool; the ends of a longer one are told", minimum=100, read=_TARGET
+    )
+    tool_calls: int = option(8, "calls of a turn, side by side; further ones are refused", minimum=1, read=_TARGET)
+    sandbox: str = option(
+        "required",
+        "whether the tool python is refused where the machine does not enforce all of its sandbox",
+        choices=("required", "best_effort"),
+        read=_TARGET,
+    )
+    python: PythonToolConfig = section(PythonToolConfig, read=_TARGET)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the policy is given tools."""
+        return self.target is not None and bool(self.tools or self.mcp)
 
     @property
     def draws_episodes(self) -> bool:

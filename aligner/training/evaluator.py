@@ -15,6 +15,7 @@ from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate, environment_scores
 from aligner.engines.engine_protocol import SamplingOptions
+from aligner.environments.tool_catalogue import tool_schemas
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
@@ -200,7 +201,13 @@ def build_evaluator(
     return Evaluator(
         settings=settings,
         last_step=config.run.steps,
-        prompts=open_evaluation_prompts(settings, config.data, tokenizer, messages=config.environment.draws_episodes),
+        prompts=open_evaluation_prompts(
+            settings,
+            config.data,
+            tokenizer,
+            messages=config.environment.draws_episodes,
+            tools=tool_schemas(config.environment),
+        ),
         options=replace(
             build_options(config.rollout, policy.runner.shape),
             greedy=draws_greedily(settings),

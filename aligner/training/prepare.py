@@ -8,6 +8,7 @@ from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.tokenizer import Tokenizer
+from aligner.environments.tool_catalogue import tool_schemas, with_tools
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.keys import only_read
@@ -30,9 +31,11 @@ def prepare_run(config: Config) -> None:
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
+    tools = tool_schemas(config.environment)
     if config.algorithm.trainer == "online" and config.evaluation.every:
-        open_evaluation_prompts(config.evaluation, config.data, tokenizer)
+        open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
-        return open_prompts(config.data, tokenizer, config.seed).notices
+        with_tools(config.environment, tokenizer)
+        return open_prompts(config.data, tokenizer, config.seed, tools=tools).notices
     return open_run_data(config, tokenizer).notices

@@ -10,6 +10,7 @@ from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
+from aligner.environments.tool_catalogue import tool_schemas
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
@@ -54,7 +55,8 @@ def train(config: Config) -> bool:
     tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
     if config.algorithm.generates:
-        data = open_prompts(config.data, tokenizer, config.seed, messages=config.environment.draws_episodes)
+        is_acting, tools = config.environment.draws_episodes, tool_schemas(config.environment)
+        data = open_prompts(config.data, tokenizer, config.seed, messages=is_acting, tools=tools)
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
