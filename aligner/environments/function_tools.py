@@ -27,14 +27,16 @@ class FunctionTool:
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """As `Tool.call`. An `async` function that is late is cancelled; the thread of another one goes on, unheard."""
         _check(arguments, self.parameters, self.function)
+        answer: str = await within(self._answer(arguments), timeout_s)
+        return answer
+
+    async def _answer(self, arguments: dict[str, Any]) -> str:
         try:
             if inspect.iscoroutinefunction(self.function):
-                answer = await within(self.function(**arguments), timeout_s)
+                answer = await self.function(**arguments)
             else:
-                answer = await within(_in_thread(lambda: self.function(**arguments)), timeout_s)
+                answer = await _in_thread(lambda: self.function(**arguments))
             return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-        except ToolFailed:
-            raise
         except (Exception, SystemExit) as error:  # the function is the user's, and fails in its own ways
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
