@@ -28,6 +28,7 @@ class McpServer:
         self._server = server
         self._session: _Session | None = None
         self._begins = asyncio.Lock()
+        self._endings: list[asyncio.Task[None]] = []
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """What a tool of the server's answers. Raises ToolFailed, and AlignerError where the server does not start."""
@@ -52,14 +53,15 @@ class McpServer:
             why = f"its server's answer cannot be read, {type(error).__name__}"
         if self._session is session:
             self._session = None
-        await session.end()
+            self._endings.append(asyncio.ensure_future(session.end()))
         raise ToolFailed(f"{why}; the server is started again for the next call, without what it had kept")
 
     async def close(self) -> None:
-        """End the session, and the server's process where it has one."""
+        """End all sessions, and the server's processes where it has some."""
         session, self._session = self._session, None
         if session is not None:
-            await session.end()
+            self._endings.append(asyncio.ensure_future(session.end()))
+        await asyncio.gather(*self._endings)
 
 
 class _ToldSo(ToolFailed):

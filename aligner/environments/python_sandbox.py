@@ -162,7 +162,7 @@ class PythonSandbox:
         prefixes = dict.fromkeys([sys.base_prefix, sys.prefix])
         # The program's user must get through what bubblewrap makes above them.
         above = dict.fromkeys(str(parent) for prefix in prefixes for parent in reversed(Path(prefix).parents[:-1]))
-        for directory in above:
+        for directory in (*above, "/etc"):
             command += ["--perms", "0755", "--dir", directory]
         for place in _READ_ONLY:
             link = Path(place).is_symlink() and not place.startswith("/etc")

@@ -53,6 +53,7 @@ def run(text: str) -> int:
 if __name__ == "__main__":
     limit(json.loads(sys.argv[1]))
     program = sys.stdin.buffer.read().decode(errors="replace")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)
     sys.argv[:], sys.path[:1] = [_NAME], []
     sys.exit(run(program))

@@ -126,6 +126,7 @@ def test_megabytes_are_cut_and_further_calls_refused():
     assert all(200 < len(each) < 500 for each in shared)
 
 
+@pytest.mark.slow
 def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_stalls():
     async def episodes(given: dict[str, Any]) -> None:
         async with environment(given) as one, environment(given) as other:
