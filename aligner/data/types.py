@@ -263,6 +263,13 @@ class SampleBatch(Rows):
     """int64 [B]: which rows are of one episode, the first of these its sample's, the others its branches'; None: each alone"""
 
     @property
+    def last_turns(self) -> Tensor:
+        """int64 [B]: where what the model said last begins; of a response that is one turn its first token."""
+        given = response_mask(self.lengths, self.prompt_lengths, self.tokens.shape[1]) & ~self.mask
+        behind = torch.arange(2, self.tokens.shape[1] + 1) * given  # of each given token the place behind it
+        return torch.maximum(behind.amax(1), self.prompt_lengths)
+
+    @property
     def samples_per_prompt(self) -> int:
         """Samples of each prompt, branches not counted. Raises ValueError where prompts have different numbers of them."""
         groups = self.groups if self.episodes is None else self.groups[~self.is_branch]

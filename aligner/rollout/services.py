@@ -139,10 +139,11 @@ class Services:
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
         """Ask for the scores [B] and, where there is a critic, the values [B, S] of some samples; float32.
 
+        A score is of what the model said last, to all that came before it.
         `rows_apart` as `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
         """
         if self._reward is None and self._critic is not None:
-            asked = self._critic.values_and_scores(batch.tokens, batch.lengths, batch.prompt_lengths, metadata)
+            asked = self._critic.values_and_scores(batch.tokens, batch.lengths, batch.last_turns, metadata)
             return asked[1:], asked[:1]
         return self.ask_scores(batch, metadata, rows_apart), self.ask_values(batch)
 
@@ -152,7 +153,7 @@ class Services:
         """Ask the reward server for the scores [B] of some samples; float32. `rows_apart` as `RewardClient.score` has it."""
         if self._reward is None:
             return ()
-        return (self._reward.score(batch.tokens, batch.lengths, batch.prompt_lengths, metadata, rows_apart),)
+        return (self._reward.score(batch.tokens, batch.lengths, batch.last_turns, metadata, rows_apart),)
 
     def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the values [B, S] of some samples where there is a critic; float32."""

@@ -89,7 +89,7 @@ class EnvironmentConfig:
         choices=("required", "best_effort"),
         read=_TARGET,
     )
-    python: PythonToolConfig = section(PythonToolConfig, read=_TARGET)
+    python: PythonToolConfig = section(PythonToolConfig, read="environment.target!=null")
 
     @property
     def has_tools(self) -> bool:

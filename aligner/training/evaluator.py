@@ -30,14 +30,14 @@ from aligner.training.engine_setup import build_options
 
 
 def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> Tensor:
-    """float64 [B]: of the samples as texts, without special tokens, each with what the data says about its prompt."""
+    """float64 [B]: of what was said last in each sample, to all before it, as texts without special tokens, each with what
+    the data says about its prompt.
+    """
 
     def requests() -> list[ScoringRequest]:
         return [
-            ScoringRequest(
-                tokenizer.decode(sample.tokens[: sample.prompt_length]), tokenizer.decode(sample.response), prompt.metadata
-            )
-            for prompt, sample in zip(prompts, samples, strict=True)
+            ScoringRequest(tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata)
+            for prompt, sample, last in zip(prompts, samples, (sample.turns()[-1] for sample in samples), strict=True)
         ]
 
     return scorer.raw(ScoringBatch(requests))

@@ -30,7 +30,7 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["environment.target=Calculator"], "environment.target=Calculator: must be module:Class, or null"),
+        (["environment.target=Calculator"], "environment.target=Calculator: must be tools, module:Class, or null"),
         (
             ["engine.placement=server"],
             "server.request_timeout_s=300: the trainer waits so long for its samples, and an episode may wait 480 s for its",
@@ -43,6 +43,14 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
         (["rollout.truncate_token=."], "would cut episodes; give null"),
         (["algorithm.trainer=preferences"], "environment.target"),
         (["environment.target=null"], "environment.turn_end"),
+        (["environment.target=tools"], "environment.target=tools: there are none; name some in environment.tools"),
+        (["environment.tools=[calculator]"], "environment.tools: 'calculator': must be python, or module:function"),
+        (["environment.tools=[python]"], "environment.turn_end: messages go on behind the model's own end-of-turn token"),
+        (
+            ["environment.mcp=[server]", "environment.tool_timeout_s=60"],
+            "environment.tool_timeout_s=60: must be below environment.deadline_s=60",
+        ),
+        (["environment.target=null", "environment.turn_end=null", "environment.python.cpu_s=3"], "environment.python.cpu_s"),
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",
 )

@@ -150,6 +150,13 @@ def test_what_was_given_is_neither_learned_from_nor_counted():
     assert torch.equal(torch.cat(episode.cut(3, "length").turns()), episode.response[:3])
 
 
+def test_a_score_is_of_what_was_said_last():
+    episode, plain = an_episode(), a_sample(3, 1, 4, None, routed=False)
+    alone = replace(episode, drawn=torch.tensor([False, True, True, True, True]))
+    batch = collate([episode, plain, alone], 0)
+    assert batch.last_turns.tolist() == [episode.prompt_length + 4, 3, alone.prompt_length + 1]
+
+
 def test_a_prompt_whose_episode_was_lost_has_no_score():
     lost = replace(an_episode(), rewards=torch.full((5,), torch.nan))
     scores = environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)

@@ -1,0 +1,161 @@
+"""Whole episodes with tools: what a policy says in its model's own format is carried out, and told to it in messages."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.data.prompts import open_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, advance
+from aligner.engines.episodes import EpisodeEngine
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.environments.python_sandbox import PythonSandbox
+from aligner.environments.tool_catalogue import tool_schemas, with_tools
+from aligner.schema import DataConfig
+from aligner.schema.environment import EnvironmentConfig
+from tests.data.chat_models import chat_model
+
+SAMPLES = "tests.environments.tool_samples"
+SERVER = shlex.join(["env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-m", SAMPLES])
+
+
+class Scripted:
+    """A policy that says what is written for it, turn by turn, in every episode."""
+
+    def __init__(self, tokenizer: Tokenizer, turns: Sequence[str], end: int) -> None:
+        self._turns = [[*tokenizer.encode(turn).tolist(), end] for turn in turns]
+        self._open: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Scripted:
+        self._responses = [PartialResponse(request, request.limit(options)) for request in requests]
+        self._said = [0] * len(requests)
+        self._open = [] if requests[0].waits else [*range(len(requests))]
+        return self
+
+    def go_on(self, place: int, tokens: Sequence[int]) -> None:
+        self._responses[place].give(tokens)
+        self._open.append(place)
+
+    def step(self) -> list[tuple[int, Sample]]:
+        complete, self._open = self._open, []
+        for place in complete:
+            drawn = self._turns[self._said[place]]
+            self._said[place] += 1
+            response = self._responses[place]
+            response.tokens += drawn
+            response.logprobs += [0.0] * len(drawn)
+            response.versions += [0] * len(drawn)
+            response.finish_reason = "stop"
+        return [(place, self._responses[place].sample()) for place in complete]
+
+    def cancel(self) -> None:
+        self._open.clear()
+
+
+def hermes(*calls: tuple[str, dict[str, object]]) -> str:
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+
+
+def llama3(call: tuple[str, dict[str, object]], *_: object) -> str:
+    return json.dumps({"name": call[0], "parameters": call[1]})
+
+
+def mistral(*calls: tuple[str, dict[str, object]]) -> str:
+    return f"[TOOL_CALLS] {json.dumps([{'name': name, 'arguments': arguments} for name, arguments in calls])}"
+
+
+FORMS = {"qwen": (hermes, "<|end|>"), "llama": (llama3, "<|end|>"), "mistral": (mistral, "</s>")}
+python = pytest.param(
+    "python",
+    marks=pytest.mark.skipif(
+        bool(PythonSandbox.here(EnvironmentConfig().python).gaps()), reason="this machine does not enforce the sandbox"
+    ),
+)
+
+
+def episodes(tmp_path: Path, template: str, turns: Sequence[str], **given: object) -> tuple[list[Sample], Tokenizer, Prompt]:
+    """Two of them, of a prompt that a file has."""
+    tokenizer = chat_model("bytes", template)
+    settings = EnvironmentConfig(**{"target": "tools", "max_turn_tokens": 2000, **given})  # type: ignore[arg-type]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n")
+    data = DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000)
+    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(settings)).take(0, 1)
+    pool = EnvironmentPool.of(with_tools(settings, tokenizer))
+    try:
+        pool.start()
+        end = tokenizer.single_token(FORMS[template][1], "the end of a turn")
+        assert end is not None
+        engine = EpisodeEngine(Scripted(tokenizer, turns, end), pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
+        requests = [GenerationRequest(prompt, index) for index in range(2)]
+        found = advance(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
+    finally:
+        pool.close()
+    return [found[0], found[1]], tokenizer, prompt
+
+
+def read(sample: Sample, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
+
+
+TOOLS = {
+    "function": ({"tools": [f"{SAMPLES}:multiply"]}, ("multiply", {"a": 6, "b": 7})),
+    "server": ({"mcp": [SERVER]}, ("count", {"by": 42})),
+    "python": ({"tools": ["python"]}, ("python", {"code": "print(6 * 7)"})),
+}
+
+
+@pytest.mark.parametrize("template", FORMS)
+@pytest.mark.parametrize("kind", ["function", "server", python])
+def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_template(tmp_path, template, kind):
+    given, call = TOOLS[kind]
+    write: Callable[..., str] = FORMS[template][0]
+    turns = [write(call), "It is 42."]
+    samples, tokenizer, prompt = episodes(tmp_path, template, turns, **given)
+    for sample in samples:
+        said = read(sample, tokenizer)
+        assert sample.finish_reason == "stop" and len(said) == 3, said
+        assert said[0] == turns[0] + FORMS[template][1] and said[2] == turns[1] + FORMS[template][1]
+        assert "42" in said[1]
+        assert sample.rewards is not None and float(sample.rewards.abs().sum()) == 0
+        assert torch.equal(sample.tokens[: sample.prompt_length], prompt.tokens)
+    if template == "qwen":
+        assert call[0] in prompt.text, "the template words the tools"
+
+
+@pytest.mark.parametrize("template", FORMS)
+def test_what_is_no_call_that_can_be_carried_out_is_told_to_the_model_which_goes_on(tmp_path, template):
+    write: Callable[..., str] = FORMS[template][0]
+    wrong = write(("multiply", {"a": 6}))
+    broken = wrong.replace('"a": 6', '"a": ')
+    turns = [wrong, broken, write(("divide", {})), "I give up."]
+    (sample, _), tokenizer, _ = episodes(tmp_path, template, turns, tools=[f"{SAMPLES}:multiply"])
+    said = read(sample, tokenizer)
+    assert sample.finish_reason == "stop" and len(said) == 7, said
+    told = said[1::2]
+    assert "missing a required argument" in told[0] and "cannot be read" in told[1] and "there is no tool" in told[2]
+
+
+@pytest.mark.parametrize("template", ["qwen", "mistral"])
+def test_calls_of_a_turn_are_answered_in_their_order(tmp_path, template):
+    calls = [("multiply", {"a": 1, "b": 1}), ("wait", {"seconds": 0.3}), ("multiply", {"a": 2, "b": 2})]
+    turns = [FORMS[template][0](*calls), "So."]
+    (sample, _), tokenizer, _ = episodes(tmp_path, template, turns, tools=[f"{SAMPLES}:multiply", f"{SAMPLES}:wait"])
+    told = read(sample, tokenizer)[1]
+    parts = ["<tool_response>\n1\n", "waited 0.3 s", "<tool_response>\n4\n"]
+    if template == "mistral":
+        parts = [f'"call_id": "00001000{place}"' for place in range(3)]
+    assert sample.finish_reason == "stop"
+    assert sorted(told.index(part) for part in parts) == [told.index(part) for part in parts]
