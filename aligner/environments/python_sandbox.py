@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from aligner.environments import sandboxed_program
+from aligner.environments.syscall_filter import syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
 Isolation = Literal["own_user", "user_namespace", "none"]
@@ -60,6 +61,11 @@ try:
     bytearray(memory)
     found.append("more memory can be had")
 except MemoryError:
+    pass
+try:
+    os.memfd_create("probe")
+    found.append("memory can be had that no limit counts")
+except OSError:
     pass
 children = []
 try:
@@ -109,9 +115,9 @@ class PythonSandbox:
 
         Of more than `most_characters` the beginning and the end. When this returns, or is cancelled, the program is no more.
         """
-        with _given(program) as given, tempfile.TemporaryFile() as output, self._command() as command:
+        with _given(program.encode()) as given, tempfile.TemporaryFile() as output, self._started() as (command, options):
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=given, stdout=output, stderr=output, start_new_session=True, cwd=_SCRATCH, env=_ENVIRONMENT
+                *command, stdin=given, stdout=output, stderr=output, start_new_session=True, **options
             )
             try:
                 await asyncio.wait_for(process.wait(), timeout_s)
@@ -127,17 +133,17 @@ class PythonSandbox:
         return "\n".join(told) or "[nothing was printed]"
 
     def _probed(self, program: str) -> str:
-        with _given(program) as given, self._command() as command:
-            options: dict[str, Any] = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with _given(program.encode()) as given, self._started() as (command, options):
+            options |= {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             try:
-                done = subprocess.run(command, cwd=_SCRATCH, env=_ENVIRONMENT, timeout=_PROBE_S, check=False, **options)
+                done = subprocess.run(command, timeout=_PROBE_S, check=False, **options)
             except subprocess.TimeoutExpired:
                 return ""
         return done.stdout.strip()
 
     @contextlib.contextmanager
-    def _command(self) -> Iterator[list[str]]:
-        """What runs the program that it reads."""
+    def _started(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """The command that runs the program which it reads, and with what to start it."""
         limits, own_user = self.limits, self.isolation == "own_user"
         bounds = {
             "user": _FIRST_USER + secrets.randbelow(_USERS) if own_user else 0,
@@ -149,12 +155,15 @@ class PythonSandbox:
         }
         script = str(Path(sandboxed_program.__file__).resolve())
         python = [sys.executable, "-s", "-B", "-u"]
-        if self.isolation != "none":
-            inside = [*python, _PROGRAM, json.dumps(bounds)]
-            yield [*self._bubblewrapped(script), "--", *inside]
+        options: dict[str, Any] = {"cwd": _SCRATCH, "env": _ENVIRONMENT}
+        if self.isolation == "none":
+            with tempfile.TemporaryDirectory() as scratch:
+                yield [*python, script, json.dumps(bounds | {"directory": scratch})], options
             return
-        with tempfile.TemporaryDirectory() as scratch:
-            yield [*python, script, json.dumps(bounds | {"directory": scratch})]
+        allowed, inside = syscall_filter(), [*python, _PROGRAM, json.dumps(bounds)]
+        with _given(allowed or b"") as calls:
+            filtered = ["--seccomp", str(calls.fileno())] if allowed else []
+            yield [*self._bubblewrapped(script), *filtered, "--", *inside], options | {"pass_fds": [calls.fileno()]}
 
     def _bubblewrapped(self, script: str) -> list[str]:
         command = [str(_bubblewrap()), "--die-with-parent", "--new-session", *_NAMESPACES, *_WHO[self.isolation]]
@@ -195,10 +204,10 @@ def _bubblewrap() -> str | None:
 
 
 @contextlib.contextmanager
-def _given(program: str) -> Iterator[IO[bytes]]:
-    """A file of the program, to be read."""
+def _given(content: bytes) -> Iterator[IO[bytes]]:
+    """A file of something, to be read."""
     with tempfile.TemporaryFile() as given:
-        given.write(program.encode())
+        given.write(content)
         given.seek(0)
         yield given
 

@@ -133,6 +133,14 @@ def test_memory_is_bounded():
 
 
 @enforced
+def test_memory_that_no_limit_counts_cannot_be_had():
+    assert "PermissionError" in run("import os; os.memfd_create('x')")
+    c = "import ctypes; c = ctypes.CDLL(None, use_errno=True); "
+    assert run(f"{c}print(c.shmget(0, 300 << 20, 0o1600), ctypes.get_errno())") == "-1 1"
+    assert run(f"{c}print(c.syscall(0x40000000 + 319, b'x', 0), ctypes.get_errno())") == "-1 1", "by another number"
+
+
+@enforced
 def test_files_are_bounded():
     fill = "for n in range(100):\n    open(str(n), 'wb').write(bytes(1 << 20))"
     assert "No space left on device" in run(fill)
@@ -211,7 +219,7 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
 @needs_root
 def test_what_is_not_enforced_is_said_and_refused_unless_it_is_accepted(monkeypatch, tmp_path):
     assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["more processes can be had"], "root's are not counted"
-    assert len(PythonSandbox(LIMITS, "none").gaps()) == 4
+    assert len(PythonSandbox(LIMITS, "none").gaps()) == 5
     assert run("print(1)", sandbox=PythonSandbox(LIMITS, "none")) == "1"
 
     def settings(**given: Any) -> EnvironmentConfig:
