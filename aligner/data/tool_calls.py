@@ -7,10 +7,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError
+
+if TYPE_CHECKING:  # what calls tools for an episode has no need of torch
+    from aligner.data.tokenizer import Tokenizer
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 """Hermes and Qwen: `<tool_call>{…}</tool_call>`; Llama 3: a JSON object alone; Mistral: `[TOOL_CALLS][{…}]`."""
@@ -97,7 +99,7 @@ def parse_turn(text: str, form: ToolFormat | None, turn: int = 0, *, reasons: bo
     return AssistantTurn(text, "\n".join(part for part in parts if part), tuple(calls))
 
 
-def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
+def format_of(tokenizer: "Tokenizer") -> ToolFormat | None:
     """The format in which the model's chat template writes tool calls; None where it writes none of those known.
 
     Found by having the template word a call. Raises ConfigError for a model without a template.

@@ -19,6 +19,7 @@ from aligner.engines.episodes import EpisodeEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.python_sandbox import PythonSandbox
 from aligner.environments.tool_catalogue import tool_schemas, with_tools
+from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.data.chat_models import chat_model
@@ -159,3 +160,25 @@ def test_calls_of_a_turn_are_answered_in_their_order(tmp_path, template):
         parts = [f'"call_id": "00001000{place}"' for place in range(3)]
     assert sample.finish_reason == "stop"
     assert sorted(told.index(part) for part in parts) == [told.index(part) for part in parts]
+
+
+def test_a_class_of_the_users_own_may_run_the_tools_and_give_rewards(tmp_path):
+    turns = [hermes(("multiply", {"a": 6, "b": 7})), "It is 42."]
+    given = {"target": f"{SAMPLES}:Rewarding", "tools": [f"{SAMPLES}:multiply"]}
+    (sample, _), _, _ = episodes(tmp_path, "qwen", turns, **given)
+    assert sample.rewards is not None and float(sample.rewards.sum()) == 0.25 and sample.finish_reason == "stop"
+
+
+def test_a_record_may_have_tools_of_its_own_and_a_plain_text_none(tmp_path):
+    tokenizer, file = chat_model("bytes", "qwen"), tmp_path / "data.jsonl"
+    tools = tool_schemas(EnvironmentConfig(target="tools", tools=["python"]))
+    asked = {"messages": [{"role": "user", "content": "?"}]}
+    own = [{"type": "function", "function": {"name": "own"}}]
+    file.write_text(json.dumps(asked) + "\n" + json.dumps(asked | {"tools": own}) + "\n")
+    data = DataConfig(path=str(file), max_prompt_tokens=8000, shuffle=False)
+    first, second = open_prompts(data, tokenizer, 0, messages=True, tools=tools).take(0, 2)
+    assert first.metadata["tools"] == tools and "Runs a Python program" in first.text
+    assert second.metadata["tools"] == own and "Runs a Python program" not in second.text
+    file.write_text(json.dumps({"prompt": "What?"}) + "\n")
+    with pytest.raises(ConfigError, match="told of tools in a prompt of messages"):
+        open_prompts(data, tokenizer, 0, messages=True, tools=tools)

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from aligner.environments.tool_catalogue import describe_tools, list_tools, tool_schemas, with_tools
@@ -148,6 +149,30 @@ def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_st
             assert not Path("/proc", process).exists()
 
     run(episodes(arguments(mcp=[SERVER])))
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_ends_with_the_process_that_has_started_it():
+    runs = f"""
+import asyncio
+from aligner.environments.mcp_servers import McpServer
+
+async def hang():
+    server = McpServer({SERVER!r})
+    print(await server.call("process", {{}}, 60), flush=True)
+    await server.call("stall", {{}}, 60)
+
+asyncio.run(hang())
+"""
+    process = subprocess.Popen([sys.executable, "-c", runs], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.wait()
+    psutil.wait_procs([server], timeout=10)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

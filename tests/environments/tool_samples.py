@@ -7,6 +7,9 @@ import os
 import time
 from typing import Any
 
+from aligner.environments.episode_environment import Observation
+from aligner.environments.tool_environment import ToolEnvironment
+
 
 def multiply(a: int, b: int) -> int:
     """Multiplies two numbers.
@@ -65,6 +68,14 @@ def broken() -> str:
 
 def undocumented(a: int) -> int:
     return a
+
+
+class Rewarding(ToolEnvironment):
+    """Gives something for each turn that calls tools."""
+
+    async def step(self, action: str) -> tuple[Observation, float, bool]:
+        observation, reward, done = await super().step(action)
+        return observation, reward + 0.25 * (not done), done
 
 
 def serve() -> None:
