@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from aligner.environments.tool_protocol import ToolFailed
@@ -46,6 +47,10 @@ def tool_function(place: str) -> Callable[..., Any]:
     named = callable_place(place)
     if named is None:
         raise ConfigError("must be python, or module:function")
+    if find_spec("jsonschema") is None:
+        raise ConfigError(
+            "a function as a tool needs the jsonschema package; install the tools extra, pip install 'aligner[tools]'"
+        )
     found = imported(*named)
     if not inspect.isroutine(found):
         raise ConfigError(f"{named[1]!r} is no function but {type(found).__name__}")

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,14 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from aligner.environments.python_sandbox import PythonSandbox
+from aligner.environments.python_sandbox import PythonSandbox, _bubblewrap
 from aligner.environments.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig, PythonToolConfig
-from tests.other_user import needs_root
+from tests.other_user import UID, needs_root
 
 LIMITS = PythonToolConfig(cpu_s=2, memory_mib=256, processes=8, scratch_mib=8)
 HERE = PythonSandbox.here(LIMITS)
+REPOSITORY = Path(__file__).parents[2]
 enforced = pytest.mark.skipif(bool(HERE.gaps()), reason=f"this machine does not enforce: {HERE.gaps()}")
 
 
@@ -214,6 +216,29 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         return [each for each in process.children(recursive=True) if each.is_running() and each.status() != "zombie"]
     return []
+
+
+@needs_root
+@enforced
+def test_another_user_than_root_has_all_of_it_in_a_user_namespace():
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(REPOSITORY)!r})
+from aligner.environments import python_sandbox
+from aligner.schema.environment import PythonToolConfig
+python_sandbox._bubblewrap = lambda: {_bubblewrap()!r}
+sandbox = python_sandbox.PythonSandbox.here(PythonToolConfig(processes=8))
+namespaces = "import ctypes, os; print(os.getuid(), ctypes.CDLL(None).unshare(0x10000000))"
+print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20, 100)))
+"""
+    user: dict[str, Any] = {"user": UID, "group": UID, "extra_groups": [], "cwd": "/", "env": {}}
+    if subprocess.run(["/usr/bin/python3", "-c", f"open({__file__!r}); import dataclasses"], **user, check=False).returncode:
+        pytest.skip("the other user has no Python, or may not read this repository")
+    done = subprocess.run(
+        ["/usr/bin/python3", "-B", "-c", code], **user, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "user_namespace [] 65534 -1", done.stderr
 
 
 @needs_root
