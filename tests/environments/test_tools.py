@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from aligner.environments import environment_worker
+from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.tool_catalogue import describe_tools, list_tools, tool_schemas, with_tools
 from aligner.environments.tool_environment import ToolEnvironment
 from aligner.errors import ConfigError
@@ -149,6 +151,24 @@ def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_st
             assert not Path("/proc", process).exists()
 
     run(episodes(arguments(mcp=[SERVER])))
+
+
+@pytest.mark.slow
+def test_an_episode_goes_on_with_its_servers_state_after_its_process_is_lost():
+    given = with_tools(settings(mcp=[SERVER]), chat_model("bytes", "qwen"))
+    pool = EnvironmentPool.of(given)
+    try:
+        pool.start()
+        assert pool.reset("0", {"messages": [{"role": "user", "content": "?"}]}, 0).result(60).observation == []
+        assert "2" in str(pool.step("0", call("count", by=2)).result(60).observation)
+        workers = [each for each in psutil.Process().children() if environment_worker.__name__ in each.cmdline()]
+        for worker in workers:
+            worker.kill()
+        assert workers and pool.step("0", call("count", by=3)).result(60).observation[0]["content"] == "5"
+        assert pool.step("0", "It is 5.").result(60).done
+    finally:
+        pool.close()
+    assert not [each for each in psutil.Process().children(recursive=True) if SAMPLES in each.cmdline()]
 
 
 @pytest.mark.slow
