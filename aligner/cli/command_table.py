@@ -110,6 +110,9 @@ _SAMPLING = (
 
 _GENERATE = (
     *_SAMPLING,
+    _add("overrides", nargs="*", metavar="environment.KEY=VALUE", help="draw episodes in an environment"),
+    _add("--min-score", type=float, metavar="SCORE", help="leave out episodes that score less"),
+    _add("--as-messages", action="store_true", help="write an episode's chat messages instead of its tokens"),
     _add("--output", type=Path, required=True, metavar="FILE.jsonl", help="one JSON object a sample, in the prompts' order"),
     _add("--temperature", type=float, default=1.0, help="sampling temperature (1)"),
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,24 +11,35 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from aligner.config.compose import compose_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
 from aligner.engines.generate import Progress as Generated
 from aligner.engines.generate import generate, plan_job
+from aligner.errors import ConfigError
 from aligner.launch.processes import end_with_launcher
 from aligner.observability.console import metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig
+from aligner.schema.environment import EnvironmentConfig
+
+_PLAIN = "tiny_ppo"
+"""An experiment without an environment, which one is added to."""
 
 
 def generate_samples(parsed: argparse.Namespace) -> None:
     """Draw responses into a file, and print where it is."""
-    job = plan_job(find_source(parsed.source), _prompts(parsed), **_sampling(parsed))
+    environment = _environment(parsed)
+    prompts = read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format, messages=environment is not None)
+    job = plan_job(find_source(parsed.source), prompts, environment=environment, **_sampling(parsed))
+    asked = {"min_score": parsed.min_score, "as_messages": parsed.as_messages}
     with _shown_progress(len(job.requests)) as show:
-        done = generate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)
+        done = generate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show, **asked)
     print(f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s", file=sys.stderr)
+    if scores := [score for score in done.rewards if not math.isnan(score)]:
+        print(f"mean score {sum(scores) / len(scores):.4g}; {len(done.rewards) - len(scores)} lost", file=sys.stderr)
     print(parsed.output)
 
 
@@ -50,6 +62,24 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         print(json.dumps({"prompts": len(answers.prompts), "samples": answers.samples, **metrics}))
     else:
         Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
+
+
+def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
+    """What episodes are drawn in. Raises ConfigError for anything else among the overrides, and where none is chosen."""
+    keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
+    if wrong := [key for key in keys if key != "experiment" and not key.startswith("environment.")]:
+        raise ConfigError(
+            f"{wrong[0]}: not read here; allowed: environment.KEY=VALUE, and experiment=NAME for its environment"
+        )
+    chosen = None
+    if keys:
+        base = [] if "experiment" in keys else [f"experiment={_PLAIN}"]
+        chosen = compose_config([*base, *parsed.overrides]).environment
+    if (chosen is None or chosen.target is None) and (keys or parsed.min_score is not None or parsed.as_messages):
+        raise ConfigError(
+            "--min-score, --as-messages and environment.KEY are of episodes; give environment.target=module:Class"
+        )
+    return chosen
 
 
 def _prompts(parsed: argparse.Namespace) -> list[Record]:

@@ -142,15 +142,25 @@ def _open(data: DataConfig, seed: int, parse: Callable[[Record], Example]) -> Ex
 def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
     limit, origin = data.max_response_tokens, record.origin
     allowed = f"data.max_response_tokens={limit}"
-    drawn = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None
+    drawn, learned = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None, None
     if drawn is not None:
         asked = _given_prompt(record, tokenizer, data)
         answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
+        if answer == "response" and record.values.get("drawn") is not None:
+            learned = torch.cat([torch.zeros(asked.numel(), dtype=torch.bool), _drawn(record, answered)])
     else:
         prompt, response = exchange(record, answer, tokenizer)
         _, asked = prompt_tokens(record, prompt, tokenizer, data)
         answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
-    return Demonstration(torch.cat([asked, answered]), asked.numel())
+    return Demonstration(torch.cat([asked, answered]), asked.numel(), learned)
+
+
+def _drawn(record: Record, tokens: Tensor) -> Tensor:
+    """bool [R]: which tokens of an episode's response the policy drew. Raises BadRecord where they are not told so."""
+    drawn = record.values["drawn"]
+    if not isinstance(drawn, list) or len(drawn) != len(tokens) or not {*drawn} <= {0, 1} or not any(drawn):
+        raise BadRecord(f"{record.origin}: `drawn` must be a list of 0 and 1, one for each of the {len(tokens)} `tokens`")
+    return torch.tensor(drawn, dtype=torch.bool)
 
 
 def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:

@@ -149,14 +149,16 @@ def _asked_part(text: str, data: DataConfig, origin: str) -> str:
     return text
 
 
-def read_prompts(path: Path, key: str, kind: str | None = None) -> list[Record]:
+def read_prompts(path: Path, key: str, kind: str | None = None, *, messages: bool = False) -> list[Record]:
     """Records with a plain-text prompt of a file, or of standard input where the path is `-`, in their order.
 
-    `kind` and `key` are those of `read_lines`. Raises ConfigError for what cannot be read or is empty, with its place.
+    With `messages` a prompt may be chat messages too, which are looked at later. `kind` and `key` are those of `read_lines`.
+    Raises ConfigError for what cannot be read or is empty, with its place.
     """
 
     def checked(record: Record) -> Record:
-        record.text("prompt")
+        if not messages:
+            record.text("prompt")
         _metadata(record)
         return record
 
@@ -165,8 +167,18 @@ def read_prompts(path: Path, key: str, kind: str | None = None) -> list[Record]:
 
 def to_prompt(record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
     """The prompt that a record's plain text is, with what else the record has as its metadata; raises as `within` does."""
-    tokens = encoded(text, record.origin, tokenizer, begins=True)
-    return Prompt(id, text, within(tokens, text, "prompt", record.origin, limit, allowed), _metadata(record))
+    return _prompt(record, PromptText(text, is_worded=False), tokenizer, limit, allowed, id)
+
+
+def to_chat_prompt(record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
+    """As `to_prompt`, of a plain text or of messages, which are then in the metadata."""
+    prompt = _prompt(record, prompt_text(record, tokenizer), tokenizer, limit, allowed, id)
+    return replace(prompt, metadata={**prompt.metadata, **asked_messages(record)})
+
+
+def _prompt(record: Record, asked: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int) -> Prompt:
+    tokens = encoded(asked.text, record.origin, tokenizer, begins=not asked.is_worded)
+    return Prompt(id, asked.text, within(tokens, asked.text, "prompt", record.origin, limit, allowed), _metadata(record))
 
 
 def _metadata(record: Record) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.led_engine import LedEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
-from aligner.environments.tool_catalogue import with_tools
+from aligner.environments.tool_catalogue import with_tool_arguments
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.paths import run_paths
@@ -90,7 +90,7 @@ def _environments(
     # Without a checkpoint nothing goes on from what was said.
     is_kept = config.checkpoint.every or config.checkpoint.every_minutes
     journal = EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
-    environments = EnvironmentPool.of(with_tools(config.environment, tokenizer), journal)
+    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tokenizer), journal)
     environments.listener = listener
     environments.start()
     return EpisodeEngine(

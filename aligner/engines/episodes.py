@@ -29,6 +29,11 @@ _WAIT_S = 0.1
 _STEPS_AN_ANSWER = 4
 
 
+def episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
+    """What environments know an episode by; `number` tells those of one sample apart, 1 the first."""
+    return f"{prompt_id}/{sample_index}" if number == 1 else f"{prompt_id}/{sample_index}/{number}"
+
+
 @dataclass(frozen=True)
 class EpisodeEngine:
     """An engine whose responses are episodes in environments of this process's own."""
@@ -121,12 +126,12 @@ class EpisodeGeneration:
         """With `by_steps`: at which of the engine's steps each is heard."""
         self._steps = 0
         self._complete: list[tuple[int, Sample]] = []
-        names = Counter[str]()
+        begun = Counter[tuple[int, int]]()
         for place, request in enumerate(requests):
             prompt = request.prompt
-            name = f"{prompt.id}/{request.sample_index}"
-            names[name] += 1
-            name = name if names[name] == 1 else f"{name}/{names[name]}"
+            sample = (prompt.id, request.sample_index)
+            begun[sample] += 1
+            name = episode_name(*sample, begun[sample])
             self._open[place] = _Episode(name, request, request.begun, is_drawn=not _waits(request, self._ends))
             task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
             # A prompt's samples meet the same environment.

@@ -1,27 +1,35 @@
 """Samples of a stored model, written to a file: what `aligner generate` does."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from aligner.data.conversations import with_tools
 from aligner.data.export import Source
-from aligner.data.prompts import to_prompt
+from aligner.data.prompts import to_chat_prompt, to_prompt
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.transcripts import conversation, transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.episodes import EpisodeEngine, episode_name
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.environments.episode_journal import EpisodeJournal
+from aligner.environments.tool_catalogue import tool_schemas, with_tool_arguments
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
+from aligner.schema.environment import EnvironmentConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Progress:
     """Of the complete responses."""
     seconds: float
     """Since generation began."""
+    rewards: tuple[float, ...] = ()
+    """What environments gave for each of the complete episodes; not a number for one that was lost."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,6 +63,10 @@ class Job:
     """Responses a prompt."""
     options: SamplingOptions
     seed: int
+    environment: EnvironmentConfig | None = None
+    """What answers between the turns of responses that are episodes."""
+    journal: EpisodeJournal = field(default_factory=EpisodeJournal)
+    """What it said."""
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -68,9 +82,12 @@ def plan_job(
     seed: int,
     stop_at_eos: bool,
     max_new_tokens: int,
+    environment: EnvironmentConfig | None = None,
     **sampling: Any,
 ) -> Job:
     """The job of drawing so many responses to each prompt; `sampling` is what else SamplingOptions takes.
+
+    With an environment they are episodes, and a prompt may be chat messages.
 
     A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model that generates no text
     or has no tokenizer, sampling options that do not fit, and a prompt that leaves no room for the response, by its place.
@@ -94,20 +111,32 @@ def plan_job(
         raise ConfigError(f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions, prompt included")
     tokenizer = Tokenizer(source.companions)
     allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
+    tools = None if environment is None else tool_schemas(environment)
     tokenized = [
-        to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place) for place, record in enumerate(prompts)
+        to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place)
+        if environment is None
+        else to_chat_prompt(with_tools(record, tools), tokenizer, longest, allowed, id=place)
+        for place, record in enumerate(prompts)
     ]
-    return Job(source, shape, tokenizer, tokenized, samples, options, seed)
+    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment)
 
 
 def generate(
-    job: Job, settings: EngineConfig, output: Path, *, overwrite: bool = False, progress: Callable[[Progress], None]
+    job: Job,
+    settings: EngineConfig,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    min_score: float | None = None,
+    as_messages: bool = False,
+    progress: Callable[[Progress], None],
 ) -> Progress:
     """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
 
-    The lines are in the order of the job's requests. The file takes its name when it is complete, and nothing is left of
-    it when this fails. `progress` is told after every step of the engine. Raises ConfigError where `output` can not be
-    written, or exists and is not to be overwritten, and where the engine can not run here.
+    Of episodes those of less than `min_score`, and those that were lost, are not written; with `as_messages` the others'
+    conversations are. The lines are in the order of the job's requests. The file takes its name when it is complete, and
+    nothing is left of it when this fails. `progress` is told after every step of the engine. Raises ConfigError where
+    `output` can not be written, or exists and is not to be overwritten, and where the engine can not run here.
     """
     done = Progress(0, 0, 0.0)
 
@@ -118,7 +147,10 @@ def generate(
 
     with written(output, overwrite) as file:
         for sample in draw(job, settings, told):
-            file.write(json_line(sample_record(job, sample)))
+            score = None if job.environment is None else episode_score(sample)
+            if score is not None and not score >= (-math.inf if min_score is None else min_score):
+                continue
+            file.write(json_line(conversation_record(job, sample) if as_messages else sample_record(job, sample)))
     return done
 
 
@@ -135,9 +167,18 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
     engine = build_engine(job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest)
+    pool = (
+        None
+        if job.environment is None
+        else EnvironmentPool.of(with_tool_arguments(job.environment, job.tokenizer), job.journal)
+    )
     try:
+        draws: BeginsGenerations = engine
+        if pool is not None and job.environment is not None:
+            pool.start()
+            draws = EpisodeEngine(engine, pool, job.tokenizer, job.environment, job.seed)
         load(engine, job.source)
-        generation = engine.start(job.requests, job.options)
+        generation = draws.start(job.requests, job.options)
         waiting: dict[int, Sample] = {}
         """Complete samples that have to follow others, by place."""
         done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
@@ -147,10 +188,13 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
             while given in waiting:
                 yield waiting.pop(given)
                 given += 1
-            tokens = done.tokens + sum(sample.engine_logprobs.numel() for _, sample in complete)
-            done = Progress(done.samples + len(complete), tokens, time.monotonic() - started)
+            tokens = done.tokens + sum(sample.drawn_count for _, sample in complete)
+            rewards = done.rewards + tuple(episode_score(sample) for _, sample in complete if sample.rewards is not None)
+            done = Progress(done.samples + len(complete), tokens, time.monotonic() - started, rewards)
             progress(done)
     finally:
+        if pool is not None:
+            pool.close()
         engine.shutdown()
 
 
@@ -187,6 +231,15 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     """A sample of the job as its line of the output has it."""
     prompt = job.prompts[sample.prompt_id]
+    episode: dict[str, Any] = {}
+    if job.environment is not None:
+        marks = torch.ones(len(sample.response)) if sample.drawn is None else sample.drawn
+        episode = {
+            "score": episode_score(sample),
+            "turns": transcript(sample, job.tokenizer),
+            "drawn": marks.int().tolist(),
+            "prompt_tokens": prompt.tokens.tolist(),
+        }
     return {
         "prompt": prompt.text,
         "response": job.tokenizer.decode(sample.response),
@@ -195,6 +248,20 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "tokens": sample.response.tolist(),
         "logprobs": sample.engine_logprobs.tolist(),
-        "weight_version": int(sample.weight_versions[0]),
+        "weight_version": int(sample.weight_versions.max()),  # given tokens have none
         "metadata": dict(prompt.metadata),
+        **episode,
     }
+
+
+def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
+    """An episode of the job as chat messages."""
+    prompt = job.prompts[sample.prompt_id]
+    answers = [outcome.observation for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))]
+    said = conversation(sample, prompt, answers, job.tokenizer)
+    return said | {"score": episode_score(sample), "prompt_index": prompt.id, "sample_index": sample.sample_index}
+
+
+def episode_score(sample: Sample) -> float:
+    """The sum of an episode's rewards; not a number where it was lost."""
+    return 0.0 if sample.rewards is None else float(sample.rewards.sum())

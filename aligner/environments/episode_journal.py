@@ -63,6 +63,11 @@ class EpisodeJournal:
             entries = self._episodes.get(episode, [])
             return entries[call].outcome if call < len(entries) and entries[call].asked == _digest(asked) else None
 
+    def answers(self, episode: str) -> list[Outcome]:
+        """All that was answered to an episode, in order."""
+        with self._lock:
+            return [entry.outcome for entry in self._episodes.get(episode, [])]
+
     @writing()
     def record(self, episode: str, call: int, asked: Sequence[Any], outcome: Outcome) -> None:
         """Note an answer; it replaces those of the episode from this call on. Raises OSError, which names the file."""

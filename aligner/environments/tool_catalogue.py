@@ -78,7 +78,7 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
     return sandbox, gaps
 
 
-def with_tools(settings: EnvironmentConfig, tokenizer: Tokenizer) -> EnvironmentConfig:
+def with_tool_arguments(settings: EnvironmentConfig, tokenizer: Tokenizer) -> EnvironmentConfig:
     """The environment with the tools that it runs in its arguments, as an `EnvironmentPool` takes it; as it is without any.
 
     Raises ConfigError as `list_tools` and `sandbox_here`, and for a model whose chat template writes no tool calls.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Sample
+from aligner.data.transcripts import branch_texts, transcript
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, RecordWriter
@@ -55,24 +55,12 @@ class Recorder:
                 "prompt": prompts[index].text,
                 "response": self.tokenizer.decode(samples[index].response),
                 "reward": float(result.scores[index]),
-                **self._transcript(samples[index]),
+                **({} if samples[index].drawn is None else {"turns": transcript(samples[index], self.tokenizer)}),
+                **({"branches": branch_texts(samples[index], self.tokenizer)} if samples[index].branches else {}),
             }
             for index in range(0, len(samples), -(-len(samples) // count))
         ]
         self.samples.write(step, records)
-
-    def _transcript(self, sample: Sample) -> dict[str, list[dict[str, str]]]:
-        """What was said in an episode of several turns, and by whom; and in its branches, each after all that it read."""
-        decode, told = self.tokenizer.decode, {}
-        if sample.drawn is not None:
-            turns = [decode(turn) for turn in sample.turns()]
-            told["turns"] = [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]
-        if sample.branches:
-            told["branches"] = [
-                {"prompt": decode(branch.tokens[: branch.prompt_length]), "response": decode(branch.response)}
-                for branch in sample.branches
-            ]
-        return told
 
 
 class StopCondition:

@@ -18,7 +18,7 @@ from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, 
 from aligner.engines.episodes import EpisodeEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.python_sandbox import PythonSandbox
-from aligner.environments.tool_catalogue import tool_schemas, with_tools
+from aligner.environments.tool_catalogue import tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.environment import EnvironmentConfig
@@ -94,7 +94,7 @@ def episodes(tmp_path: Path, template: str, turns: Sequence[str], **given: objec
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n")
     data = DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000)
     (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(settings)).take(0, 1)
-    pool = EnvironmentPool.of(with_tools(settings, tokenizer))
+    pool = EnvironmentPool.of(with_tool_arguments(settings, tokenizer))
     try:
         pool.start()
         end = tokenizer.single_token(FORMS[template][1], "the end of a turn")

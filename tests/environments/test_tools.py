@@ -20,7 +20,7 @@ import pytest
 
 from aligner.environments import environment_worker
 from aligner.environments.environment_pool import EnvironmentPool
-from aligner.environments.tool_catalogue import describe_tools, list_tools, tool_schemas, with_tools
+from aligner.environments.tool_catalogue import describe_tools, list_tools, tool_schemas, with_tool_arguments
 from aligner.environments.tool_environment import ToolEnvironment
 from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig
@@ -37,7 +37,7 @@ def settings(**given: Any) -> EnvironmentConfig:
 
 def arguments(**given: Any) -> dict[str, Any]:
     """What the environment is made with."""
-    return json.loads(json.dumps(with_tools(settings(**given), chat_model("bytes", "qwen")).arguments))
+    return json.loads(json.dumps(with_tool_arguments(settings(**given), chat_model("bytes", "qwen")).arguments))
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +155,7 @@ def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_st
 
 @pytest.mark.slow
 def test_an_episode_goes_on_with_its_servers_state_after_its_process_is_lost():
-    given = with_tools(settings(mcp=[SERVER]), chat_model("bytes", "qwen"))
+    given = with_tool_arguments(settings(mcp=[SERVER]), chat_model("bytes", "qwen"))
     pool = EnvironmentPool.of(given)
     try:
         pool.start()
@@ -265,4 +265,4 @@ def test_a_tool_that_is_not_there_is_refused_by_name(given, expected):
 
 def test_a_model_whose_template_writes_no_calls_has_no_tools():
     with pytest.raises(ConfigError, match="chat template writes no tool calls"):
-        with_tools(settings(), chat_model("bytes", "chatml"))
+        with_tool_arguments(settings(), chat_model("bytes", "chatml"))

@@ -1,0 +1,62 @@
+"""What was said in episodes that were sampled: as texts by turns, and as chat messages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from aligner.data.chat_turns import ChatTurns
+from aligner.data.tokenizer import Messages, Tokenizer
+from aligner.data.tool_calls import format_of
+from aligner.data.types import Prompt, Sample
+from aligner.errors import AlignerError
+
+
+def transcript(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Its turns, each under who said it, `policy` or `environment`."""
+    turns = [tokenizer.decode(turn) for turn in sample.turns()]
+    return [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]
+
+
+def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """What was said in each of its branches, behind all that it read."""
+    return [
+        {"prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]), "response": tokenizer.decode(branch.response)}
+        for branch in sample.branches
+    ]
+
+
+def conversation(
+    sample: Sample, prompt: Prompt, answers: Sequence[str | list[dict[str, str]]], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The `messages` of an episode, and the prompt's `tools` where it has any, as demonstrations are given.
+
+    `answers` are what the environment said, before the first turn and after each. Where they are messages, so is the prompt,
+    and a turn's tool calls are told apart; where they are texts the environment is the user, as who wrote the prompt is.
+    """
+    if any(isinstance(answer, list) and answer for answer in answers):
+        return _of_chat(sample, prompt.metadata, [answer for answer in answers if isinstance(answer, list)], tokenizer)
+    said = [("user", prompt.text)]
+    for turn in transcript(sample, tokenizer):
+        [(who, text)] = turn.items()
+        role = {"policy": "assistant", "environment": "user"}[who]
+        said[-1:] = [(role, said[-1][1] + text)] if said[-1][0] == role else [said[-1], (role, text)]
+    return {"messages": [{"role": role, "content": text} for role, text in said]}
+
+
+def _of_chat(sample: Sample, asked: Mapping[str, Any], answers: Sequence[Messages], tokenizer: Tokenizer) -> dict[str, Any]:
+    chat, tools = ChatTurns(tokenizer, format_of(tokenizer)), asked.get("tools")
+    said = [*asked["messages"]]
+    turns = [turn for turn in sample.turns()[::2] if len(turn)]
+    for place, turn in enumerate(turns):
+        said.append(_said(chat, said, tools, turn, tokenizer))
+        if place < len(turns) - 1:
+            said += answers[place + 1]
+    return {"messages": said} | ({} if tools is None else {"tools": tools})
+
+
+def _said(chat: ChatTurns, before: Messages, tools: Any, turn: Tensor, tokenizer: Tokenizer) -> Mapping[str, Any]:
+    try:
+        return chat.said(chat.begin(before, tools), turn).messages[0]
+    except AlignerError:  # it was cut
+        return {"role": "assistant", "content": tokenizer.decode(turn)}
