@@ -110,11 +110,16 @@ def all_turns(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[Prompt
 
 def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> list[str]:
     """The conversation's text in parts, of which every second, from the second on, is an answer."""
-    parts, before = [], ""
+    parts, before = list[str](), ""
     for place, message in enumerate(said[1:], start=2):
         if message["role"] != _ASSISTANT:
             continue
         asked, answered = _turn(record, name, said[:place], tokenizer)
+        if not asked.startswith(before):  # some templates put an end-of-sequence token behind a conversation
+            ends = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.eos_token_ids]
+            shorter = [before.removesuffix(end) for end in ends if asked.startswith(before.removesuffix(end))]
+            if shorter:
+                parts[-1], before = parts[-1][: len(shorter[0]) - len(before)], shorter[0]
         if not asked.startswith(before):
             raise BadRecord(
                 f"{record.origin}: {name}: the model's chat template words earlier turns differently once the conversation"
@@ -151,6 +156,9 @@ def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tu
             f"{record.origin}: {name}: the model's chat template words the prompt differently once it is answered, so that no"
             " response can be told from it; give plain text"
         )
+    names = [call.get("function", {}).get("name") for call in said[-1].get("tool_calls") or []]
+    if lost := [tool for tool in names if str(tool) not in answered[len(asked) :]]:
+        raise BadRecord(f"{record.origin}: {name}: the model's chat template does not word tool calls, such as {lost[0]!r}")
     return asked, answered
 
 

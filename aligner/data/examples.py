@@ -182,8 +182,9 @@ def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataC
     for segment, part, mask in zip(segments, parts, learned, strict=True):
         mask[: tokenizer.end_of(part)] = segment.is_answer
     tokens, mask = torch.cat(parts), torch.cat(learned)
-    # A template may have an answer's end behind what it marks as the answer.
-    mask[1:] |= tokenizer.ends(tokens)[1:] & mask[:-1]
+    # A template may have an answer's end behind what it marks as the answer, or have only the next turn's beginning end it.
+    ends = tokenizer.ends(tokens)
+    mask[1:] |= ends[1:] & mask[:-1] & ~ends[:-1]
     if data.end_of_sequence:
         tokens = tokenizer.ended(tokens)
         mask = torch.cat([mask, mask.new_ones(1)])[: tokens.numel()]

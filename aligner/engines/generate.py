@@ -175,7 +175,10 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     try:
         draws: BeginsGenerations = engine
         if pool is not None and job.environment is not None:
-            pool.start()
+            try:
+                pool.start()
+            except ConfigError as error:
+                raise ConfigError(f"environment.target: {error}") from error
             draws = EpisodeEngine(engine, pool, job.tokenizer, job.environment, job.seed)
         load(engine, job.source)
         generation = draws.start(job.requests, job.options)

@@ -29,6 +29,7 @@ from aligner.servers.reward_server import Scoring
 from aligner.servers.validation import Limits
 from aligner.training.offline_tasks import demonstration_rows
 from aligner.training.preference_sampling import preferences
+from tests.data.chat_models import chat_model
 
 BOS, EOS, END, HEAD, HEAD_END = "<|begin|>", "<|end|>", "<|im_end|>", "<|im_start|>", "<|head_end|>"
 CHATML = (
@@ -340,6 +341,51 @@ def test_tool_calls_their_results_and_tools_go_to_the_template_as_they_are(tmp_p
     preference = {"chosen": said, "rejected": [*said[:-1], {"role": "assistant", "content": "four"}], "tools": FUNCTIONS}
     (pair,) = open_preferences(records(tmp_path, preference), tokenizer, 1).take(0, 1)
     assert texts(tokenizer, pair.rejected.tokens).endswith(f"four{END}") and "Grüße" in texts(tokenizer, pair.chosen.tokens)
+
+
+LOOK = {"id": "000000001", "type": "function", "function": {"name": "look", "arguments": {"at": "1"}}}
+EPISODE = [
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "content": "", "tool_calls": [LOOK]},
+    {"role": "tool", "name": "look", "tool_call_id": "000000001", "content": "there"},
+    {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "yes?"},
+    {"role": "assistant", "content": "no"},
+]
+HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("qwen", [f"{HERMES}<|end|>", "so<|end|>", "no<|end|>"]),
+        ("reasons_apart", [f"\n</think>\n\n{text}<|end|>" for text in (HERMES, "so", "no")]),
+        ("llama", ['{"name": "look", "parameters": {"at": "1"}}<|end|>', "so<|end|>", "no<|end|>"]),
+        (
+            "mistral",
+            ['[TOOL_CALLS] [{"name": "look", "arguments": {"at": "1"}, "id": "000000001"}]</s>', " so</s>", " no</s>"],
+        ),
+        ("phi", ["so<|end|>", "no<|end|>\n</s>"]),
+        ("glm", ["so<|user|>", "no<|end|>"]),
+    ],
+)
+def test_every_turn_of_an_episode_is_learned_with_its_calls_and_its_end_as_the_model_would_draw_it(
+    tmp_path: Path, template: str, said: list[str]
+) -> None:
+    tokenizer = chat_model("bytes", template)
+    has_calls, tools = len(said) == 3, [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    row: dict[str, Any] = {"messages": EPISODE, "tools": tools} if has_calls else {"messages": [EPISODE[0], *EPISODE[3:]]}
+    data = records(tmp_path, row, learned_turns="all")
+    (found,) = open_demonstrations(data, tokenizer, 1).take(0, 1)
+    text = tokenizer.chat_template.render(row["messages"], row.get("tools"), add_generation_prompt=False)
+    assert text.startswith(texts(tokenizer, found.tokens).removesuffix("<|end|>"))
+    assert learned(tokenizer, found) == said
+
+
+def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path) -> None:
+    data = records(tmp_path, {"messages": EPISODE}, learned_turns="all")
+    with pytest.raises(ConfigError, match="the model's chat template does not word tool calls, such as 'look'"):
+        open_demonstrations(data, chat_model("bytes", "chatml"), 1)
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,19 @@ def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(pla
         assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
 
 
+def test_of_an_episode_that_was_drawn_what_the_policy_said_is_learned_alone(plain, data):
+    tokens = plain.encode("it is 2").tolist()
+    record = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "stop"}
+    drawn = [1, 1, 1, 0, 0, 1, 1]
+    for settings in ({}, {"learned_turns": "all"}):
+        (found,) = open_demonstrations(data({**record, "drawn": drawn}, **settings), plain, 1).take(0, 1)
+        assert found.tokens[found.prompt_length :].tolist() == tokens and found.learned is not None
+        assert found.learned.tolist() == [False] * found.prompt_length + [bool(each) for each in drawn]
+    for wrong in (drawn[1:], [0] * 7, [1, 1, 1, 2, 0, 1, 1], "1110011"):
+        with pytest.raises(ConfigError, match="`drawn` must be a list of 0 and 1, one for each of the 7 `tokens`"):
+            open_demonstrations(data({**record, "drawn": wrong}), plain, 1)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

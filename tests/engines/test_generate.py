@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner import cli
+from aligner.data.examples import open_demonstrations
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.engines import generate
 from aligner.engines.build import build_engine
-from aligner.schema import Config, EngineConfig, RunConfig
+from aligner.schema import Config, DataConfig, EngineConfig, RunConfig
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from tests.megatron import checkpoint_jobs, families
 
@@ -131,6 +132,53 @@ def test_a_runs_last_checkpoint_says_what_its_export_says(pool, model, prompts, 
     assert len({output.read_bytes() for output in outputs}) == 1
     untrained = [greedily(model(family), prompt["prompt"], 1)[1][0] for prompt in PROMPTS]
     assert max(abs(record["logprobs"][0] - logprob) for record, logprob in zip(found, untrained, strict=True)) > 0.01
+
+
+def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_from(
+    model, prompts, tmp_path, aligner_generate
+):
+    directory, tokenizer = model("llama3"), Tokenizer(model("llama3"))
+    teller = ("environment.target=tests.engines.teller:Teller", "+environment.arguments.turns=2", 'environment.turn_end="]"')
+    options = ("--prompts", prompts, "--samples", 32, "--max-new-tokens", 40, "--batch-size", 96)
+    outputs = [tmp_path / name for name in ("all.jsonl", "good.jsonl", "said.jsonl")]
+    for output, more in zip(outputs, ((), ("--min-score", 3), ("--min-score", 3, "--as-messages")), strict=True):
+        code, _, error = aligner_generate(directory, *options, "--output", output, *more, *teller)
+        assert code == 0 and "mean score" in error and "; 0 lost" in error
+    every, good, said = map(records, outputs)
+    better = [record["tokens"] for record in every if record["score"] >= 3]
+    assert len(every) == 96 and [record["tokens"] for record in good] == better and 0 < len(good) < 96
+    for record, conversation in zip(good, said, strict=True):
+        assert [who for turn in record["turns"] for who in turn] == ["environment", "policy"] * 2
+        texts = [text for turn in record["turns"] for text in turn.values()]
+        assert texts[::2] == ["s", "n1;"] and record["response"] == "".join(texts)
+        assert [logprob == 0 for logprob in record["logprobs"]] == [mark == 0 for mark in record["drawn"]]
+        assert conversation["messages"] == [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant") * 2, (record["prompt"] + "s", *texts[1:]), strict=True)
+        ]
+    data = DataConfig(path=str(outputs[1]), shuffle=False, max_prompt_tokens=40, max_response_tokens=40)
+    for record, found in zip(good, open_demonstrations(data, tokenizer, 1).take(0, len(good)), strict=True):
+        assert found.tokens.tolist() == record["prompt_tokens"] + record["tokens"]
+        assert found.learned is not None and found.learned[found.prompt_length :].int().tolist() == record["drawn"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine.exact=true"], "engine.exact: not read here; allowed: environment.KEY=VALUE"),
+        (["--min-score", "1"], "of episodes; give environment.target=module:Class"),
+        (["environment.max_turns=2"], "environment.max_turns=2"),
+        (
+            ["environment.target=tests.engines.teller:Nobody"],
+            "environment.target: module 'tests.engines.teller' has no attribute 'Nobody'",
+        ),
+    ],
+)
+def test_what_no_episodes_can_be_drawn_with_is_told(model, prompts, tmp_path, aligner_generate, arguments, message):
+    output = tmp_path / "out.jsonl"
+    options = ("--prompts", prompts, "--output", output, "--max-new-tokens", 9)
+    code, _, error = aligner_generate(model("llama3"), *options, *arguments)
+    assert code == 2 and message in error and not output.exists()
 
 
 def test_the_samples_of_a_prompt_differ_and_come_in_order_the_same_whatever_the_batch(
