@@ -86,7 +86,11 @@ class ChildFunction:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1)
+            # One hash of texts in all of them, so that what hangs on the order of a set is the same on every rank.
+            environment = {"PYTHONHASHSEED": "0", **os.environ}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1, env=environment
+            )
             _pipe(self._process.stdin).write(self._settings.encode() + b"\n")
             _pipe(self._process.stdin).flush()
             answer = self._answer(self._process, _IMPORT_S)

@@ -1,6 +1,7 @@
 """What responses to held-out prompts are worth: scores, passes, wins, each with a 95 % interval."""
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -97,6 +98,16 @@ def evaluation_metrics(scores: Tensor, pass_threshold: float, reference_scores: 
         metrics[name] = float(share.mean())
         if name in ("eval/pass@1", "eval/win_rate"):
             metrics |= _bounds(name, wilson_interval(min(float(share.sum()), prompts), prompts))
+    return metrics
+
+
+def group_metrics(scores: Tensor, pass_threshold: float, groups: Sequence[str]) -> dict[str, float]:
+    """`eval/score/GROUP` and `eval/pass@1/GROUP` with its interval, of scores [P, K] whose prompts are of P groups."""
+    metrics: dict[str, float] = {}
+    for group in sorted(set(groups)):
+        own = evaluation_metrics(scores[torch.tensor([each == group for each in groups])], pass_threshold)
+        metrics[f"eval/score/{group}"] = own["eval/score"]
+        metrics |= {f"eval/pass@1/{group}{end}": own[f"eval/pass@1{end}"] for end in ("", "_low", "_high")}
     return metrics
 
 

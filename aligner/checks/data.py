@@ -1,8 +1,10 @@
 """The records that a run learns from, against the trainer and the model."""
 
+import difflib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from aligner.errors import ConfigError
@@ -11,6 +13,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources, is_dataset
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema.reasoning_tasks import ReasoningTask, reasoning_tasks
 
 _RECORDS = {
     "online": "prompt",
@@ -39,6 +42,8 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    if data.tasks:
+        yield from _task_problems(reasoning_tasks(data.tasks))
     if not sources and not config.algorithm.generates:
         yield f"data.prompts: prompts alone are nothing for algorithm.trainer={trainer} to learn from; give data.path=FILE"
     if not sources and any(not prompt.strip() for prompt in data.prompts):
@@ -46,6 +51,29 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     for source in sources:
         if not is_expected(source.path, expected) and (problem := path_problem(source.path, trainer)):
             yield f"{source.given_as}: {problem}"
+
+
+def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
+    """What is wrong with tasks of reasoning_gym, by the library itself."""
+    try:
+        from reasoning_gym.factory import CURRICULA, DATASETS
+    except ImportError as error:
+        yield f"data.tasks: reading them needs the extra reasoning_gym: pip install 'aligner[reasoning_gym]': {error}"
+        return
+    for place, task in enumerate(tasks):
+        key = f"data.tasks[{place}]"
+        if task.name not in DATASETS:
+            near = difflib.get_close_matches(task.name, DATASETS, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(DATASETS))}"
+            yield f"{key}={task.name}: reasoning_gym has no such task; {hint}"
+            continue
+        if task.difficulty is not None and task.name not in CURRICULA:
+            yield f"{key}.difficulty: {task.name} has no levels of difficulty; give its config"
+        allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
+        for entry in sorted(task.config.keys() - allowed):
+            near = difflib.get_close_matches(entry, allowed, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(allowed))}"
+            yield f"{key}.config.{entry}: {task.name} has no such setting; {hint}"
 
 
 def path_problem(path: Path, trainer: str) -> str | None:

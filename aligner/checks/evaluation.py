@@ -6,7 +6,7 @@ from pathlib import Path
 from aligner.checks.data import path_problem
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
-from aligner.schema import Config, EvaluationConfig
+from aligner.schema import Config
 from aligner.schema.data_sources import fields_problems
 from aligner.schema.scoring_functions import function_problem
 
@@ -19,14 +19,17 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     elif trainer not in ("online", "preferences") and settings.every and not config.data.held_out:
         yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
     if trainer == "online":
-        yield from _online_problems(settings, expected)
+        yield from _online_problems(config, expected)
 
 
-def _online_problems(settings: EvaluationConfig, expected: ExpectedInputs) -> Iterator[str]:
-    if settings.every and settings.path is None and not settings.prompts:
+def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+    settings, questions = config.evaluation, bool(config.data.tasks) and config.evaluation.questions
+    if questions and (settings.path is not None or settings.prompts):
+        yield f"evaluation.questions={questions}: evaluation.path or evaluation.prompts is given as well; give one of them"
+    if settings.every and settings.path is None and not settings.prompts and not questions:
         yield (
             f"evaluation.every={settings.every}: there is nothing to evaluate on; give evaluation.path=FILE or"
-            " evaluation.prompts=[…]"
+            " evaluation.prompts=[…], or with data.tasks evaluation.questions=NUMBER"
         )
     if settings.path is not None and settings.prompts:
         yield "evaluation.prompts: evaluation.path is given as well; give one of them"

@@ -29,7 +29,7 @@ from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
 from aligner.schema import DataConfig, EvaluationConfig
-from aligner.schema.data_sources import DataSource
+from aligner.schema.data_sources import DataSource, task_sources
 
 _EVALUATION_IDS = 2**40
 """The first id of a prompt that is evaluated on."""
@@ -87,7 +87,10 @@ def open_evaluation_prompts(
         drawn_tokens(record.values, "reference", record.origin, tokenizer)
         return _parsed(with_tools(record, tools), tokenizer, data, messages)
 
-    if settings.path is None:
+    if settings.questions and data.tasks:
+        each = [source_examples(source, parse)[0] for source in task_sources(data, settings.questions)]
+        prompts = [prompt for prompts in zip(*each, strict=False) for prompt in prompts]
+    elif settings.path is None:
         prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
     else:
         source = DataSource("evaluation", Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)

@@ -90,7 +90,7 @@ def source_examples(
     source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
 ) -> tuple[list[Example], list[str]]:
     """One source's examples and notices, as `read_examples`."""
-    lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s)
+    lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments)
     return convert(lines, parse, source.given_as, skip=skip, fields=source.fields)
 
 
@@ -105,7 +105,7 @@ def given_examples(
 def has_steps(data: DataConfig) -> bool:
     """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as `read_examples` does."""
     source = data_sources(data)[0]
-    for line in read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s):
+    for line in read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments):
         try:
             return "steps" in _record(line, source.fields).values
         except BadRecord:
@@ -144,14 +144,21 @@ def convert(
     return kept, [notice]
 
 
-def read_lines(path: Path, key: str, kind: str | None = None, timeout_s: float | None = None) -> list[Line]:
+def read_lines(
+    path: Path,
+    key: str,
+    kind: str | None = None,
+    timeout_s: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[Line]:
     """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory or a function.
 
     `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the path was
-    given with, for messages; `timeout_s` is a function's deadline. Raises ConfigError for what cannot be read or is empty.
+    given with, for messages; `timeout_s` is a function's deadline, `arguments` what it is called with. Raises ConfigError for
+    what cannot be read or is empty.
     """
     if str(path).startswith(FUNCTION):
-        return list(_function_lines(path, key, timeout_s))
+        return list(_function_lines(path, key, timeout_s, arguments or {}))
     if path.is_dir():
         return list(_dataset_lines(path, key))
     standard_input = str(path) == "-"
@@ -170,11 +177,11 @@ def read_lines(path: Path, key: str, kind: str | None = None, timeout_s: float |
     return [Line(line, f"{name}:{number}", is_json=kind == "jsonl") for number, line in enumerate(lines, start=1)]
 
 
-def _function_lines(path: Path, key: str, timeout_s: float | None) -> Iterator[Line]:
+def _function_lines(path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]) -> Iterator[Line]:
     module, _, name = str(path).removeprefix(FUNCTION).partition(":")
     function = ChildFunction(module, name, through=f"{__name__}:yielded", deadline_s=timeout_s)
     try:
-        records = function()
+        records = function(dict(arguments))
     except ChildRaised as error:
         raise ConfigError(f"{key}{path}: it failed with {error}") from error
     except ChildLost as error:
@@ -191,9 +198,9 @@ def _function_lines(path: Path, key: str, timeout_s: float | None) -> Iterator[L
         yield Line(values, f"{path}[{index}]")
 
 
-def yielded(function: Callable[[], Iterable[Any]]) -> list[tuple[dict[str, Any] | None, str]]:
+def yielded(function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]) -> list[tuple[dict[str, Any] | None, str]]:
     """The records that a function yields, None for what is no mapping, and their types: how a child process calls one."""
-    return [(dict(values) if isinstance(values, Mapping) else None, type(values).__name__) for values in function()]
+    return [(dict(values) if isinstance(values, Mapping) else None, type(values).__name__) for values in function(**arguments)]
 
 
 def _dataset_lines(path: Path, key: str) -> Iterator[Line]:

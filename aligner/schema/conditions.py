@@ -1,8 +1,9 @@
 """When a run reads a key: conditions over the values of other keys, as the schema writes them beside a key's help.
 
 `algorithm.loss=clip|cispo` holds for one of these values, each a pattern as in file names, `!=` for any other value, and
-`rollout.spare_prompts>0` for a larger number; `null` and `{}` stand for none. A key that begins with a dot is in the section
-that the condition is written in. Terms are joined by `and`, and these by `or`; of several conditions in a tuple all must hold.
+`rollout.spare_prompts>0` for a larger number; `null`, `{}` and `[]` stand for none. A key that begins with a dot is in
+the section that the condition is written in. Terms are joined by `and`, and these by `or`; of several conditions in a tuple
+all must hold.
 """
 
 import re
@@ -38,7 +39,7 @@ class Term:
             return f"{self.key} above {values}"
         if self.sign == "=":
             return f"{self.key}={values}"
-        return f"{self.key} given" if self.values[0] in ("null", "{}") else f"{self.key} other than {values}"
+        return f"{self.key} given" if self.values[0] in ("null", "{}", "[]") else f"{self.key} other than {values}"
 
 
 Alternatives = tuple[tuple[Term, ...], ...]

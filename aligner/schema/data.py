@@ -21,11 +21,22 @@ class DataConfig:
     function_timeout_s: float = option(
         3600.0, "deadline of a Python function that yields records, which has a process of its own", minimum=0.1
     )
-    prompts: list[str] = option([], "prompts given in place, instead of a file", read=".path=null and .sources={}")
+    tasks: list[Any] = option(
+        [],
+        "tasks of reasoning_gym instead of data.path, mixed by weight: each a name, or {name, weight, questions, seed,"
+        " difficulty, config}",
+    )
+    task_prompt: str = option("{question}", "what the prompt of a task's question is", read=".tasks!=[]")
+    task_messages: bool = option(
+        False, "it is a message of the user's, worded by the model's chat template, not a plain text", read=".tasks!=[]"
+    )
+    prompts: list[str] = option(
+        [], "prompts given in place, instead of a file", read=".path=null and .sources={} and .tasks=[]"
+    )
     fields: dict[str, Any] = option(
         {},
         "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields",
-        read=".path!=null or .sources!={}",
+        read=".path!=null or .sources!={} or .tasks!=[]",
     )
     skip_bad_records: bool = option(False, "leave out records that are not as they must be, and say how many")
     prompt_after: str | None = option(

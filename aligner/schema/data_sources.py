@@ -2,13 +2,14 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.options import is_finite_number
+from aligner.schema.reasoning_tasks import reasoning_tasks
 
 _ENTRIES = ("path", "weight", "fields")
 
@@ -25,6 +26,8 @@ class DataSource:
     """Our name of a field to the data's own."""
     timeout_s: float = DataConfig.function_timeout_s
     """For a function to yield its records."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What a function is called with."""
 
     @property
     def given_as(self) -> str:
@@ -37,6 +40,8 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
 
     Raises ConfigError with one line for each thing that is wrong.
     """
+    if data.tasks and data.path is None and not data.sources:
+        return task_sources(data, None)
     problems = list(_misplaced(data))
     problems += [problem for key, entries in _entries(data) for problem in _source_problems(key, entries)]
     if problems:
@@ -53,8 +58,29 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
     )
 
 
+def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
+    """A source for each of `data.tasks`: what is learned from, or so many held-out questions of each.
+
+    Raises ConfigError with one line for each thing that is wrong.
+    """
+    tasks = reasoning_tasks(data.tasks)
+    if "{question}" not in data.task_prompt:
+        raise ConfigError(f"data.task_prompt={data.task_prompt!r}: has no {{question}} to put a task's question for")
+    shared = {"prompt": data.task_prompt, "messages": data.task_messages, "held_out": held_out is not None}
+    sources = []
+    for place, task in enumerate(tasks):
+        arguments = asdict(task) | shared | {"questions": held_out or task.questions}
+        del arguments["weight"]
+        key = f"data.tasks[{place}]"
+        sources.append(DataSource(key, _QUESTIONS, task.weight, data.fields, data.function_timeout_s, arguments))
+    return tuple(sources)
+
+
 FUNCTION = "function:"
 """What a path begins with that is a Python function: `function:MODULE:CALLABLE`."""
+
+
+_QUESTIONS = Path(f"{FUNCTION}aligner.data.reasoning_questions:questions")
 
 
 def is_dataset(path: Path) -> bool:
@@ -65,8 +91,11 @@ def is_dataset(path: Path) -> bool:
 def _misplaced(data: DataConfig) -> Iterator[str]:
     if data.path is not None and data.sources:
         yield "data.sources: data.path is given as well; give all of them as sources, or data.path alone"
+    if data.tasks:
+        given = "data.path" if data.path is not None else "data.sources"
+        yield f"data.tasks: {given} is given as well; give one of them"
     if data.path is None and not data.sources and not data.prompts:
-        yield "data: no prompts or other records; give data.path=FILE, data.sources or data.prompts=[…]"
+        yield "data: no prompts or other records; give data.path=FILE, data.sources, data.tasks=[…] or data.prompts=[…]"
     yield from fields_problems("data.fields", data.fields)
 
 

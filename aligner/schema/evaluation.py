@@ -19,6 +19,12 @@ class EvaluationConfig:
     path: str | None = option(None, "held-out prompts, in a file or directory as data.path; `reference` is a good response")
     fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields", read=".path!=null")
     prompts: list[str] = option([], "held-out prompts given in place, instead of a file")
+    questions: int = option(
+        0, "so many held-out questions of each of data.tasks, instead of a file", minimum=0, read="data.tasks!=[]"
+    )
+    group_by: str | None = option(
+        None, "a field of the records, such as task: scores and passes are told of each of its values too (eval/score/VALUE)"
+    )
     count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
     samples: int = option(1, "responses a prompt", minimum=1)
     greedy: bool | None = option(None, "take the most probable token instead of drawing; with one response a prompt when null")

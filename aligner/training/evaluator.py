@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
+from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics, perplexity
 from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -113,6 +113,9 @@ class Evaluator:
         scores = self._scores(prompts, samples).view(len(self.prompts), -1)
         lost = int(scores.isnan().sum())
         metrics = evaluation_metrics(scores.nan_to_num(), self.settings.pass_threshold, references)
+        if (field := self.settings.group_by) is not None:
+            groups = [str(prompt.metadata.get(field)) for prompt in self.prompts]
+            metrics |= group_metrics(scores.nan_to_num(), self.settings.pass_threshold, groups)
         if lost:
             metrics["eval/lost_episodes"] = float(lost)
         batch = collate(samples, self.tokenizer.pad_token_id)
