@@ -1,6 +1,7 @@
 """Questions of reasoning_gym, and what an answer to one is worth: what runs in child processes, which alone import it.
 
-A question is a pure function of its task, settings and seed: it is made with the global random state set for it, and `child_function` has all children hash texts alike.
+A question is a pure function of its task, settings and seed: it is made with the global random state set for it, and
+`child_function` has all children hash texts alike.
 """
 
 import json
