@@ -24,7 +24,7 @@ class DataConfig:
     tasks: list[Any] = option(
         [],
         "tasks of reasoning_gym instead of data.path, mixed by weight: each a name, or {name, weight, questions, seed,"
-        " difficulty, config}",
+        " difficulty, config, fields}",
     )
     task_prompt: str = option("{question}", "what the prompt of a task's question is", read=".tasks!=[]")
     task_messages: bool = option(

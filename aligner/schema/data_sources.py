@@ -70,9 +70,10 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
     sources = []
     for place, task in enumerate(tasks):
         arguments = asdict(task) | shared | {"questions": held_out or task.questions}
-        del arguments["weight"]
+        del arguments["weight"], arguments["fields"]
+        names = task.fields or data.fields
         key = f"data.tasks[{place}]"
-        sources.append(DataSource(key, _QUESTIONS, task.weight, data.fields, data.function_timeout_s, arguments))
+        sources.append(DataSource(key, _QUESTIONS, task.weight, names, data.function_timeout_s, arguments))
     return tuple(sources)
 
 

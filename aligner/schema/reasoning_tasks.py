@@ -23,6 +23,9 @@ class ReasoningTask:
     difficulty: tuple[int, int] | None = None
     """The level of its curriculum at the first question and at the last; None: the task's own defaults."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own settings."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a record's field to that of `reasoning_questions.questions`; none: `data.fields`."""
 
 
 _ENTRIES = tuple(entry.name for entry in fields(ReasoningTask))
@@ -67,6 +70,9 @@ def _wanted(name: str, value: Any) -> str | None:
         return None if _is_level(value) and 0 < value <= MOST_QUESTIONS else f"a whole number, 1 to {MOST_QUESTIONS}"
     if name == "seed":
         return None if _is_level(value) and value <= LARGEST_SEED else f"a whole number, 0 to {LARGEST_SEED}"
+    if name == "fields":
+        good = isinstance(value, Mapping) and all(isinstance(theirs, str) for theirs in value.values())
+        return None if good else "a mapping of our names to the record's"
     if name == "config":
         return None if isinstance(value, Mapping) else "a mapping of the task's own settings"
     levels = [value] if not isinstance(value, list) else value

@@ -15,7 +15,8 @@ FITS_ALONE = {"model", "dry_run"}
 """Sections that nothing else constrains: a model is checked by reading its shape."""
 SHARED = {"trained_model"}
 """What several sections have in common."""
-OF_SCHEMA = {"conditions", "data_sources", "derived", "keys", "options", "references", "reward_sources", "scoring_functions"}
+OF_SCHEMA = {"conditions", "data_sources", "derived", "keys", "options", "reasoning_tasks", "references", "reward_sources"}
+OF_SCHEMA |= {"scoring_functions"}
 """Files of the schema about what several sections say together."""
 
 

@@ -65,7 +65,7 @@ def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
         resolve_scorer("sentiment")
 
 
-@pytest.mark.parametrize("name", [name for name in (*FUNCTIONS, *RULES) if name != "math"])  # needs an extra
+@pytest.mark.parametrize("name", [name for name in (*FUNCTIONS, *RULES) if name not in ("math", "reasoning_gym")])
 def test_every_built_in_scorer_is_there(name):
     (score,) = resolve_scorer(name)([ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})])
     assert score == {"environment": 0.0, "sentiment": 0.0}.get(name, 1.0)
