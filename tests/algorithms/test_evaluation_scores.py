@@ -11,6 +11,7 @@ import torch
 from aligner.algorithms.evaluation_scores import (
     bootstrap_interval,
     evaluation_metrics,
+    group_metrics,
     pass_at_k,
     perplexity,
     wilson_interval,
@@ -107,3 +108,15 @@ def test_an_evaluation_speaks_of_prompts() -> None:
     assert metrics["eval/win_rate"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2 + 0) / 4)
     assert (metrics["eval/pass@1_low"], metrics["eval/pass@1_high"]) == wilson_interval(4 * 5 / 12, 4)
     assert not any(name.startswith("eval/win_rate") for name in evaluation_metrics(scores, 1.0))
+
+
+def test_each_group_has_the_measures_of_its_own_prompts() -> None:
+    scores = torch.tensor([[1.0, 0.0], [0.2, 0.4], [1.0, 1.0], [0.0, 1.0]])
+    metrics = group_metrics(scores, 1.0, ["a", "b", "a", "b"])
+    for group, own in (("a", scores[[0, 2]]), ("b", scores[[1, 3]])):
+        expected = evaluation_metrics(own, 1.0)
+        for name in ("eval/score", "eval/pass@1"):
+            assert metrics[f"{name}/{group}"] == expected[name]
+        for end in ("_low", "_high"):
+            assert metrics[f"eval/pass@1/{group}{end}"] == expected[f"eval/pass@1{end}"]
+    assert len(metrics) == 8

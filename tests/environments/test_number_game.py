@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aligner.environments.number_game import NumberGame, prompts
+
+LARGEST = 15
+
+
+def played(guess: Callable[[list[str]], str], seed: int, turns: int = 4) -> tuple[list[str], float]:
+    """What was said, and the sum of rewards."""
+
+    async def play() -> tuple[list[str], float]:
+        game, said, total = NumberGame(LARGEST), [], 0.0
+        assert await game.reset({}, seed) == ""
+        for _ in range(turns):
+            answer, reward, done = await game.step(guess(said))
+            said.append(answer)
+            total += reward
+            if done:
+                break
+        return said, total
+
+    return asyncio.run(play())
+
+
+def halving(said: list[str]) -> str:
+    low, high = 1, LARGEST
+    for answer in said:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if answer.startswith("higher") else (low, middle - 1)
+    return f" {(low + high) // 2}\n"
+
+
+def test_halving_finds_every_number_within_four_turns() -> None:
+    assert all(played(halving, seed)[1] == 1.0 for seed in range(60))
+
+
+def test_a_number_is_its_seeds_and_seeds_have_many() -> None:
+    def counting(said: list[str]) -> str:
+        return f"{len(said) + 1}"
+
+    games = [played(counting, seed, LARGEST) for seed in range(60)]
+    assert games == [played(counting, seed, LARGEST) for seed in range(60)]
+    assert {len(said) for said, _ in games} == set(range(1, LARGEST + 1))
+    assert all(said == ["higher\nGuess:"] * (len(said) - 1) + [""] for said, _ in games)
+
+
+def test_what_is_no_guess_is_told_and_costs_a_turn_alone() -> None:
+    for action in ("", "seven", "-3", "7 8", "9" * 5000, "\N{SUPERSCRIPT TWO}"):
+        said, total = played(lambda said, action=action: action if not said else halving(said[1:]), 3, 5)
+        assert said[0] == "a number from 1 to 15\nGuess:" and total == 1.0
+
+
+def test_the_prompt_shows_a_game_as_it_is_played() -> None:
+    shown: list[dict[str, Any]] = list(prompts())
+    assert len(shown) > 1 and len({record["prompt"] for record in shown}) == 1
+    assert shown[0]["prompt"].endswith("Guess a number from 1 to 15.\nGuess:")
