@@ -1,20 +1,24 @@
 """The table of commands: what carries each one out, its help and its arguments."""
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import aligner
 from aligner.environment_variables import OPENMP_WAITS
 from aligner.planner.command import add_plan_arguments
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
+OVERRIDES_COMPLETION = "_aligner_overrides"
+"""The shell function that completes overrides."""
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 _ROLES = "role=generator, critic, reward, or a replica such as reward.1"
 
 
@@ -43,15 +47,26 @@ class Command:
         load(self.function)(parsed)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A command line's arguments, `command` among them; what is wrong with them exits with code 2."""
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
+    parser.add_argument("--version", action="version", version=f"aligner {aligner.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         its_parser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         for add in command.arguments:
             add(its_parser)
-    parsed, rest = parser.parse_known_args(arguments)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """A command line's arguments, `command` among them; what is wrong with them exits with code 2."""
+    parser, given = build_parser(), list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        close = difflib.get_close_matches(given[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        parser.error(f"{given[0]}: no such command; {hint}commands: {', '.join(COMMANDS)}")
+    parsed, rest = parser.parse_known_args(given)
     # argparse gives up on positionals that follow an option.
     if flags := [text for text in rest if text.startswith("-")]:
         parser.error(f"unknown option {flags[0]}")
@@ -71,10 +86,26 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
-_add = partial(methodcaller, "add_argument")
+def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        action: Any = parser.add_argument(*names, **settings)
+        # What shtab reads.
+        if settings.get("type") is Path:
+            action.complete = _FILES
+        elif names == ("overrides",):
+            action.complete = dict.fromkeys(("bash", "zsh"), OVERRIDES_COMPLETION)
+
+    return add
+
+
 _RUN = _add("run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it")
 _OVERRIDES = (
-    _add("overrides", nargs="*", metavar="key=value", help="experiment=NAME, and keys that differ from it"),
+    _add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="experiment=NAME, or model.path, data.path and reward.function; and further keys",
+    ),
     _add("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/"),
 )
 _RANK = (*_OVERRIDES, _add("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides"))
@@ -143,6 +174,11 @@ COMMANDS = {
     "validate": Command(
         "aligner.cli.runs:validate", "check a configuration and print the placement of its roles; start nothing", _OVERRIDES
     ),
+    "new": Command(
+        "aligner.cli.new_experiment:new_experiment",
+        "write a commented experiment with its reward, data and a Slurm cluster file, to edit",
+        (_add("directory", type=Path, metavar="DIR", help="where to; files that exist stay as they are"),),
+    ),
     "status": Command(
         "aligner.cli.runs:status",
         "tell what a run does: its step, reward, pace, time left, and the health of its roles",
@@ -183,6 +219,11 @@ COMMANDS = {
             _add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; as stored if not given"),
             _add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB"),
         ),
+    ),
+    "completion": Command(
+        "aligner.cli.completion:print_completion",
+        "print the script by which a shell completes commands, options, files and overrides",
+        (_add("shell", choices=("bash", "zsh"), help="eval it: docs/running.md"),),
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",

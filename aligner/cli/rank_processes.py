@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 from aligner.cli.command_table import load
-from aligner.config.compose import compose_config, load_config
+from aligner.cli.compositions import composed
+from aligner.config.compose import load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import STOP_SIGNAL
@@ -62,7 +63,7 @@ def _start(parsed: argparse.Namespace) -> Config:
     """Take what the launcher or Slurm has set for the rank; returns its configuration, for which nothing is run first."""
     adopt_environment()
     if parsed.config is None:
-        plan = plan_run(compose_config(parsed.overrides, parsed.config_dir), parsed.config_dir)
+        plan = plan_run(composed(parsed), parsed.config_dir)
         if plan.config.dry_run.scale != "none":
             raise ConfigError(f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner validate` alone")
         if missing := ", ".join(first.name for first in plan.missing):

@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from aligner.config.compose import compose_config, unread_notes
+from aligner.cli.compositions import composed
+from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.environments.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
@@ -46,7 +47,7 @@ def launch(parsed: argparse.Namespace) -> None:
 
 def validate(parsed: argparse.Namespace) -> None:
     """Check a configuration and print where its roles run and what memory they take; start nothing."""
-    plan = _plan(parsed)
+    plan = _plan(parsed, weights=False)
     if plan.config.dry_run.scale != "none":
         validate_dry_run(plan)
         return
@@ -84,9 +85,9 @@ def report(parsed: argparse.Namespace) -> None:
     print(write_report(parsed.run_directory, parsed.output))
 
 
-def _plan(parsed: argparse.Namespace) -> RunPlan:
+def _plan(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
     """What a command line asks for, and the experiments that it needs; a person is told of keys that the run does not read."""
-    config = compose_config(parsed.overrides, parsed.config_dir)
+    config = composed(parsed, weights=weights)
     for note in unread_notes(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)
     return plan_run(config, parsed.config_dir)

@@ -19,13 +19,16 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from aligner.config.overrides import check_key, check_read, current_values, option_values, parse_override
+from aligner.config.overrides import check_key, check_read, current_values, given_keys, option_values, parse_override
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
 from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value_at
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_AUTOMATIC = "automatic"
+"""The root of a run without an experiment, and its name."""
+_OWN = "or, without one, your own: model.path=DIRECTORY_OR_NAME algorithm=grpo data.path=FILE reward.function=NAME"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -38,31 +41,44 @@ def built_in_directory() -> Path:
 
 
 def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
-    """The configuration of a run from `experiment=NAME` and further `key=value` overrides.
+    """The configuration of a run from `experiment=NAME`, or a model and data of the user's own, and further overrides.
 
-    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. Raises ConfigError
-    for whatever is unknown, of the wrong type or missing, and for overrides that the run does not read.
+    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. With `run.automatic` the
+    keys that nobody gives are still to be chosen: `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of the
+    wrong type or missing, and for overrides that the run does not read.
     """
-    directories = [built_in_directory()]
-    if config_directory is not None:
-        directories.append(_user_directory(config_directory))
+    directories = _directories(config_directory)
     options = _group_options(directories)
     parsed = [parse_override(text, options) for text in overrides]
-    chosen = [override.value() for override in parsed if override.key_or_group == "experiment"]
-    if not chosen:
-        raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}")
+    keys = {override.key_or_group for override in parsed}
+    experiment = next((str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"), _AUTOMATIC)
+    if "experiment" not in keys and not keys & {"model", "model.path"}:
+        raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}; {_OWN}")
     named = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group in options]
-    config = _compose(overrides, directories, named)
+    config = _compose("config" if "experiment" in keys else _AUTOMATIC, overrides, directories, named)
     check_read(config, parsed, options, directories)
-    config = _with_engine_replicas(_with_names(config, str(chosen[-1])))
+    if "experiment" not in keys and config.algorithm.generates and not any(key.startswith("reward") for key in keys):
+        raise ConfigError("reward.function=NAME is missing: what is to be learned; docs/rewards.md has what else scores")
+    config = _with_engine_replicas(_with_names(config, experiment))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
+
+
+def keys_given(overrides: Sequence[str], config: Config, config_directory: Path | None = None) -> frozenset[str]:
+    """The keys to which the command line of a composed configuration, or its experiment, gives values."""
+    directories = _directories(config_directory)
+    options = _group_options(directories)
+    return given_keys([parse_override(text, options) for text in overrides], options, directories, config.run.experiment)
+
+
+def _directories(config_directory: Path | None) -> list[Path]:
+    """Those that hold groups: the built-in ones', and the user's own."""
+    return [built_in_directory(), *([] if config_directory is None else [_user_directory(config_directory)])]
 
 
 def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
     """A line for each reason for which the run does not read keys that its experiment's file sets."""
     found: dict[str, list[str]] = {}
-    directories = [built_in_directory(), *([config_directory] if config_directory else [])]
-    for key in option_values(directories, "experiment", config.run.experiment):
+    for key in option_values(_directories(config_directory), "experiment", config.run.experiment):
         known = schema_keys()[key]
         if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
             found.setdefault(current_values(config, terms), []).append(key)
@@ -112,6 +128,11 @@ def _user_directory(directory: Path) -> Path:
     return directory.resolve()
 
 
+def group_options(config_directory: Path | None = None) -> dict[str, list[str]]:
+    """Options of every group, built-in and the user's own, by group name; an option that both define is an error."""
+    return _group_options(_directories(config_directory))
+
+
 def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     """Options of every group, by group name; an option that two directories define is an error."""
     found: dict[tuple[str, str], Path] = {}
@@ -127,15 +148,15 @@ def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     return groups
 
 
-def _compose(overrides: Sequence[str], directories: Sequence[Path], named: Sequence[str]) -> Config:
-    """The composition of what these directories have; `named` are the overrides that name options of groups."""
+def _compose(root: str, overrides: Sequence[str], directories: Sequence[Path], named: Sequence[str]) -> Config:
+    """The composition of what these directories have, from a root; `named` are the overrides that name options of groups."""
     _store_schema()
     search = [f"file://{directory}" for directory in directories[1:]]
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"), _times_as_text():
-            return _as_config(compose("config", overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
+            return _as_config(compose(root, overrides=[f"hydra.searchpath=[{quoted}]", *overrides]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error)) from error
     # Of the rest Hydra does not say in which file it is.

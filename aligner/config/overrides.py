@@ -98,6 +98,41 @@ def option_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     return first | _flat("" if text.startswith("# @package _global_") else f"{group}.", content)
 
 
+def given_keys(
+    overrides: Iterable[Override], groups: Collection[str], directories: Sequence[Path], experiment: str
+) -> frozenset[str]:
+    """The keys that get values from overrides, from options of groups that these choose, and from the experiment's file.
+
+    Options that the experiment's file chooses with `override /GROUP: NAME` count as its own.
+    """
+    chosen = _chosen_options(directories, experiment)
+    given = set(option_values(directories, "experiment", experiment))
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if key in groups and not isinstance(value, dict):
+            chosen[key] = str(value)
+        else:
+            given |= (
+                set(_flat(f"{key}.", value)) if isinstance(value, dict) and known_key(key) is None else {known_key(key) or key}
+            )
+    for group, name in chosen.items():
+        given |= set(option_values(directories, group, name))
+    return frozenset(given)
+
+
+def _chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
+    """The options that an experiment's file, and those that it begins with, choose of other groups."""
+    files = [directory / "experiment" / f"{experiment}.yaml" for directory in directories]
+    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+    found: dict[str, str] = {}
+    for default in (yaml.safe_load(text) or {}).get("defaults", []):
+        if isinstance(default, str):
+            found |= _chosen_options(directories, default) if default != "_self_" else {}
+        else:
+            found |= {str(group).rpartition("/")[2]: str(name) for group, name in default.items() if name is not None}
+    return found
+
+
 def _flat(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of nested sections with their values; a mapping of the user's own entries is one value."""
     found: dict[str, Any] = {}

@@ -166,6 +166,10 @@ class _Planner:
                 config = compose_config([f"experiment={name}"], self._config_directory)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
+            if config.run.automatic:
+                raise ConfigError(
+                    f"{where}: run.automatic=true chooses at launch; give it its values, and run.automatic=false"
+                )
             first = self._known[name] = self._entry(name, config, (*above, name))
         given, wanted = _given(reference, first), _wanted(reference.key, user)
         if given not in wanted:

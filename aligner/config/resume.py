@@ -15,7 +15,7 @@ from aligner.schema.keys import schema_keys, schema_sections, value_at
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "upwards; the learning rates then decay to the new last step"),
-    ("run.stop_after run.max_restarts run.resume run.changes run.command", "of each launch"),
+    ("run.stop_after run.max_restarts run.resume run.changes run.command run.chosen", "of each launch"),
     ("run.dir run.experiment", "the directory may be moved; an experiment's name stands for its values"),
     (
         "actor.parallel.* critic.parallel.* reward.parallel.* engine.parallel.*",

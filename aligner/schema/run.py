@@ -11,6 +11,12 @@ class RunConfig:
     """What the run is called, where it writes, how long it goes on."""
 
     experiment: str = option("", "set from the command line's experiment=NAME")
+    automatic: bool = option(
+        False,
+        "layout, batch, lengths, learning rates and steps that neither the experiment nor the command line gives are chosen"
+        " for the model, the data and the machine; always so without an experiment",
+    )
+    chosen: list[str] = option([], "set at launch: the keys whose values were chosen so")
     name: str | None = option(None, "run name; the experiment's name and the time when null")
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
     steps: int = option(1, "training steps", minimum=1, maximum=10**9)

@@ -1,0 +1,38 @@
+"""`aligner new`: the files of an experiment of the user's own, to edit."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from aligner.errors import ConfigError
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_FILES = {
+    "experiment/my_experiment.yaml": "experiment.yaml",
+    "cluster/my_slurm.yaml": "my_slurm.yaml",
+    "my_reward.py": "my_reward.py",
+    "data.jsonl": "data.jsonl",
+}
+_NEXT = """\
+edit them, above all data.jsonl and my_reward.py, and then:
+    cd {directory}
+    export PYTHONPATH=.    # where my_reward is found
+    aligner validate --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME    # what is chosen, and why
+    aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME
+    aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME cluster=my_slurm --dry-run"""
+
+
+def new_experiment(parsed: argparse.Namespace) -> None:
+    """Write the files into a directory and print what to run next. Raises ConfigError where one of them exists."""
+    directory: Path = parsed.directory
+    files = {directory / name: (_TEMPLATES / template).read_text(encoding="utf-8") for name, template in _FILES.items()}
+    if there := [str(file) for file in files if file.exists()]:
+        raise ConfigError(f"{', '.join(there)}: exists already and stays as it is; give another directory")
+    try:
+        for file, text in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            print(file)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be written to: {error}") from error
+    print(_NEXT.format(directory=shlex.quote(str(directory))))
