@@ -26,11 +26,8 @@ def print_completion(parsed: argparse.Namespace) -> None:
     import shtab
 
     words = " ".join(_words())
-    preamble = {
-        "bash": _BASH.format(function=OVERRIDES_COMPLETION, words=words),
-        "zsh": _ZSH.format(function=OVERRIDES_COMPLETION, words=words),
-    }
-    print(shtab.complete(build_parser(), parsed.shell, preamble=preamble))
+    function = {"bash": _BASH, "zsh": _ZSH}[parsed.shell].format(function=OVERRIDES_COMPLETION, words=words)
+    print(shtab.complete(build_parser(), parsed.shell, preamble=function))
 
 
 def _words() -> list[str]:

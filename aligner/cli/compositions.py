@@ -6,9 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from aligner.checks.data import problems as data_problems
 from aligner.config.compose import compose_config, keys_given, load_config
+from aligner.config.defaults import choose
 from aligner.config.situation import Choice, DataStatistics, Situation
+from aligner.errors import ConfigError
 from aligner.models.hub import with_found_models
 from aligner.models.model_source import absent_inputs, model_directory, read_shape
 from aligner.paths import run_paths
@@ -32,10 +36,9 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     started = run_paths(config).config
     if config.run.resumes and started.is_file():
         return _as_started(config, load_config(started), given)
-    # These import torch, which takes seconds: for those who leave values to be chosen.
-    from aligner.config.defaults import choose
-
     absent = absent_inputs(config)
+    if problems := list(data_problems(config, None, absent)):
+        raise ConfigError("\n".join(problems))
     situation = Situation(read_shape(config, absent), _measured(config), machine_of(config), given, absent)
     config, choices = choose(config, situation)
     _tell(choices)
@@ -47,6 +50,7 @@ def _measured(config: Config) -> DataStatistics | None:
     model = config.model
     if model.path is not None and parse_reference("model.path", model.path):
         return None
+    # They import torch, which takes seconds: for those who leave values to be chosen.
     from aligner.data.data_statistics import measure_data
     from aligner.data.model_directory import prepare_model
 
@@ -71,5 +75,12 @@ def _tell(choices: tuple[Choice, ...]) -> None:
     """Those with one reason in one line."""
     print("aligner: chosen, each to be had otherwise as key=value:", file=sys.stderr)
     for reason, same in itertools.groupby(choices, key=lambda choice: choice.reason):
-        pairs = " ".join(f"{choice.key}={value_text(choice.value)}" for choice in same)
+        pairs = " ".join(f"{choice.key}={_shown(choice.value)}" for choice in same)
         print(f"  {pairs}\n      {reason}", file=sys.stderr)
+
+
+def _shown(value: Any) -> str:
+    """As the command line takes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
+    return value_text(value)

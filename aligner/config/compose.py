@@ -44,8 +44,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     """The configuration of a run from `experiment=NAME`, or a model and data of the user's own, and further overrides.
 
     `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. With `run.automatic` the
-    keys that nobody gives are still to be chosen: `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of the
-    wrong type or missing, and for overrides that the run does not read.
+    keys that nobody gives are still to be chosen: `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of
+    the wrong type or missing, and for overrides that the run does not read.
     """
     directories = _directories(config_directory)
     options = _group_options(directories)

@@ -22,7 +22,7 @@ class Size:
 
     parameters: float
     online: float
-    """Learning rate of a policy that learns from its own samples; that of the recipes in conf/experiment where there is one."""
+    """Learning rate of a policy that learns from its own samples."""
     critic: float
     imitation: float
     """Of demonstrations, and of a reward model."""
@@ -83,10 +83,12 @@ def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
 
 def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     data = situation.data
-    if data is None:
-        return
     # Half of the positions at least are for what follows.
     room = max(1, situation.shape.max_positions // 2)
+    if data is None:
+        limit = min(config.data.max_prompt_tokens, room)
+        yield Choice("data.max_prompt_tokens", limit, "the records could not be read")
+        return
     wanted = data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
     limit = min(_rounded(wanted), room)
     why = f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens, 99 of 100 at most {data.most_prompts}"
@@ -109,7 +111,7 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
         why, key = f"the longest response seen has {answer} tokens", "data.max_response_tokens"
     else:
-        return
+        wanted, why, key = config.data.max_response_tokens, "the records could not be read", "data.max_response_tokens"
     if wanted > room:
         why = f"{why}; the model has {situation.shape.max_positions} positions, {room} of them behind a prompt"
     yield Choice(key, max(1, min(wanted, room)), why)
@@ -149,14 +151,14 @@ def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
 def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     data = situation.data
     if data is None:
-        yield Choice("run.steps", 100, "the records could not be counted")
+        yield Choice("run.steps", 100, "the records could not be read")
         return
     online = config.algorithm.trainer == "online"
     passes = 2 if config.algorithm.trainer in ("online", "sft") else 1
     rows = config.rollout.prompts_per_step if config.algorithm.generates else config.data.batch_size
-    wanted, most = max(1, math.ceil(passes * data.records / rows)), 500 if situation.machine.gpus else 100
+    wanted, most = max(1, math.ceil(passes * data.records / rows)), 500 if situation.machine.gpus else 50
     steps = min(most, max(20, wanted)) if online else wanted
-    why = f"{passes} pass{'es' * (passes > 1)} over {data.records} records, {rows} a step, {'is' if wanted == 1 else 'are'} {wanted}"
+    why = f"{wanted} go through {data.records} records {'twice' if passes == 2 else 'once'}, {rows} a step"
     yield Choice("run.steps", steps, f"{why}; 20 to {most} here" if online else why)
 
 
@@ -164,7 +166,9 @@ def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
     size, trainer = size_of(situation.parameters), config.algorithm.trainer
     rate = {"online": size.online, "dpo": size.preference}.get(trainer, size.imitation)
     adapted = config.actor.lora.rank > 0
-    why = f"for {trainer} with {situation.billions}" + (f", {_LORA:g} times that as adapters are trained" if adapted else "")
+    why = f"for {trainer} with {situation.billions}: larger models take smaller steps" + (
+        f", {_LORA:g} times that as adapters are trained" if adapted else ""
+    )
     yield Choice("actor.optimizer.learning_rate", rate * _LORA if adapted else rate, why)
     yield Choice("critic.optimizer.learning_rate", size.critic, f"of a critic with {situation.billions}")
 

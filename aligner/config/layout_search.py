@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.situation import Choice, Situation
+from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.models.model_source import critic_shape, reward_shapes
 from aligner.placement.memory.role_memory import GIB, memory_needs
@@ -14,6 +15,7 @@ from aligner.placement.roles import role_ranks
 from aligner.schema import Config
 from aligner.schema.derived import longest_sequence, rows_together
 from aligner.schema.keys import is_read, with_values
+from aligner.schema.reward_sources import has_reward_model
 
 _SMALL = 3e7
 """Parameters up to which a CPU's cores are faster as ranks of their own than as threads of one: docs/speed.md."""
@@ -46,13 +48,22 @@ Values = dict[str, Any]
 
 
 def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
-    """Layouts, micro-batches and what is recomputed; the leanest that was tried where nothing fits, and it says so."""
-    values: Values = {}
+    """Layouts, micro-batches and what is recomputed. Raises ConfigError, with what the leanest needs, where nothing fits."""
+    leanest: Config | None = None
     for values in _candidates(config, situation):
         tried = with_values(config, values)
-        if _is_possible(tried, situation) and _fits(tried, situation):
-            return tuple(_choices(tried, values, situation, fits=True))
-    return tuple(_choices(with_values(config, values), values, situation, fits=False))
+        if _is_possible(tried, situation):
+            if _fits(tried, situation):
+                return tuple(_choices(tried, values, situation))
+            leanest = tried
+    if leanest is None:  # of what the user gave, which the checks tell
+        return ()
+    needs = memory_needs(leanest, situation.shape, situation.expected)
+    roles = ", ".join(f"{role.role} {role.peak.total / GIB:.1f} and {role.host / GIB:.1f} of the host" for role in needs)
+    raise ConfigError(
+        f"{situation.billions} do not fit into {_memory_of(situation)}: at least, in GiB a rank, {roles}; give a smaller"
+        " model, shorter lengths, actor.lora.rank=16 for adapters, or all values yourself in an experiment (docs/memory.md)"
+    )
 
 
 def _candidates(config: Config, situation: Situation) -> Iterator[Values]:
@@ -111,7 +122,9 @@ def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
     cut: Values = {"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline, "data": data}
     values = {f"{role}.parallel.{key}": value for role in ("actor", "critic") for key, value in cut.items()}
     distributed = {f"{role}.optimizer.distributed": data > 1 for role in ("actor", "critic")}
-    engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data, "reward.parallel.tensor": tensor}
+    engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data}
+    if has_reward_model(config.reward):
+        engine["reward.parallel.tensor"] = tensor
     sleeps = {} if config.engine.placement == "server" else {"engine.sleep": True}
     return values | distributed | engine | sleeps
 
@@ -154,18 +167,23 @@ def _fits(config: Config, situation: Situation) -> bool:
     return sum(peaks) <= _ROOM_ON_GPU * machine.gpu_memory_gib * GIB and host <= _ROOM_ON_CPU * machine.memory_gib * GIB
 
 
-def _choices(tried: Config, values: Values, situation: Situation, *, fits: bool) -> Iterator[Choice]:
+def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Choice]:
     """The values, those of a role's layout and those of its memory each with one reason."""
     machine = situation.machine
-    needs = memory_needs(tried, situation.shape, situation.expected) if _is_possible(tried, situation) else ()
-    fullest = max((role.peak.total for role in needs), default=0) / GIB
+    fullest = max(role.peak.total for role in memory_needs(tried, situation.shape, situation.expected)) / GIB
     if not machine.gpus:
         split = "a small model's cores are fastest as ranks" if situation.parameters <= _SMALL else "threads share the weights"
-        placed, of = f"{machine.cores} cores: {split}", f"{machine.memory_gib:.0f} GiB of memory"
+        placed = f"{machine.cores} cores: {split}"
     else:
         placed = f"{tried.actor.parallel.ranks} GPUs for {situation.billions}, cut into no more parts than memory asks for"
-        of = f"{machine.gpu_memory_gib:.0f} GiB of a GPU"
-    held = f"a rank holds up to {fullest:.1f} GiB, {'within' if fits else 'too much for'} {of}"
+    held = f"a rank holds up to {fullest:.1f} GiB; there are {_memory_of(situation)}"
     for key, value in values.items():
         is_layout = "parallel" in key or key in ("cluster.threads_per_rank", "engine.sleep")
         yield Choice(key, value, placed if is_layout else held)
+
+
+def _memory_of(situation: Situation) -> str:
+    machine = situation.machine
+    if not machine.gpus:
+        return f"{machine.memory_gib:.0f} GiB of memory"
+    return f"{machine.gpu_memory_gib:.0f} GiB of a GPU"

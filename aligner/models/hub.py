@@ -40,22 +40,21 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     patterns = [*_SMALL, _WEIGHTS] if weights else _SMALL
-    try:
-        directory = Path(snapshot_download(name, local_files_only=True))
-        if _is_whole(directory, weights):
-            return directory
-    except (OSError, ValueError):
-        pass  # not there, or no such name, of which the download tells
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_WAIT_S))
-    # Whatever its HTTP client raises: no network, no such model, no right to it, a full disk.
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{key}={name}: no such directory, not complete in the Hugging Face cache ({constants.HF_HUB_CACHE}), and it cannot"
-            f" be downloaded: {why}; where there is a network run `hf download {name}`, copy the directory that it prints, and"
-            f" give {key}=DIRECTORY, or copy the cache and set HF_HUB_CACHE to it"
-        ) from error
+    why = "what is there lacks config.json, tokenizer.json" + (" or files of its .safetensors" if weights else "")
+    for settings in ({"local_files_only": True}, {"allow_patterns": patterns, "etag_timeout": _WAIT_S}):
+        try:
+            # Without a network the second gives what the cache has of it.
+            directory = Path(snapshot_download(name, **settings))
+            if _is_whole(directory, weights):
+                return directory
+        # Whatever its HTTP client raises: no network, no such model, no right to it, a full disk.
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise ConfigError(
+        f"{key}={name}: no such directory, not complete in the Hugging Face cache ({constants.HF_HUB_CACHE}), and it"
+        f" cannot be downloaded: {why}; where there is a network run `hf download {name}`, copy the directory that it"
+        f" prints, and give {key}=DIRECTORY, or copy the cache and set HF_HUB_CACHE to it"
+    )
 
 
 def _is_whole(directory: Path, weights: bool) -> bool:

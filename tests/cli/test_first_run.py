@@ -1,0 +1,175 @@
+"""What a new user types: a model, data and a reward without an experiment, and the commands that help him to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.cli.command_table import COMMANDS
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+
+OWN = ["model.path=model", "algorithm=grpo", "data.path=sums.jsonl", "reward.function=gsm8k"]
+ZSH = shutil.which("zsh")
+
+
+def aligner(directory: Path, *arguments: str, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "aligner", *arguments]
+    environment = {
+        **os.environ,
+        "COLUMNS": "120",
+        "HF_HUB_CACHE": str(directory / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=seconds, env=environment)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory and a file of sums under another name for the prompt."""
+    directory = tmp_path_factory.mktemp("made")
+    config = compose_config(["experiment=tiny_ppo", "model=tiny_arithmetic", f"run.dir={directory / 'run'}"])
+    shutil.copytree(prepare_model(config), directory / "model")
+    records = ({"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20))
+    (directory / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    shutil.rmtree(directory / "run")
+    return directory
+
+
+@pytest.fixture
+def empty(made: Path, tmp_path: Path) -> Path:
+    """A folder that has nothing else."""
+    (tmp_path / "model").symlink_to(made / "model")
+    shutil.copy(made / "sums.jsonl", tmp_path)
+    return tmp_path
+
+
+def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) -> None:
+    done = aligner(empty, "validate", *OWN, "rollout.samples_per_prompt=4")
+    assert done.returncode == 0, done.stderr
+    assert "automatic: " in done.stdout and "policy: 3 layers" in done.stdout
+    told = done.stderr
+    assert "data.fields={prompt: question}" in told and "the longest prompt of all 100 records has 6 tokens" in told
+    assert "actor.optimizer.learning_rate=0.0001" in told and "rollout.max_staleness=0" in told
+    assert "rollout.samples_per_prompt=" not in told  # given
+    assert sorted(path.name for path in empty.iterdir()) == ["model", "sums.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "experiment=NAME is missing; experiments: arithmetic, "),
+        (OWN[1:], "or, without one, your own: model.path=DIRECTORY_OR_NAME"),
+        (OWN[:3], "reward.function=NAME is missing"),
+        ([*OWN[:2], OWN[3]], "data: no prompts or other records; give data.path=FILE"),
+        ([*OWN, "data.path=absent.jsonl"], "data.path=absent.jsonl: no such file"),
+        (["model.path=absent", *OWN[1:]], "model.path=absent: no such model directory"),
+        (["model.path=org/absent", *OWN[1:]], "run `hf download org/absent`"),
+        ([*OWN, "rollout.sample_per_prompt=3"], "did you mean rollout.samples_per_prompt?"),
+    ],
+)
+def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(empty: Path, overrides: list[str], message: str) -> None:
+    done = aligner(empty, "launch", *overrides)
+    assert done.returncode == 2 and done.stderr.startswith("aligner: error: ") and message in done.stderr
+    assert "Traceback" not in done.stderr and not (empty / "runs").exists()
+
+
+@pytest.mark.slow
+def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: Path) -> None:
+    arguments = [*OWN, "run.dir=run", "run.stop_after=2"]
+    done = aligner(empty, "launch", *arguments, seconds=250)
+    assert done.returncode == 0, done.stderr
+    stored = yaml.safe_load((empty / "run" / "config.yaml").read_text())
+    assert "rollout.prompts_per_step" in stored["run"]["chosen"] and stored["data"]["fields"] == {"prompt": "question"}
+    lines = (empty / "sums.jsonl").read_text().splitlines(keepends=True)
+    (empty / "sums.jsonl").write_text("".join(lines[:90]))  # other data would have other steps chosen
+    on = aligner(empty, "launch", *OWN, "run.dir=run", "run.stop_after=3", "run.resume=true", seconds=250)
+    assert on.returncode == 0, on.stderr
+    assert "chosen" not in on.stderr
+    again = yaml.safe_load((empty / "run" / "config.yaml").read_text())
+    assert again["run"]["chosen"] == stored["run"]["chosen"] and again["run"]["steps"] == stored["run"]["steps"]
+    metrics = [json.loads(line) for line in (empty / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+
+
+def test_a_model_is_found_by_its_name_in_the_hugging_face_cache(empty: Path) -> None:
+    repository = empty / "hub" / "models--org--sums"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(empty / "model", repository / "snapshots" / ("0" * 40))
+    done = aligner(empty, "validate", "model.path=org/sums", *OWN[1:])
+    assert done.returncode == 0, done.stderr
+    assert "policy: 3 layers" in done.stdout
+
+
+def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty: Path) -> None:
+    done = aligner(empty, "new", "mine")
+    assert done.returncode == 0 and "aligner launch   --config-dir . experiment=my_experiment" in done.stdout
+    directory, model = empty / "mine", f"model.path={empty / 'model'}"
+    # The tiny tokenizer has no capital letters.
+    (directory / "data.jsonl").write_text((directory / "data.jsonl").read_text().replace("What is ", "what is "))
+    there = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])
+    asked = ["--config-dir", ".", "experiment=my_experiment", model]
+    done = aligner(directory, "validate", *asked, PYTHONPATH=there)
+    assert done.returncode == 0, done.stderr
+    assert "function my_reward:score" in done.stdout and "the longest prompt of all 4 records" in done.stderr
+    done = aligner(directory, "prepare", *asked, "run.dir=run", PYTHONPATH=there)
+    assert done.returncode == 0, done.stderr
+    done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run", PYTHONPATH=there)
+    assert done.returncode == 0 and "#SBATCH --partition=gpu" in done.stdout, done.stderr
+    done = aligner(empty, "new", "mine")
+    assert done.returncode == 2 and "exists already and stays as it is" in done.stderr
+
+
+def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
+    assert aligner(tmp_path, "--version").stdout == "aligner 0.1.0\n"
+    done = aligner(tmp_path, "lanch", *OWN)
+    assert done.returncode == 2 and "lanch: no such command; did you mean launch? commands: launch, validate," in done.stderr
+
+
+COMPLETE = """
+eval "$(cat script)"
+complete_line() {
+  COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=("${@:2}") COMP_CWORD=$(($# - 2)) COMPREPLY=()
+  _shtab_aligner
+  echo "${COMPREPLY[*]}"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "completed"),
+    [
+        ("aligner la", ["aligner", "la"], "launch"),
+        ("aligner launch --dr", ["aligner", "launch", "--dr"], "--dry-run"),
+        ("aligner launch algorithm=gr", ["aligner", "launch", "algorithm", "=", "gr"], "grpo"),
+        ("aligner validate reward=exact", ["aligner", "validate", "reward", "=", "exact"], "exact_match"),
+        ("aligner launch engine.pl", ["aligner", "launch", "engine.pl"], "engine.placement=colocated engine.placement=server"),
+        ("aligner report mo", ["aligner", "report", "mo"], "model"),
+    ],
+)
+def test_bash_completes(empty: Path, line: str, words: list[str], completed: str) -> None:
+    script = aligner(empty, "completion", "bash")
+    assert script.returncode == 0, script.stderr
+    (empty / "script").write_text(script.stdout)
+    quoted = " ".join(f"'{word}'" for word in (line, *words))
+    command = ["bash", "--norc", "-c", f"{COMPLETE}\ncomplete_line {quoted}"]
+    done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == completed, done.stderr
+
+
+def test_zsh_gets_a_script_that_it_can_read(tmp_path: Path) -> None:
+    script = aligner(tmp_path, "completion", "zsh").stdout
+    assert script.startswith("#compdef aligner") and all(name in script for name in COMMANDS)
+    if ZSH is not None:
+        (tmp_path / "_aligner").write_text(script)
+        done = subprocess.run([ZSH, "-n", "_aligner"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,207 @@
+"""The values that are chosen where nobody gave any: models from 135 M to 70 B, cores and GPUs, every algorithm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aligner.checks.check import check
+from aligner.config.compose import built_in_directory, compose_config, keys_given
+from aligner.config.defaults import SIZES, choose
+from aligner.config.situation import Choice, DataStatistics, Situation
+from aligner.errors import ConfigError
+from aligner.models.hugging_face import read_config
+from aligner.models.model_source import absent_inputs
+from aligner.placement.machine import Machine
+from aligner.placement.memory.role_memory import memory_needs
+from aligner.placement.roles import role_ranks
+from aligner.schema import Config
+from aligner.schema.keys import value_at
+
+ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
+OFFLINE = ("sft", "dpo", "reward_model")
+DATA = DataStatistics(7473, "512 of 7473 records, the longest among them", False, 230, 160, 320)
+
+
+def entries(
+    layers: int, hidden: int, heads: int, groups: int, feed_forward: int, vocabulary: int, tied: bool
+) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": feed_forward,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+    }
+
+
+MODELS = {
+    "135M": entries(30, 576, 9, 3, 1536, 49152, True),
+    "600M": entries(28, 1024, 16, 8, 3072, 128256, True),
+    "3B": entries(28, 3072, 24, 8, 8192, 128256, True),
+    "8B": entries(32, 4096, 32, 8, 14336, 128256, False),
+    "70B": entries(80, 8192, 64, 8, 28672, 128256, False),
+}
+CORES = Machine(cores=2, memory_gib=24)
+GPU = Machine(cores=16, memory_gib=256, gpus=1, gpu_memory_gib=76)
+NODE = Machine(cores=128, memory_gib=2000, gpus=8, gpu_memory_gib=76)
+TOO_LARGE = [("600M", 0, "ppo"), ("3B", 1, "ppo")]
+"""What does not fit a policy and a critic beside each other."""
+CLUSTER = replace(NODE, most_nodes=64)
+
+
+@pytest.fixture(autouse=True)
+def a_directory_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("records.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "response": "d"}) + "\n")
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    machine: Machine,
+    *overrides: str,
+    data: DataStatistics | None = DATA,
+) -> tuple[Config, dict[str, Choice], Situation]:
+    """The configuration of a run on a machine that this one need not be, and what was chosen of it."""
+    monkeypatch.setattr("aligner.placement.roles.has_gpu", lambda: machine.gpus > 0)
+    given = ["model.path=models/mine", "data.path=records.jsonl", "run.dir=run", *overrides]
+    config = compose_config(given)
+    config = replace(config, model=replace(config.model, config=MODELS[model]))
+    expected = absent_inputs(config)
+    situation = Situation(read_config(MODELS[model], "model"), data, machine, keys_given(given, config), expected)
+    config, choices = choose(config, situation)
+    return config, {choice.key: choice for choice in choices}, situation
+
+
+def online(algorithm: str) -> list[str]:
+    return [f"algorithm={algorithm}", *([] if algorithm in OFFLINE else ["reward.function=gsm8k"])]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "cluster"),
+    [
+        ("135M", CORES, "local"),
+        ("600M", CORES, "local"),
+        ("135M", GPU, "local"),
+        ("3B", GPU, "local"),
+        ("3B", NODE, "local"),
+        ("8B", NODE, "local"),
+        ("8B", CLUSTER, "slurm"),
+        ("70B", CLUSTER, "slurm"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft", "dpo"])
+def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
+    monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine, cluster: str, algorithm: str
+) -> None:
+    overrides = [f"cluster={cluster}", *online(algorithm)]
+    if (model, machine.gpus, algorithm) in TOO_LARGE:
+        with pytest.raises(ConfigError, match=r"parameters do not fit into .*: at least, in GiB a rank, trainer .*, critic "):
+            chosen(monkeypatch, model, machine, *overrides)
+        return
+    config, choices, situation = chosen(monkeypatch, model, machine, *overrides)
+    assert check(config, situation.expected) == situation.shape
+    needs = memory_needs(config, situation.shape, situation.expected)
+    if machine.gpus == 0:
+        ranks = role_ranks(config)
+        held = sum((role.peak.total + role.host) * ranks[role.role] for role in needs)
+        assert held < machine.memory_gib * 2**30
+    elif cluster == "local":
+        assert config.actor.parallel.ranks == machine.gpus
+        assert sum(role.peak.total for role in needs) < machine.gpu_memory_gib * 2**30
+    else:
+        assert config.actor.parallel.ranks % machine.gpus == 0
+        assert max(role.peak.total for role in needs) < machine.gpu_memory_gib * 2**30
+    assert all(choice.reason for choice in choices.values())
+
+
+def test_a_model_that_is_too_large_is_refused_with_what_it_needs_and_adapters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16"
+    ):
+        chosen(monkeypatch, "70B", GPU, *online("grpo"))
+    config, _, situation = chosen(monkeypatch, "8B", GPU, *online("grpo"), "actor.lora.rank=16")
+    check(config, situation.expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("model", "machine"), [("135M", CORES), ("8B", CLUSTER)])
+def test_what_is_chosen_is_valid_for_every_algorithm(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, model: str, machine: Machine
+) -> None:
+    cluster = "slurm" if machine.gpus else "local"
+    config, choices, situation = chosen(monkeypatch, model, machine, f"cluster={cluster}", *online(algorithm))
+    check(config, situation.expected)
+    assert "run.steps" in choices and "data.max_prompt_tokens" in choices
+
+
+def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["rollout.samples_per_prompt=2", "actor.optimizer.learning_rate=3e-7", "rollout.max_response_tokens=1000"]
+    config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), *given)
+    assert not choices.keys() & {"rollout.samples_per_prompt", "actor.optimizer.learning_rate", "rollout.max_response_tokens"}
+    assert (config.rollout.samples_per_prompt, config.actor.optimizer.learning_rate) == (2, 3e-7)
+    assert config.rollout.prompts_per_step == 32  # 64 samples all the same
+    check(config, situation.expected)
+
+
+@pytest.mark.parametrize(("model", "rate"), [("135M", 2e-5), ("600M", 5e-6), ("3B", 2e-6), ("8B", 1e-6), ("70B", 5e-7)])
+def test_larger_models_learn_at_smaller_rates(monkeypatch: pytest.MonkeyPatch, model: str, rate: float) -> None:
+    config, _, _ = chosen(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"))
+    assert config.actor.optimizer.learning_rate == rate
+    adapted, _, _ = chosen(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"), "actor.lora.rank=8")
+    assert adapted.actor.optimizer.learning_rate == pytest.approx(10 * rate)
+
+
+def test_the_table_of_sizes_goes_up_and_its_rates_go_down() -> None:
+    for smaller, larger in itertools.pairwise(SIZES):
+        assert smaller.parameters < larger.parameters
+        for rate in ("online", "critic", "imitation", "preference"):
+            assert getattr(smaller, rate) >= getattr(larger, rate)
+
+
+def test_lengths_follow_the_data_and_stay_within_the_models_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _, _ = chosen(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"))
+    assert (config.data.max_prompt_tokens, config.data.long_prompts) == (240, "drop")
+    assert config.rollout.max_response_tokens == 1024
+    outlier = replace(DATA, longest_prompt=20_000)
+    config, choices, _ = chosen(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"), data=outlier)
+    assert config.data.max_prompt_tokens == 160 and "20000 tokens" in choices["data.max_prompt_tokens"].reason
+    long = replace(DATA, longest_prompt=20_000, most_prompts=15_000)
+    config, _, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=long)
+    assert config.data.max_prompt_tokens == 4096
+    check(config, situation.expected)
+
+
+def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=None)
+    check(config, situation.expected)
+    assert choices["run.steps"].reason == "the records could not be read"
+
+
+def test_few_prompts_make_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = replace(DATA, records=3, is_whole=True)
+    config, _, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=few)
+    assert config.rollout.prompts_per_step == 3 and config.run.steps == 20
+    check(config, situation.expected)
+
+
+@pytest.mark.parametrize("key", ["rollout.max_staleness", "actor.parallel.data", "data.max_prompt_tokens"])
+def test_keys_of_a_chosen_option_count_as_given(monkeypatch: pytest.MonkeyPatch, key: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("path: records.jsonl\nmax_prompt_tokens: 7\n")
+    given = ["model.path=x", "data=mine", "reward.function=gsm8k", "run.dir=run"]
+    config = compose_config(given, tmp_path)
+    assert (key in keys_given(given, config, tmp_path)) == (key == "data.max_prompt_tokens")
+    assert value_at(config, "data.max_prompt_tokens") == 7
