@@ -223,7 +223,7 @@ COMMANDS = {
     "completion": Command(
         "aligner.cli.completion:print_completion",
         "print the script by which a shell completes commands, options, files and overrides",
-        (_add("shell", choices=("bash", "zsh"), help="eval it: docs/running.md"),),
+        (_add("shell", choices=("bash", "zsh"), help="eval what is printed: docs/first_run.md"),),
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",

@@ -46,6 +46,7 @@ _LORA = 10.0
 """Adapters take learning rates that are so many times those of the weights themselves."""
 _GROUP, _ALONE = 8, 4
 """Samples a prompt of algorithms that compare them, and of others."""
+UNREAD = "records could not be read, or there is no tokenizer yet"
 _LARGE = 5e9
 """Parameters from which reading weights takes minutes."""
 
@@ -87,7 +88,7 @@ def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     room = max(1, situation.shape.max_positions // 2)
     if data is None:
         limit = min(config.data.max_prompt_tokens, room)
-        yield Choice("data.max_prompt_tokens", limit, "the records could not be read")
+        yield Choice("data.max_prompt_tokens", limit, UNREAD)
         return
     wanted = data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
     limit = min(_rounded(wanted), room)
@@ -111,7 +112,7 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
         why, key = f"the longest response seen has {answer} tokens", "data.max_response_tokens"
     else:
-        wanted, why, key = config.data.max_response_tokens, "the records could not be read", "data.max_response_tokens"
+        wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"
     if wanted > room:
         why = f"{why}; the model has {situation.shape.max_positions} positions, {room} of them behind a prompt"
     yield Choice(key, max(1, min(wanted, room)), why)
@@ -151,7 +152,7 @@ def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
 def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     data = situation.data
     if data is None:
-        yield Choice("run.steps", 100, "the records could not be read")
+        yield Choice("run.steps", 100, UNREAD)
         return
     online = config.algorithm.trainer == "online"
     passes = 2 if config.algorithm.trainer in ("online", "sft") else 1

@@ -11,7 +11,7 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config, keys_given
-from aligner.config.defaults import SIZES, choose
+from aligner.config.defaults import SIZES, UNREAD, choose
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
@@ -187,7 +187,7 @@ def test_lengths_follow_the_data_and_stay_within_the_models_positions(monkeypatc
 def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(monkeypatch: pytest.MonkeyPatch) -> None:
     config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=None)
     check(config, situation.expected)
-    assert choices["run.steps"].reason == "the records could not be read"
+    assert choices["run.steps"].reason == UNREAD
 
 
 def test_few_prompts_make_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,60 @@
+"""What is said of records that a run is to learn from: their lengths in tokens, their fields, and which were looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.config.situation import DataStatistics
+from aligner.data.data_statistics import measure_data
+from aligner.data.model_directory import prepare_model
+
+
+def measured(tmp_path: Path, records: list[dict[str, Any]], *overrides: str) -> DataStatistics | None:
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={file}", *overrides])
+    return measure_data(config, prepare_model(config))
+
+
+def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path) -> None:
+    records = [{"prompt": "abc", "answer": "12"} for _ in range(5000)]
+    records[3333] = {"prompt": "a" * 90, "answer": "1" * 40}
+    found = measured(tmp_path, records)
+    assert found is not None and not found.is_whole
+    assert (found.records, found.longest_prompt, found.most_prompts, found.longest_answer) == (5000, 90, 3, 40)
+    assert found.looked_at.endswith("of 5000 records, the longest among them")
+
+
+@pytest.mark.parametrize(
+    ("record", "overrides", "fields"),
+    [
+        ({"question": "a", "answer": "b"}, [], {"prompt": "question"}),
+        ({"prompt": "a", "question": "b"}, [], {}),
+        ({"instruction": "a", "output": "b"}, ["algorithm=sft"], {"prompt": "instruction", "response": "output"}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["algorithm=dpo"], {}),
+        ({"mine": "a", "question": "b"}, ["+data.fields={prompt: mine}"], {}),
+    ],
+)
+def test_fields_of_other_names_are_recognized(
+    tmp_path: Path, record: dict[str, str], overrides: list[str], fields: dict[str, str]
+) -> None:
+    found = measured(tmp_path, [record], *overrides)
+    assert found is not None and dict(found.fields) == fields and found.longest_prompt == 1
+
+
+def test_responses_are_measured_with_their_ends(tmp_path: Path) -> None:
+    pair = {"prompt": "abcd", "chosen": "xy", "rejected": "xyz"}
+    found = measured(tmp_path, [pair], "algorithm=dpo")
+    assert found is not None and (found.longest_prompt, found.longest_answer) == (4, 4)
+
+
+@pytest.mark.parametrize("records", [[{"nothing": "a"}], [{"prompt": 3}], []])
+def test_records_that_cannot_be_read_are_left_to_those_who_tell_what_is_wrong(
+    tmp_path: Path, records: list[dict[str, Any]]
+) -> None:
+    assert measured(tmp_path, records) is None
