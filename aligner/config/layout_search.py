@@ -20,7 +20,7 @@ from aligner.schema.reward_sources import has_reward_model
 _SMALL = 3e7
 """Parameters up to which a CPU's cores are faster as ranks of their own than as threads of one: docs/speed.md."""
 _MOST_THREADS, _MOST_RANKS_ON_CPU = 8, 8
-_ROOM_ON_GPU, _ROOM_ON_CPU = 0.92, 0.8
+_ROOM_ON_GPU, _ROOM_ON_CPU = 0.92, 0.9
 """Share of the memory that is planned with: allocators leave gaps, and a machine has more to do than this."""
 
 
@@ -33,6 +33,8 @@ class Effort:
     """At least the longest sequences that must be together."""
     rows: int
     """Sequences that the engine decodes at a time, at most."""
+    packed: bool = True
+    """Whether an engine on cores keeps a second copy of its weights."""
 
 
 _ON_GPU = (
@@ -42,7 +44,7 @@ _ON_GPU = (
     Effort("full", 8192, 64),
     Effort("full", 1, 16),
 )
-_ON_CPU = (Effort("none", 2048, 256), Effort("none", 1024, 64), Effort("full", 512, 16), Effort("full", 1, 4))
+_ON_CPU = (Effort("none", 2048, 256), Effort("none", 1024, 64), Effort("full", 512, 16), Effort("full", 1, 4, packed=False))
 
 Values = dict[str, Any]
 
@@ -133,6 +135,8 @@ def _memory(config: Config, effort: Effort, needed: int) -> Values:
     rollout = config.rollout
     rows = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     values: Values = {"engine.batch_size": min(effort.rows, rows)}
+    if not effort.packed:
+        values["engine.packed_weights"] = False
     for role in ("actor", "critic"):
         values[f"{role}.recompute"] = effort.recompute
     for role in ("actor", "critic", "reward"):
