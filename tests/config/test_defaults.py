@@ -12,6 +12,7 @@ import pytest
 from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config, keys_given
 from aligner.config.defaults import SIZES, UNREAD, choose
+from aligner.config.prerequisites import plan_run
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
@@ -205,3 +206,12 @@ def test_keys_of_a_chosen_option_count_as_given(monkeypatch: pytest.MonkeyPatch,
     config = compose_config(given, tmp_path)
     assert (key in keys_given(given, config, tmp_path)) == (key == "data.max_prompt_tokens")
     assert value_at(config, "data.max_prompt_tokens") == 7
+
+
+def test_an_experiment_that_others_need_says_its_values_itself(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [tiny_ppo]\nrun: {automatic: true}\n"
+    (tmp_path / "experiment" / "first.yaml").write_text(text)
+    config = compose_config(["experiment=tiny_ppo", "model.source=directory", "model.path=experiment:first"], tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path=experiment:first: run\.automatic=true chooses at launch"):
+        plan_run(config, tmp_path)
