@@ -101,8 +101,8 @@ class AgentGeneration:
         self._events = queue.SimpleQueue[Callable[[], None]]()
         """What other threads want done here."""
         self._open: dict[int, _Episode] = {}
-        self._drawing: dict[int, tuple[_Episode, Ask]] = {}
-        """By their places in the engine's generation."""
+        self._drawing: dict[int, tuple[int, Ask]] = {}
+        """What is asked for, with its episode's place, by its place in the engine's generation."""
         self._complete: list[tuple[int, Sample]] = []
         self._branches = Counter[str]()
         sessions = SessionMeans(means.tokenizer, lambda: means.chat, means.settings, means.context)
@@ -136,9 +136,9 @@ class AgentGeneration:
 
     def cancel(self) -> None:
         """Drop what is not complete."""
-        self._generation.cancel()
         for place in [*self._open]:
             self._close(place)
+        self._generation.cancel()
         self._complete.clear()
 
     def _begin(self, place: int, request: GenerationRequest, sessions: SessionMeans) -> None:
@@ -174,11 +174,14 @@ class AgentGeneration:
                     prompt, request.sample_index, room, turn_tokens=ask.most_tokens, asked_before=ask.asked_before
                 )
             )
-        self._drawing[at] = episode, ask
+        self._drawing[at] = place, ask
 
     def _drawn(self, at: int, sample: Sample) -> None:
         """A response is complete: have its client get it."""
-        episode, ask = self._drawing.pop(at)
+        place, ask = self._drawing.pop(at)
+        if (episode := self._open.get(place)) is None:
+            self._generation.leave(at)
+            return
         episode.ends[sample.tokens.numpy().tobytes()] = at, ask.most_tokens
         self._means.server.call(ask.give, sample)
 
@@ -205,3 +208,5 @@ class AgentGeneration:
         episode = self._open.pop(place)
         self._means.server.close_session(episode.session)
         self._means.agents.finish(episode.session.name)
+        for at, _ in episode.ends.values():
+            self._generation.leave(at)

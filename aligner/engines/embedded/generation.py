@@ -14,7 +14,7 @@ from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.machine import Machine
 from aligner.engines.embedded.row_table import RowTable
-from aligner.engines.embedded.sampling import choose, turn_uniforms
+from aligner.engines.embedded.sampling import choose, renew, turn_uniforms
 from aligner.engines.embedded.speculation import Lookup
 from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions
 from aligner.errors import AlignerError
@@ -86,10 +86,7 @@ class EmbeddedGeneration:
         return not (self._waiting or self._rows or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """One more token for every row, or several where they were guessed.
-
-        Returns the responses that are complete now, each with its place among the requests.
-        """
+        """As `Generation.step`: one more token for every row, or several where they were guessed."""
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
                 raise AlignerError("the engine has no weights: responses go on once new ones are published")
@@ -102,9 +99,7 @@ class EmbeddedGeneration:
         """As `TurnGeneration.go_on`."""
         response = self._between_turns[place]
         response.give(tokens)
-        if response.request.asked_before is not None and response.numbers is not None:
-            read, had = (*response.prompt, *response.tokens), len(response.tokens)
-            response.numbers[had:] = turn_uniforms(self._seed, response.request, read, response.limit - had)
+        renew(response.numbers, self._seed, response.request, response.tokens)
         self._waiting.append(self._between_turns.pop(place))
 
     def add(self, request: GenerationRequest) -> int:

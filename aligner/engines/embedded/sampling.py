@@ -32,6 +32,13 @@ def turn_uniforms(seed: int, request: GenerationRequest, read: Sequence[int], co
     return uniforms(seed, request.prompt.id, request.sample_index, count, turn)
 
 
+def renew(numbers: np.ndarray | None, seed: int, request: GenerationRequest, tokens: Sequence[int]) -> None:
+    """Have what an agent's response draws behind these tokens of its own hang on what it has read; in place, [limit]."""
+    if numbers is not None and request.asked_before is not None:
+        read = [*request.prompt.tokens.tolist(), *tokens]
+        numbers[len(tokens) :] = turn_uniforms(seed, request, read, len(numbers) - len(tokens))
+
+
 def choose(
     logits: Tensor, options: SamplingOptions, uniform: Tensor | None, may_stop: Tensor | None = None
 ) -> tuple[Tensor, Tensor, KeptTokens | None]:
