@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.runs import repeatable, run_to_end
 
-TASKS = ("basic_arithmetic", "letter_counting", "spell_backward")
+TASKS = ("calendar_arithmetic", "letter_counting", "spell_backward")
 OVERRIDES = (
     "model.source=random",
     "evaluation.every=2",
