@@ -217,10 +217,7 @@ def install() -> None:
 
     mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
-
-    # A gradient that is made apart is written, read and added: three times its memory's way.
-    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
-    layers.F = _FunctionsOfLayers()
+    _install_gradient_buffers(layers)
 
     # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA tensors.
     tensor_class.type = _cuda_type_name(Tensor.type)
@@ -231,3 +228,9 @@ def install() -> None:
     for function in (swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back):
         setattr(fused_bias_swiglu, function.__name__, function)
     clip_grads.multi_tensor_scale_impl = scale_tensors
+
+
+def _install_gradient_buffers(layers: Any) -> None:
+    """Have weights' gradients added where they are kept: one that is made apart takes its memory's way three times."""
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
+    layers.F = _FunctionsOfLayers()
