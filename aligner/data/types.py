@@ -170,18 +170,6 @@ class Sample:
             )
 
 
-def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
-    """What environments gave for each of these samples, float32 [B]; None without any.
-
-    Not a number for all samples of a prompt where it is for one: an episode was lost.
-    """
-    if all(sample.rewards is None for sample in samples):
-        return None
-    sums = torch.stack([torch.zeros(()) if sample.rewards is None else sample.rewards.sum() for sample in samples])
-    groups = sums.view(-1, samples_per_prompt)
-    return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
-
-
 def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
     """Each prompt's samples in a row, unfinished and without a token."""
     none = torch.empty(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, environment_scores, unbegun
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, unbegun
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
@@ -307,6 +307,18 @@ class RolloutBuilder:
         if self._truncate_token is None:
             return samples
         return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]
+
+
+def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
+    """What environments gave for each of these samples, float32 [B]; None without any.
+
+    Not a number for all samples of a prompt where it is for one: an episode was lost.
+    """
+    if all(sample.rewards is None for sample in samples):
+        return None
+    sums = torch.stack([torch.zeros(()) if sample.rewards is None else sample.rewards.sum() for sample in samples])
+    groups = sums.view(-1, samples_per_prompt)
+    return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
 
 
 def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:

@@ -8,10 +8,10 @@ from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
 from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
 from aligner.engines.embedded.generation import EmbeddedGeneration
 from aligner.engines.embedded.graphs import GraphedForward
-from aligner.engines.embedded.machine import Machine
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,

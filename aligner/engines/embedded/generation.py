@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.data.types import KeptTokens, Sample
 from aligner.engines.embedded.decoder import Prompts, Step
-from aligner.engines.embedded.machine import Machine
+from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.sampling import choose, renew, turn_uniforms
 from aligner.engines.embedded.speculation import Lookup
