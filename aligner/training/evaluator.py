@@ -13,7 +13,7 @@ from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metri
 from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Prompt, Sample, collate, environment_scores
+from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.environments.tool_catalogue import tool_schemas
 from aligner.errors import AlignerError
@@ -22,7 +22,7 @@ from aligner.megatron.policy import Policy
 from aligner.paths import run_paths
 from aligner.rewards.scorers import ScoringRequest, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
-from aligner.rollout.rollout_builder import RolloutBuilder
+from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
 from aligner.rollout.services import Services
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily

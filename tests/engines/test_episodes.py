@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
-from aligner.data.types import Prompt, Sample, environment_scores
+from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
 from aligner.engines.episodes import EpisodeEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.models.model_source import directory_shape
+from aligner.rollout.rollout_builder import environment_scores
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.engines.engines import load_directory
