@@ -49,6 +49,9 @@ class Scripted:
         self._responses[place].give(tokens)
         self._open.append(place)
 
+    def leave(self, place: int) -> None:
+        assert place not in self._open
+
     def step(self) -> list[tuple[int, Sample]]:
         complete, self._open = self._open, []
         for place in complete:
