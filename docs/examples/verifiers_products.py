@@ -1,4 +1,4 @@
-"""An environment as users of `verifiers` have them: products of two numbers, a calculator as its tool, and a loop of its own."""
+"""An environment as users of `verifiers` have them: products, a calculator as its tool, and a loop of its own."""
 
 import json
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,8 +16,14 @@ from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
 from tests.engines.agents import TOOLS
 
 
-def saved(directory: Path, template: str) -> Path:
-    """A tiny model of chats; with the template of tools it has learned to call one, and to say that it has."""
+def saved(
+    directory: Path,
+    template: str,
+    conversations: Sequence[list[dict[str, Any]]] | None = None,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+    steps: int = 130,
+) -> Path:
+    """A tiny model of chats; with the template of tools it has learned to call one, or what conversations are given."""
     file = tokenizer_file("bytes")
     (directory / "tokenizer.json").write_text(file)
     write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
@@ -35,8 +43,9 @@ def saved(directory: Path, template: str) -> Path:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.nn.utils.rnn.pad_sequence([conversation(tokenizer, at) for at in range(2)], batch_first=True)
-    for _ in range(130 if template == "qwen" else 0):
+    spoken = [conversation(at) for at in range(2)] if conversations is None else conversations
+    tokens = torch.nn.utils.rnn.pad_sequence([written(tokenizer, each, tools) for each in spoken], batch_first=True)
+    for _ in range(steps if template == "qwen" else 0):
         model(input_ids=tokens, labels=tokens.masked_fill(tokens == 0, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -44,17 +53,23 @@ def saved(directory: Path, template: str) -> Path:
     return directory
 
 
-def conversation(tokenizer: Tokenizer, at: int) -> torch.Tensor:
+def conversation(at: int) -> list[dict[str, Any]]:
     """What the model learns from: a question, a call, its answer, and what is said to that."""
-    call = ToolCall("000010000", "look", {"at": "here"})
-    messages = [
-        {"role": "user", "content": f"why {at}?"},
-        *AssistantTurn("", "", (call,)).messages[:1],
-        call.answered('saw {"at": "here"}'),
-        {"role": "assistant", "content": "yes."},
+    return [
+        *called(f"why {at}?", ToolCall("000010000", "look", {"at": "here"}), 'saw {"at": "here"}', "yes."),
         {"role": "user", "content": f"so {at}?"},
         {"role": "assistant", "content": "yes yes."},
     ]
-    text = tokenizer.chat_template.render(messages, TOOLS, add_generation_prompt=False)
+
+
+def called(asked: str, call: ToolCall, told: str, said: str) -> list[dict[str, Any]]:
+    """A question that a call helps to answer."""
+    turns = [*AssistantTurn("", "", (call,)).messages[:1], call.answered(told)]
+    return [{"role": "user", "content": asked}, *turns, {"role": "assistant", "content": said}]
+
+
+def written(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> torch.Tensor:
+    """A conversation's tokens."""
+    text = tokenizer.chat_template.render(messages, tools, add_generation_prompt=False)
     # A turn is not tokenized with what is before it, when it is drawn.
     return torch.cat([tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)])
