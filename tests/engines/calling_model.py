@@ -21,7 +21,7 @@ def saved(
     template: str,
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
-    steps: int = 130,
+    steps: int = 80,
 ) -> Path:
     """A tiny model of chats; with the template of tools it has learned to call one, or what conversations are given."""
     file = tokenizer_file("bytes")
@@ -44,9 +44,13 @@ def saved(
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     spoken = [conversation(at) for at in range(2)] if conversations is None else conversations
-    tokens = torch.nn.utils.rnn.pad_sequence([written(tokenizer, each, tools) for each in spoken], batch_first=True)
+    parts = [written(tokenizer, each, tools) for each in spoken]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in parts], batch_first=True)
+    labels = tokens.masked_fill(tokens == 0, -100)
+    for row, each in zip(labels, parts, strict=True):
+        row[: len(each[0])] = -100  # the tools and the first question are many tokens, and not for it to say
     for _ in range(steps if template == "qwen" else 0):
-        model(input_ids=tokens, labels=tokens.masked_fill(tokens == 0, -100)).loss.backward()
+        model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(directory)
@@ -68,8 +72,8 @@ def called(asked: str, call: ToolCall, told: str, said: str) -> list[dict[str, A
     return [{"role": "user", "content": asked}, *turns, {"role": "assistant", "content": said}]
 
 
-def written(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """A conversation's tokens."""
+def written(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """A conversation's tokens, in parts that begin where the policy speaks."""
     text = tokenizer.chat_template.render(messages, tools, add_generation_prompt=False)
     # A turn is not tokenized with what is before it, when it is drawn.
-    return torch.cat([tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)])
+    return [tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)]

@@ -21,10 +21,11 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="not installed: python -m benchmarks.peer_environment verifiers"),
 ]
 NUMBERS: dict[str, Any] = {name: {"title": name.upper(), "type": "integer"} for name in "ab"}
+# As verifiers sends it.
 MULTIPLY: dict[str, Any] = {
     "name": "multiply",
     "description": "Multiply two numbers.",
-    "parameters": {"properties": NUMBERS, "required": ["a", "b"], "title": "multiplyArguments", "type": "object"},
+    "parameters": {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "title": "multiplyArguments"},
 }
 LEARNED = [(2, 3), (7, 8)]
 
@@ -37,7 +38,7 @@ def model(tmp_path: Path) -> Path:
     ]
     directory = tmp_path / "model"
     directory.mkdir()
-    return saved(directory, "qwen", conversations, [{"type": "function", "function": MULTIPLY}], steps=220)
+    return saved(directory, "qwen", conversations, [{"type": "function", "function": MULTIPLY}])
 
 
 @pytest.fixture
@@ -78,6 +79,7 @@ def test_an_environment_of_verifiers_is_trained_on_the_tokens_that_were_drawn_fo
         "evaluation.every=0",
         "logging.samples_every=1",
         "logging.tensorboard=false",
+        "actor.optimizer.learning_rate=1e-4",
         "run.steps=3",
     )
     assert run.code == 0, run.report()
