@@ -13,7 +13,10 @@ from aligner.errors import AlignerError
 MODEL = "policy"
 """What `/v1/models` lists; requests may name any other."""
 FinishReason = Literal["stop", "length", "tool_calls"]
-_IGNORED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "parallel_tool_calls")
+_IGNORED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "reasoning_effort", "parallel_tool_calls"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 """What would change the distribution that the run learns from, or the model cannot do, and changes no answer's form."""
 
 

@@ -73,10 +73,11 @@ run = VerifiersProcess().run
 
 
 def environment(taskset: str) -> Any:
-    """The environment of a taskset, with its own harness or the one that is named here, run on this machine."""
+    """The environment of a taskset, run on this machine: with its own harness, or a loop that has its tools alone."""
     import verifiers.v1 as vf
 
-    agent = {"runtime": {"type": "subprocess"}}  # and "harness": {"id": "null"}, "max_turns": 4, …
+    own = vf.default_harness_id(taskset)  # "bash" where it has none, which would run the policy's commands here
+    agent = {"harness": {"id": "null" if own == "bash" else own}, "runtime": {"type": "subprocess"}}  # and "max_turns", …
     return vf.load_environment(vf.resolve_env_config({"taskset": {"id": taskset}, "agent": agent}))
 
 

@@ -21,7 +21,6 @@ def saved(
     template: str,
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
-    steps: int = 80,
 ) -> Path:
     """A tiny model of chats; with the template of tools it has learned to call one, or what conversations are given."""
     file = tokenizer_file("bytes")
@@ -48,8 +47,8 @@ def saved(
     tokens = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in parts], batch_first=True)
     labels = tokens.masked_fill(tokens == 0, -100)
     for row, each in zip(labels, parts, strict=True):
-        row[: len(each[0])] = -100  # the tools and the first question are many tokens, and not for it to say
-    for _ in range(steps if template == "qwen" else 0):
+        row[: len(each[0]) if conversations else 0] = -100  # tools and a question are many tokens, and not for it to say
+    for _ in range(0 if template != "qwen" else 80 if conversations else 130):
         model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -199,6 +199,18 @@ def test_answers_come_whole_or_as_events_with_calls_log_probs_and_stops(models, 
         assert finish == "stop" and "look" not in text
 
 
+def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog):
+    others = ("top_k", "min_p", "repetition_penalty")
+    wanted = {"temperature": 0.3, "reasoning_effort": "low", "extra_body": dict.fromkeys(others, 0.5)}
+    samples, _ = episodes(
+        models["chatml"], [{"requests": [[{"role": "user", "content": "why?"}]], "with": wanted}], agent("steps")
+    )
+    assert samples[0].drawn_count
+    assert all(
+        f"agents ask for {name}=…, which is ignored" in caplog.text for name in ("temperature", "reasoning_effort", *others)
+    )
+
+
 def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models, caplog):
     caplog.set_level("INFO")
     samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
