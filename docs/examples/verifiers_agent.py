@@ -119,6 +119,8 @@ async def serve(taskset: str) -> None:
             await episode(env, asked)
         except Exception as error:  # the environment is the user's, and fails in its own ways
             problem = f"{type(error).__name__}: {error}"
+        finally:
+            running.pop(asked["number"], None)
         print(json.dumps({"number": asked["number"], "problem": problem}), file=answers, flush=True)
 
     lines = asyncio.StreamReader(limit=MOST_BYTES)
@@ -130,11 +132,10 @@ async def serve(taskset: str) -> None:
         async for line in lines:
             asked = json.loads(line)
             if "task" not in asked:
-                if (late := running.get(asked["number"])) is not None:
+                if (late := running.pop(asked["number"], None)) is not None:
                     late.cancel()
                 continue
-            running[asked["number"]] = work = asyncio.create_task(answered(asked))
-            work.add_done_callback(lambda _, number=asked["number"]: running.pop(number))
+            running[asked["number"]] = asyncio.create_task(answered(asked))
         for work in running.values():
             work.cancel()
         await asyncio.gather(*running.values(), return_exceptions=True)
