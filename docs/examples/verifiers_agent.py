@@ -19,6 +19,8 @@ from typing import Any
 
 MOST_BYTES = 1 << 26
 """Of a line, which has all of a task."""
+MOST_TOLD = 2000
+"""Characters of what went wrong."""
 
 
 class VerifiersProcess:
@@ -96,7 +98,7 @@ async def episode(env: Any, asked: dict[str, Any]) -> None:
         del os.environ[key_name]
     if not found.ok:
         errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors)[-2000:])
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
     await asyncio.to_thread(post_reward, asked, sum(trace.reward for trace in found.traces))
 
 
@@ -118,7 +120,7 @@ async def serve(taskset: str) -> None:
         try:
             await episode(env, asked)
         except Exception as error:  # the environment is the user's, and fails in its own ways
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"[:MOST_TOLD]
         finally:
             running.pop(asked["number"], None)
         print(json.dumps({"number": asked["number"], "problem": problem}), file=answers, flush=True)
