@@ -19,7 +19,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
-    ("+run.color=red", "run.color: unknown key; allowed in run: changes, command, date, dir, experiment"),
+    ("+run.color=red", "run.color: unknown key; allowed in run: automatic, changes, chosen, command, date, dir, experiment"),
     ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
     ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
     ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
