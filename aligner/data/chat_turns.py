@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import Messages, Tokenizer, Tools
-from aligner.data.tool_calls import THINK, AssistantTurn, ToolFormat, parse_turn
+from aligner.data.tool_calls import THINK, AssistantTurn, ToolFormat, format_of, parse_turn
 from aligner.errors import AlignerError
 
 
@@ -49,6 +49,11 @@ class ChatTurns:
     def __init__(self, tokenizer: Tokenizer, form: ToolFormat | None) -> None:
         """`form` None: turns are text alone. Raises ConfigError for a model without a chat template."""
         self._tokenizer, self._template, self._form = tokenizer, tokenizer.chat_template, form
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "ChatTurns":
+        """With tool calls as the model's template writes them, if it does. Raises ConfigError as `ChatTurns`."""
+        return cls(tokenizer, format_of(tokenizer))
 
     def begin(self, messages: Messages, tools: Tools | None = None) -> Conversation:
         """A conversation that the assistant is to answer. Raises AlignerError where the template refuses the messages."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.tokenizer import Messages, Tokenizer
-from aligner.data.tool_calls import format_of
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 
@@ -45,7 +44,7 @@ def conversation(
 
 
 def _of_chat(sample: Sample, asked: Mapping[str, Any], answers: Sequence[Messages], tokenizer: Tokenizer) -> dict[str, Any]:
-    chat, tools = ChatTurns(tokenizer, format_of(tokenizer)), asked.get("tools")
+    chat, tools = ChatTurns.of(tokenizer), asked.get("tools")
     said = [*asked["messages"]]
     turns = [turn for turn in sample.turns()[::2] if len(turn)]
     for place, turn in enumerate(turns):

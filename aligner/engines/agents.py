@@ -10,11 +10,10 @@ from functools import cached_property, partial
 
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import format_of
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agent_samples import episode_sample
 from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
-from aligner.engines.episodes import lost_sample
+from aligner.engines.episodes import lost_sample, task_of
 from aligner.environments.agent_server import AgentServer
 from aligner.environments.agent_session import AgentSession, Ask, SessionMeans
 from aligner.environments.environment_pool import EnvironmentPool
@@ -56,7 +55,7 @@ class AgentEngine:
     @cached_property
     def chat(self) -> ChatTurns:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
-        return ChatTurns(self.tokenizer, format_of(self.tokenizer))
+        return ChatTurns.of(self.tokenizer)
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "AgentGeneration":
         """Begin one episode a request; as `GenerationEngine.start`. What is read is the agents', not the requests' prompts."""
@@ -151,9 +150,9 @@ class AgentGeneration:
         session = AgentSession(name, sessions, submit, lambda: self._events.put(partial(self._end, place)))
         self._open[place] = _Episode(request, session)
         means.server.open(session)
-        task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
+        task, seed = task_of(prompt, means.tokenizer, means.seed)
         told = {"task": task, "url": means.server.url(session), "key": session.key}
-        ended = means.agents.reset(name, told, means.seed * 1_000_003 + prompt.id)
+        ended = means.agents.reset(name, told, seed)
         ended.add_done_callback(lambda future: self._events.put(partial(self._ended, place, future)))
 
     def _ask(self, place: int, ask: Ask) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import format_of
-from aligner.data.types import FinishReason, Sample, unbegun
+from aligner.data.types import FinishReason, Prompt, Sample, unbegun
 from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
@@ -22,7 +22,6 @@ from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
-
 
 _WAIT_S = 0.1
 """Where all episodes wait for their environments a step ends after so long, for who waits for it to see life."""
@@ -50,7 +49,7 @@ class EpisodeEngine:
     @cached_property
     def chat(self) -> ChatTurns:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
-        return ChatTurns(self.tokenizer, format_of(self.tokenizer))
+        return ChatTurns.of(self.tokenizer)
 
     def forget(self, first: int) -> None:
         """As `DrawsEpisodes`."""
@@ -133,10 +132,7 @@ class EpisodeGeneration:
             begun[sample] += 1
             name = episode_name(*sample, begun[sample])
             self._open[place] = _Episode(name, request, request.begun, is_drawn=not _waits(request, self._ends))
-            task = {**prompt.metadata, "prompt": means.tokenizer.decode(prompt.tokens)}
-            # A prompt's samples meet the same environment.
-            seed = means.seed * 1_000_003 + prompt.id
-            self._expect(place, means.environments.reset(name, task, seed))
+            self._expect(place, means.environments.reset(name, *task_of(prompt, means.tokenizer, means.seed)))
 
     @property
     def done(self) -> bool:
@@ -323,6 +319,11 @@ class EpisodeGeneration:
         self._means.environments.finish(episode.name)
         if not episode.is_drawn:
             self._generation.leave(place)
+
+
+def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
+    """What an episode is about, JSON, and its seed in a run of this one; a prompt's samples have both alike."""
+    return {**prompt.metadata, "prompt": tokenizer.decode(prompt.tokens)}, seed * 1_000_003 + prompt.id
 
 
 def _rewards(episode: _Episode, tokens: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Where the records that a run learns from lie, as the configuration says: one source, or several with weights."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
-from aligner.schema.options import is_finite_number
+from aligner.schema.options import is_finite_number, key_hint
 from aligner.schema.reasoning_tasks import reasoning_tasks
 
 _ENTRIES = ("path", "weight", "fields")
@@ -113,8 +112,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
         return
     for entry, value in entries.items():
         if entry not in _ENTRIES:
-            close = difflib.get_close_matches(str(entry), _ENTRIES, n=1)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"allowed in {key}: {', '.join(_ENTRIES)}"
+            hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
             yield f"{key}.{entry}: unknown key; {hint}"
         elif entry == "fields":
             yield from fields_problems(f"{key}.fields", value)

@@ -1,6 +1,8 @@
 """How a key of the schema is written: its default, its help text, its bounds, and when a run reads it."""
 
+import difflib
 import sys
+from collections.abc import Collection
 from dataclasses import field
 from typing import Any
 
@@ -50,3 +52,9 @@ def callable_place(name: str) -> tuple[str, str] | None:
 def is_finite_number(value: Any) -> bool:
     """Whether it is a number, and one that a float holds. Compared, not converted: an integer may be too large."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def key_hint(section: str, entry: object, allowed: Collection[str], otherwise: str) -> str:
+    """What to tell of an entry that a section does not have: the one that it is near to, or `otherwise`."""
+    close = difflib.get_close_matches(str(entry), allowed, n=1)
+    return f"did you mean {section}.{close[0]}?" if close else otherwise

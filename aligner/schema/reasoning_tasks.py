@@ -1,12 +1,11 @@
 """Tasks of reasoning_gym that prompts are made of, as the configuration says: `data.tasks`."""
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.schema.options import is_finite_number
+from aligner.schema.options import is_finite_number, key_hint
 
 LARGEST_SEED, MOST_QUESTIONS = 2**10 - 1, 2**16
 
@@ -53,8 +52,7 @@ def _problems(key: str, entry: Any) -> Iterator[str]:
         yield f"{key}.name: missing"
     for name, value in entry.items():
         if name not in _ENTRIES:
-            close = difflib.get_close_matches(str(name), _ENTRIES, n=1)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"allowed are {', '.join(_ENTRIES)}; a task's own: config"
+            hint = key_hint(key, name, _ENTRIES, f"allowed are {', '.join(_ENTRIES)}; a task's own: config")
             yield f"{key}.{name}: unknown key; {hint}"
         elif wanted := _wanted(name, value):
             yield f"{key}.{name}={value}: must be {wanted}"

@@ -1,7 +1,6 @@
 """What scores the samples: one source, or several with weights."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +8,7 @@ from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError
 from aligner.schema import RewardConfig
-from aligner.schema.options import is_finite_number
+from aligner.schema.options import is_finite_number, key_hint
 from aligner.schema.scoring_functions import function_problem
 
 _SHORTEST_TIMEOUT_S = 0.1
@@ -130,8 +129,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
     allowed = ["kind", *(field.name for field in dataclasses.fields(kind) if field.name not in ("name", "key"))]
     for entry, value in entries.items():
         if entry not in allowed:
-            close = difflib.get_close_matches(str(entry), allowed, n=1)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"allowed in {key}: {', '.join(allowed)}"
+            hint = key_hint(key, entry, allowed, f"allowed in {key}: {', '.join(allowed)}")
             yield f"{key}.{entry}: unknown key with kind={entries['kind']}; {hint}"
         elif problem := _value_problem(entry, value):
             yield f"{key}.{entry}={value}: {problem}"

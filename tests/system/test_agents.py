@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 from aligner.data.collectives import samples_from_tensors
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
+from tests.system.environment_workers import kill_environments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -156,17 +155,6 @@ def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_
     told = [turn["environment"] for line in before for turn in json.loads(line).get("turns", []) if "environment" in turn]
     assert len({*told}) > 4
     assert run.paths.samples.read_text().splitlines()[: len(before)] == before
-
-
-def kill_environments(launch: Launch) -> int:
-    """How many worker processes were killed."""
-    killed = 0
-    for process in launch.processes():
-        with contextlib.suppress(psutil.Error):
-            if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
-                process.kill()
-                killed += 1
-    return killed
 
 
 def assert_identical(run: Finished, expected: Finished) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.engines.calling_model import saved
+from tests.system.environment_workers import kill_environments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -55,11 +54,7 @@ def test_a_run_whose_agents_are_killed_ends_with_the_same_weights(undisturbed: F
     with Launch(tmp_path / "run", *OVERRIDES, experiment="calculator") as launch:
         for step in (1, 2):
             launch.wait_for_step(step)
-            for process in launch.processes():
-                with contextlib.suppress(psutil.Error):
-                    if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
-                        process.kill()
-                        killed += 1
+            killed += kill_environments(launch)
         run = launch.finish(200)
         assert launch.processes() == []
     assert run.code == 0, run.report()
