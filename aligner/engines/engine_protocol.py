@@ -200,8 +200,8 @@ class PartialResponse:
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
         prompt, drawn = self.request.prompt, self._marks
-        before = len(self.tokens) - len(self.kept) if self.kept else 0  # given before anything was drawn
-        counts = torch.tensor([0] * before + [0 if ids is NO_IDS else len(ids) for ids in self.kept])
+        before = len(self.tokens) - len(self.kept)  # given before anything was drawn
+        counts = [0] * before + [0 if ids is NO_IDS else len(ids) for ids in self.kept]
         return Sample(
             prompt_id=prompt.id,
             sample_index=self.request.sample_index,
@@ -211,7 +211,7 @@ class PartialResponse:
             weight_versions=torch.tensor(self.versions, dtype=torch.int64),
             finish_reason=self.finish_reason or "unfinished",
             metadata=prompt.metadata,
-            kept=KeptTokens.in_order(counts, torch.cat(self.kept)) if counts.any() else None,
+            kept=KeptTokens.in_order(torch.tensor(counts), torch.cat(self.kept)) if any(counts) else None,
             routes=torch.cat(self.routes) if self.tokens and self.routes else None,
             drawn=None if all(drawn) else torch.tensor(drawn),
         )

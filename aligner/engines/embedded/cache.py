@@ -75,7 +75,10 @@ class Cache:
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
         """Copy the first `width` columns of some rows over others."""
         for tensor in (self.keys, self.values):
-            tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
+            if len(sources) == 1:  # without a copy between them
+                tensor[:, targets[0], :, :width] = tensor[:, sources[0], :, :width]
+            else:
+                tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
 
     def write_prompts(self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor) -> None:
         """Row `rows[i]` begins with prompt `copies[i]`; keys and values [U, KV heads, P, head dim]."""

@@ -1,5 +1,6 @@
 """Continuous batching: responses join the batch as others leave it."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -156,9 +157,9 @@ class EmbeddedGeneration:
         except BaseException:
             self.restart_rows()  # who steps on must not build on keys and values that may not be there
             raise
-        drawn = iter(zip(tokens.tolist(), logprobs.tolist(), kept, strict=True))
+        places = iter(zip(tokens, logprobs, kept, strict=True))
         for at, row in enumerate(self._rows):
-            self._take(row, list(islice(drawn, step.width)), guesses[at] if at < len(guesses) else ())
+            self._take(row, list(islice(places, step.width)), guesses[at] if at < len(guesses) else ())
         self._release()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
@@ -183,9 +184,10 @@ class EmbeddedGeneration:
             positions += [min(response.held + ahead, columns - 1) for ahead in range(width)]
         if not width:
             return
+        both = torch.tensor([tokens, positions], device=device)
         step = Step(
-            tokens=torch.tensor(tokens, device=device),
-            positions=torch.tensor(positions, device=device),
+            tokens=both[0],
+            positions=both[1],
             columns=max(positions) + 1,
             width=width,
             rows=[response.row for response in returning],
@@ -198,8 +200,8 @@ class EmbeddedGeneration:
             self.restart_rows()
             raise
 
-    def _check_finite(self, logprobs: Tensor) -> None:
-        if not bool(logprobs.isfinite().all()):
+    def _check_finite(self, logprobs: Sequence[float]) -> None:
+        if not all(map(math.isfinite, logprobs)):
             self._machine.cache.clear()
             raise AlignerError(
                 f"the engine computed a log-probability that is not finite: are there NaN or infinite weights in version"
@@ -209,8 +211,7 @@ class EmbeddedGeneration:
     def _admit(self) -> tuple[list[_Response], list[_Response]]:
         """Those that join a sibling's prompt, and those whose own tokens have to be run."""
         cache = self._machine.cache
-        joining: list[_Response] = []
-        beginning: list[_Response] = []
+        joining, beginning = list[_Response](), list[_Response]()
         siblings = {row.prompt: row for row in self._rows}
         distinct, width = set[tuple[int, ...]](), 0
         while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
@@ -267,9 +268,10 @@ class EmbeddedGeneration:
         width = len(tokens) // len(rows) if rows else 1
         taken = [row.row for row in rows]
         positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
+        both = torch.tensor([tokens, positions], dtype=torch.int64, device=device)
         return Step(
-            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            tokens=both[0],
+            positions=both[1],
             columns=max(positions, default=0) + 1,
             prompts=prompts,
             routes=[] if self._options.routes else None,
@@ -277,8 +279,8 @@ class EmbeddedGeneration:
             rows=None if taken == list(range(len(rows))) else taken,
         )
 
-    def _draw(self, share: Tensor, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Tokens int64 [R], log-probs float32 [R] and the ids that each was drawn among, int32 on the host, none where among
+    def _draw(self, share: Tensor, width: int) -> tuple[list[int], list[float], list[Tensor]]:
+        """Tokens [R], log-probs of float32 [R] and the ids that each was drawn among, int32 on the host, none where among
         all: the first rank draws, so that all ranks agree to the last bit. `width` of a row come one after another.
         """
         options, device = self._options, self._machine.device
@@ -309,7 +311,7 @@ class EmbeddedGeneration:
             ids = torch.empty(int(counts.sum()), dtype=torch.int32, device=device) if kept is None else kept.ids
             parts = self._machine.decoder.broadcast(ids).cpu().split(counts.long().tolist())
             each = [part.clone() for part in parts]  # a response that goes on holds no other's
-        return tokens.long(), logprobs.float(), each
+        return tokens.long().tolist(), logprobs.float().tolist(), each
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
         """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
