@@ -6,6 +6,7 @@ its reason, so that a new megatron-core release is one file to check.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,15 +120,36 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
     return swiglu_back((g * weights).to(y.dtype), y), for_weights.to(weights.dtype)
 
 
-def scale_tensors(_: int, overflow: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float) -> None:
-    """Write the first list's tensors times `scale` into the second list's."""
-    for source, target in zip(tensors[0], tensors[1], strict=True):
-        torch.mul(source, scale, out=target)
+def add_product(total: Any, left: Tensor, right: Tensor) -> Tensor:
+    """Add left @ right to a float32 total, in place; the first one of an update is written over what was there before."""
+    is_blank, total.is_blank, total.is_of_products = getattr(total, "is_blank", False), False, True
+    found: Tensor = total
+    if left.dtype != torch.float32:
+        return found.copy_(left @ right) if is_blank else found.add_(left @ right)
+    return torch.mm(left, right, out=found) if is_blank else found.addmm_(left, right)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left @ right to a float32 total, in place."""
-    return total.addmm_(left, right) if left.dtype == torch.float32 else total.add_(left @ right)
+def forget_gradients(buffer: Any) -> None:
+    """megatron-core's reset of a buffer: all is zero, or `is_blank` where a product is about to be written over it."""
+    for parameter in buffer.params:
+        total = parameter.main_grad
+        total.is_blank = getattr(total, "is_of_products", False)
+        if not total.is_blank:
+            total.zero_()
+
+
+def _settle(total: Any) -> None:
+    """Have a buffer's memory say what it means."""
+    if getattr(total, "is_blank", False):
+        total.zero_()
+        total.is_blank = False
+
+
+def settle_gradients(chunks: Sequence[Any]) -> None:
+    """Make zero what no product has come for, such as the weights of an expert without tokens."""
+    for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
+        if hasattr(parameter, "main_grad"):
+            _settle(parameter.main_grad)
 
 
 class GradientAccumulation:
@@ -153,6 +175,7 @@ class _Lookup(Function):
     def backward(context: Any, for_rows: Tensor) -> tuple[None, None]:
         """Add the rows' gradients."""
         total = context.total
+        _settle(total)
         total.index_add_(0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype))
         return None, None
 
@@ -227,10 +250,12 @@ def install() -> None:
 
     for function in (swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back):
         setattr(fused_bias_swiglu, function.__name__, function)
-    clip_grads.multi_tensor_scale_impl = scale_tensors
 
 
 def _install_gradient_buffers(layers: Any) -> None:
     """Have weights' gradients added where they are kept: one that is made apart takes its memory's way three times."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    param_and_grad_buffer._ParamAndGradBuffer.reset = forget_gradients
     layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
     layers.F = _FunctionsOfLayers()

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from aligner.megatron.cpu_backend import settle_gradients
 from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
@@ -39,6 +40,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
     # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
+    settle_gradients(model)
     finalize_model_grads(model, None)
 
 

@@ -24,6 +24,8 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 
 _NAMED_AT_MOST = 8
+_CLIP_EPSILON = 1e-6
+"""Added to the norm that gradients are clipped by, as megatron-core has it."""
 
 
 def build_optimizer(
@@ -93,6 +95,11 @@ def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
+def _is_fused(part: MegatronOptimizer) -> bool:
+    """Whether torch's kernel for a CPU updates its parameters."""
+    return isinstance(part.optimizer, torch.optim.AdamW) and any(group["fused"] for group in part.param_groups)
+
+
 def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.OptimizerConfig) -> None:
     """Make the next step t that of TensorFlow's Adam, which adds epsilon before the second moment's bias is corrected.
 
@@ -147,12 +154,16 @@ class GuardedStep:
         return {"lr": learning_rate, "skipped": 0.0, "grad_norm": norm}
 
     def _clip(self, norm: float) -> None:
-        if not self.settings.clip_grad_norm:
+        most = self.settings.clip_grad_norm
+        if not most:
             return
         for part in _parts(self.optimizer):
-            if parameters := part.get_parameters():
+            if _is_fused(part):  # it goes over the gradients anyway
+                divisor = (norm + _CLIP_EPSILON) / most
+                part.optimizer.grad_scale = torch.tensor(divisor) if divisor > 1 else None
+            elif parameters := part.get_parameters():
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad_norm, norm, decoupled)
+                clip_grad_by_total_norm_fp32(parameters, most, norm, decoupled)
 
     def _describe_failure(self, norm: float) -> str:
         found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))

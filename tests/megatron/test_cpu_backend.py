@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -31,11 +33,27 @@ def test_weighted_swiglu_and_its_gradients_equal_autograds():
     torch.testing.assert_close(for_weights, weights.grad)
 
 
-def test_tensors_are_scaled_in_place():
-    tensors = [torch.ones(3), torch.full((2, 2), 4.0)]
-    cpu_backend.scale_tensors(0, torch.zeros(1), [tensors, tensors], 0.5)
-    assert tensors[0].tolist() == [0.5] * 3
-    assert tensors[1].tolist() == [[2.0, 2.0]] * 2
+def test_what_products_wrote_is_written_over_by_the_next_updates_first_and_all_else_is_zero():
+    product, idle, other = (torch.nn.Parameter(torch.empty(2, 3)) for _ in range(3))
+    buffer = SimpleNamespace(params=[product, idle, other])
+    for parameter in buffer.params:
+        parameter.main_grad = torch.zeros(2, 3)
+    left, right = torch.randn(2, 4), torch.randn(4, 3)
+    for parameter in (product, idle):
+        cpu_backend.add_product(parameter.main_grad, left, right)
+    other.main_grad += 1
+    for parameter in buffer.params:
+        parameter.main_grad[0, 0] = torch.nan  # as a step leaves it that is not taken
+    cpu_backend.forget_gradients(buffer)
+    assert other.main_grad.tolist() == torch.zeros(2, 3).tolist()
+    for _ in range(2):
+        cpu_backend.add_product(product.main_grad, left, right)
+    model = torch.nn.ParameterList(buffer.params)
+    cpu_backend.settle_gradients([model])
+    torch.testing.assert_close(product.main_grad, 2 * left @ right)
+    assert idle.main_grad.tolist() == torch.zeros(2, 3).tolist()
+    cpu_backend.add_product(idle.main_grad, left, right)
+    torch.testing.assert_close(idle.main_grad, left @ right)
 
 
 def test_an_embeddings_gradient_goes_into_its_buffer_and_nowhere_else():
