@@ -1,6 +1,6 @@
 """What was said in episodes that were sampled: as texts by turns, and as chat messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +26,20 @@ def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
 
 
 def conversation(
-    sample: Sample, prompt: Prompt, answers: Sequence[str | list[dict[str, str]]], tokenizer: Tokenizer
+    sample: Sample,
+    prompt: Prompt,
+    answers: Sequence[str | list[dict[str, str]]],
+    tokenizer: Tokenizer,
+    chat: Callable[[], ChatTurns],
 ) -> dict[str, Any]:
     """The `messages` of an episode, and the prompt's `tools` where it has any, as demonstrations are given.
 
     `answers` are what the environment said, before the first turn and after each. Where they are messages, so is the prompt,
-    and a turn's tool calls are told apart; where they are texts the environment is the user, as who wrote the prompt is.
+    and a turn's tool calls are told apart by the model's `chat`; where they are texts the environment is the user, as who
+    wrote the prompt is. What was said in branches comes in its place.
     """
     if any(isinstance(answer, list) and answer for answer in answers):
-        return _of_chat(sample, prompt.metadata, [answer for answer in answers if isinstance(answer, list)], tokenizer)
+        return _of_chat(sample, prompt.metadata, [answer for answer in answers if isinstance(answer, list)], tokenizer, chat())
     said = [("user", prompt.text)]
     for turn in transcript(sample, tokenizer):
         [(who, text)] = turn.items()
@@ -43,10 +48,11 @@ def conversation(
     return {"messages": [{"role": role, "content": text} for role, text in said]}
 
 
-def _of_chat(sample: Sample, asked: Mapping[str, Any], answers: Sequence[Messages], tokenizer: Tokenizer) -> dict[str, Any]:
-    chat, tools = ChatTurns.of(tokenizer), asked.get("tools")
-    said = [*asked["messages"]]
-    turns = [turn for turn in sample.turns()[::2] if len(turn)]
+def _of_chat(
+    sample: Sample, asked: Mapping[str, Any], answers: Sequence[Messages], tokenizer: Tokenizer, chat: ChatTurns
+) -> dict[str, Any]:
+    said, tools = [*asked["messages"]], asked.get("tools")
+    turns = [turn for sequence in sample.sequences for turn in sequence.turns()[::2] if len(turn)]
     for place, turn in enumerate(turns):
         said.append(_said(chat, said, tools, turn, tokenizer))
         if place < len(turns) - 1:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from aligner.data.kept_tokens import KeptTokens
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -31,55 +33,6 @@ class Prompt:
     tokens: Tensor
     """int64 [P]"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class KeptTokens:
-    """What tokens were drawn among where sampling left some of the vocabulary out, as top-k and top-p do."""
-
-    counts: Tensor
-    """int64 [...]: to how many each one's choice was left; 0: to all"""
-    starts: Tensor
-    """int64 [...]: where in `ids` these begin"""
-    ids: Tensor
-    """int32 [K]: token ids"""
-
-    @classmethod
-    def in_order(cls, counts: Tensor, ids: Tensor) -> Self:
-        """Of counts [N], whose ids are one after another."""
-        return cls(counts, counts.cumsum(0) - counts, ids)
-
-    @classmethod
-    def of_all(cls, tokens: int) -> Self:
-        """Of so many tokens, each drawn among all."""
-        none = torch.zeros(tokens, dtype=torch.int64)
-        return cls(none, none, none[:0].int())
-
-    def at(self, index: Any) -> Self:
-        """Those of some tokens: `index` is one of `counts`."""
-        return replace(self, counts=self.counts[index], starts=self.starts[index])
-
-    def in_rows(self) -> tuple[Tensor, Tensor]:
-        """Every id that these tokens kept, int64 [M], behind which token's it is, int64 [M], counted over their flat order."""
-        counts = self.counts.flatten()
-        token = torch.repeat_interleave(counts)
-        place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
-        return token, self.ids[self.starts.flatten()[token] + place].long()
-
-    def among(self, size: int) -> Tensor:
-        """bool [N, V]: which tokens of a vocabulary of V each of these [N] was drawn among."""
-        kept = (self.counts == 0)[:, None].repeat(1, size)
-        return kept.index_put_(self.in_rows(), torch.tensor(True, device=kept.device))
-
-    def each(self) -> list[Tensor]:
-        """The ids of every token, int32, in flat order."""
-        return list(self.in_rows()[1].int().split(self.counts.flatten().tolist()))
-
-    def to(self, device: torch.device) -> Self:
-        """The same on a device, with no ids but these tokens'."""
-        own = self.in_order(self.counts.flatten(), self.in_rows()[1].int())
-        starts = own.starts.view(self.counts.shape)
-        return replace(self, counts=self.counts.to(device), starts=starts.to(device), ids=own.ids.to(device))
 
 
 @dataclass(frozen=True)
@@ -111,12 +64,30 @@ class Sample:
     """float32 [R]: what an environment gave for each response token, 0 for most; None without one"""
     branches: tuple[Sample, ...] = ()
     """What else the model drew in the same episode, where its tokens are not all one sequence: each with all that it read as
-    its prompt, and no branches of its own. They are learned from with the episode's score."""
+    its prompt, and no branches of its own. They are learned from with the episode's score. In an environment's episode they
+    came before the sample, in this order; the first one begins with the prompt of the data."""
 
     @property
     def response(self) -> Tensor:
         """int64 [R]: the tokens after the prompt."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def sequences(self) -> tuple[Sample, ...]:
+        """All that the model drew in the episode: the branches, and the sample itself last."""
+        return (*self.branches, self)
+
+    @property
+    def asked(self) -> Tensor:
+        """int64 [P]: the prompt that an environment's episode, or a single response, began with."""
+        first = self.sequences[0]
+        return first.tokens[: first.prompt_length]
+
+    @property
+    def environment_reward(self) -> Tensor | None:
+        """float32 []: all that an environment gave in the episode; None without one."""
+        given = [each.rewards.sum() for each in self.sequences if each.rewards is not None]
+        return torch.stack(given).sum() if given else None
 
     @property
     def drawn_count(self) -> int:
@@ -130,6 +101,11 @@ class Sample:
         borders = (self.drawn[1:] != self.drawn[:-1]).nonzero()[:, 0] + 1
         parts = list(self.response.tensor_split(borders.tolist()))
         return parts if self.drawn[0] else [self.response[:0], *parts]
+
+    @property
+    def turn_count(self) -> int:
+        """How many turns the model drew, those of branches included."""
+        return sum(len(turn) > 0 for sequence in self.sequences for turn in sequence.turns()[::2])
 
     def cut(self, response_tokens: int, finish_reason: FinishReason) -> Self:
         """The sample with its first so many response tokens."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from aligner.data.types import KeptTokens, Prompt, Sample
+from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import Prompt, Sample
 from aligner.engines.engine_protocol import GenerationRequest, PartialResponse
 from aligner.environments.agent_session import AgentTurn
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.types import FinishReason, KeptTokens, Prompt, Sample
+from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
@@ -89,8 +90,9 @@ class GenerationRequest:
     waits: bool = False
     """Whether the first turn waits for `go_on` too."""
     asked_before: int | None = None
-    """How often its episode has asked for a response to the same tokens before; None: it is no agent's. The random numbers of
-    an agent's turns follow from the tokens that each reads, the first one's from this too, not from its place in the response.
+    """For an agent's turns and for branches: how often the episode has asked for a response to the same tokens before, or so
+    many that none has the same number. Their random numbers follow from the tokens that each turn reads, the first one's from
+    this too, not from its place in the response. None: it is neither.
     """
 
     def limit(self, options: SamplingOptions) -> int:

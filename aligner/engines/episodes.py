@@ -1,21 +1,20 @@
 """Episodes: responses of several turns, and what an environment says between them."""
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.chat_turns import ChatTurns, Unsafe
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import FinishReason, Prompt, Sample, unbegun
+from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
+from aligner.engines.open_episode import OpenEpisode, branch_request, turns_request
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.errors import AlignerError
@@ -45,6 +44,8 @@ class EpisodeEngine:
     by_steps: bool = False
     """Whether an answer is heard so many of the engine's steps after it was asked for, and waited for then: so that which
     episodes are complete after how many steps does not hang on how fast environments are."""
+    told: set[str] = field(default_factory=set)
+    """What the log has said once, and need not say again."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -67,44 +68,19 @@ class EpisodeEngine:
         """Begin one episode a request, or go on with the one that it has begun; as `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
         ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
-        most = self.settings.max_turn_tokens
-        turns = [replace(each, turn_tokens=most, waits=_waits(each, ends)) for each in requests]
-        return EpisodeGeneration(self, requests, self.engine.start(turns, replace(options, stop_token_ids=ends)), ends)
-
-
-@dataclass
-class _Episode:
-    name: str
-    request: GenerationRequest
-    begun: Sample | None
-    """What the episode goes on from, until its environment has gone through all of it once more."""
-    sample: Sample | None = None
-    """As it was at the end of the last turn."""
-    turn: Tensor | None = None
-    """The last one's tokens, its end among them."""
-    told: int = 0
-    """Response tokens up to where that turn ends, or the next one begins."""
-    turns: int = 0
-    conversation: Conversation | None = None
-    """As it was when the policy last had to answer; None where it is no chat's."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """By the response token that each was given for, a turn's last one."""
-    is_drawn: bool = False
-    """Whether the engine draws a turn of it now."""
-    drawn: Sample | None = None
-    """The turn that the engine has gone on with, where it ends before the environment has gone through those before it."""
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether the sample that it goes on from has what the environment is about to say."""
-        return self.begun is not None and self.told < len(self.begun.response)
+        options = replace(options, stop_token_ids=ends)
+        turns = [turns_request(each, options, ends, self.settings.max_turn_tokens) for each in requests]
+        waits = [each.waits for each in turns]
+        return EpisodeGeneration(self, requests, self.engine.start(turns, options), waits, options)
 
 
 class EpisodeGeneration:
     """A `Generation` of episodes: while environments answer some of them, the engine draws turns of the others.
 
     An episode ends where its environment says so; it is cut where a turn, the response or the number of turns reaches its
-    limit. One whose environment fails for good comes with a reward that is not a number, which no score is made of.
+    limit. Where messages cannot be appended safely to what the policy has said, the whole conversation is worded anew and a
+    new branch goes on from that; where it does not fit, the episode is cut. One whose environment fails for good comes with a
+    reward that is not a number, which no score is made of.
 
     One that was begun elsewhere goes on here, with an environment that is asked all that the other one was asked, and has to
     answer what the sample says; else the episode is lost. Meanwhile the engine goes on with its last turn.
@@ -115,11 +91,15 @@ class EpisodeGeneration:
         means: EpisodeEngine,
         requests: Sequence[GenerationRequest],
         generation: TurnGeneration,
-        ends: Sequence[int],
+        waits: Sequence[bool],
+        options: SamplingOptions,
     ) -> None:
-        """`generation` has a response for each request; `ends` are the tokens that end a turn."""
-        self._means, self._generation, self._ends = means, generation, frozenset(ends)
-        self._open: dict[int, _Episode] = {}
+        """`generation` has a response for each request, which `waits` or is drawn; turns end with `options.stop_token_ids`."""
+        self._means, self._generation, self._options = means, generation, options
+        self._ends = frozenset(options.stop_token_ids)
+        self._open: dict[int, OpenEpisode] = {}
+        self._places = {place: place for place in range(len(requests))}
+        """Of the engine's responses, branches among them, by their places there."""
         self._asked: dict[Future[Outcome], int] = {}
         self._due: dict[Future[Outcome], int] = {}
         """With `by_steps`: at which of the engine's steps each is heard."""
@@ -131,7 +111,7 @@ class EpisodeGeneration:
             sample = (prompt.id, request.sample_index)
             begun[sample] += 1
             name = episode_name(*sample, begun[sample])
-            self._open[place] = _Episode(name, request, request.begun, is_drawn=not _waits(request, self._ends))
+            self._open[place] = OpenEpisode(name, request, place, request.begun, is_drawn=not waits[place])
             self._expect(place, means.environments.reset(name, *task_of(prompt, means.tokenizer, means.seed)))
 
     @property
@@ -145,8 +125,8 @@ class EpisodeGeneration:
             self._hear(self._asked.pop(future), future)
         if not self._generation.done:
             self._steps += 1
-            for place, sample in self._generation.step():
-                self._end_turn(place, sample)
+            for at, sample in self._generation.step():
+                self._end_turn(at, sample)
         if not (self._open or self._generation.done):  # what is left there is of episodes that are lost
             self._generation.cancel()
         complete, self._complete = self._complete, []
@@ -155,7 +135,7 @@ class EpisodeGeneration:
     def unfinished(self) -> list[tuple[int, Sample]]:
         """The episodes that are not complete as they are now, each with its place among the requests."""
         drawn = dict(self._generation.unfinished())
-        return [(place, self._handed_over(episode, drawn.get(place))) for place, episode in self._open.items()]
+        return [(place, episode.handed_over(drawn.get(episode.at))) for place, episode in self._open.items()]
 
     def cancel(self) -> None:
         """Drop what is not complete."""
@@ -187,11 +167,12 @@ class EpisodeGeneration:
             self._due = {future: step for future, step in self._due.items() if future not in heard}
         return sorted(heard, key=lambda each: self._asked[each])
 
-    def _end_turn(self, place: int, sample: Sample) -> None:
-        """The engine has drawn a turn to its end."""
+    def _end_turn(self, at: int, sample: Sample) -> None:
+        """The engine has drawn a turn to its end, in that place of its own."""
+        place = self._places[at]
         episode = self._open.get(place)
         if episode is None:  # it is lost
-            self._generation.leave(place)
+            self._generation.leave(at)
             return
         episode.is_drawn = False
         if episode.begun is None:
@@ -202,8 +183,7 @@ class EpisodeGeneration:
     def _act(self, place: int, sample: Sample) -> None:
         """A turn has ended: have the environment answer it."""
         episode, tokenizer = self._open[place], self._means.tokenizer
-        turn = episode.turn = sample.response[episode.told :]
-        episode.sample, episode.turns, episode.told = sample, episode.turns + 1, len(sample.response)
+        turn = episode.act(sample)
         if sample.finish_reason == "length":
             self._end(place, "length")
             return
@@ -230,13 +210,17 @@ class EpisodeGeneration:
     def _go_on(self, place: int, outcome: Outcome) -> None:
         episode = self._open[place]
         episode.begun = None
-        if episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns):
+        if self._is_over(episode, outcome):
             self._end(place, "stop" if outcome.done else "length")
             return
         try:
-            tokens = self._tokens(episode, outcome.observation)
-            self._generation.go_on(place, tokens)
-            episode.told, episode.is_drawn = episode.told + len(tokens), True
+            found = self._told(episode, outcome.observation)
+            if isinstance(found, Unsafe):
+                self._branch(place, found)
+            else:
+                self._generation.go_on(episode.at, found)
+            episode.hear(found)
+            episode.is_drawn = True
         except AlignerError as error:
             _log.info("episode %s ends: %s", episode.name, error)
             if episode.sample is None:
@@ -244,73 +228,64 @@ class EpisodeGeneration:
             else:
                 self._end(place, "length")
 
+    def _branch(self, place: int, found: Unsafe) -> None:
+        """Have the engine go on from the whole conversation, worded anew.
+
+        Raises AlignerError where that leaves no room, and where the engine cannot.
+        """
+        episode, told = self._open[place], self._means.told
+        request = replace(episode.request, turn_tokens=self._means.settings.max_turn_tokens)
+        request = branch_request(request, found.anew.tokens, len(episode.branches) + 1, self._options)
+        at = self._generation.add(request)
+        self._generation.leave(episode.at)
+        self._places[at], episode.at = place, at
+        if "branch" not in told:
+            told.add("branch")
+            _log.info("episode %s begins a new branch, as others may: %s", episode.name, found.reason)
+
     def _hear_again(self, place: int, outcome: Outcome) -> None:
         """The environment has answered what an earlier one did; then it is told the next turn, if that is complete.
 
         Raises EpisodeLost where the sample says something else.
         """
         episode = self._open[place]
-        begun = episode.begun
-        assert begun is not None
         try:
-            tokens = self._tokens(episode, outcome.observation)
+            found = self._told(episode, outcome.observation)
         except AlignerError as error:
             raise EpisodeLost(f"episode {episode.name} cannot be taken up again: {error}") from error
-        first, last = episode.told, episode.told + len(tokens)
-        given = itertools.takewhile(lambda at: not _is_drawn(begun, at), range(first, len(begun.response)))
-        is_over = episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns)
-        if is_over or tokens != begun.response[first : first + len([*given])].tolist() or not _has_rewards(begun, episode):
+        if self._is_over(episode, outcome) or not episode.repeats(found):
             raise EpisodeLost(
                 f"episode {episode.name} cannot be taken up again: after {episode.turns} turns its environment answered"
                 f" {outcome}, other than the first time; answers must follow from task, seed and actions alone"
             )
-        episode.told = last
-        places = range(last, len(begun.response))
-        ended = next((at + 1 for at in places if int(begun.response[at]) in self._ends and _is_drawn(begun, at)), None)
-        if ended is not None:
-            self._act(place, begun.cut(ended, "stop"))
+        episode.hear(found)
+        turn = episode.next_turn(self._ends)
+        if turn is not None:
+            self._act(place, turn)
             return
         episode.begun = None
         if episode.drawn is not None:
             self._act(place, episode.drawn)
 
-    def _handed_over(self, episode: _Episode, drawn: Sample | None) -> Sample:
-        """An episode under way; `drawn` is what the engine has of it, where that is at work on it."""
-        if episode.begun is not None:
-            return episode.begun
-        request = episode.request
-        none = replace(unbegun([request.prompt], 1)[0], sample_index=request.sample_index)
-        sample = replace(drawn or episode.sample or none, finish_reason="unfinished")
-        return replace(sample, rewards=_rewards(episode, len(sample.response)))
+    def _is_over(self, episode: OpenEpisode, outcome: Outcome) -> bool:
+        """Whether no turn follows an answer."""
+        return episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns)
 
-    def _tokens(self, episode: _Episode, observation: Observation) -> list[int]:
-        """What the policy is told. Raises AlignerError where messages cannot be appended to what it has said."""
+    def _told(self, episode: OpenEpisode, observation: Observation) -> list[int] | Unsafe:
+        """What the policy is told, or why messages cannot be appended to what it has said. Raises AlignerError."""
         if isinstance(observation, str):
             return self._means.tokenizer.encode(observation).tolist()
-        if episode.turn is None:
-            if observation:
-                raise AlignerError("messages go on from a turn of the policy's; what it is asked first are the data's")
-            return []
-        chat = self._means.chat
-        if episode.conversation is None:
-            asked = episode.request.prompt.metadata
-            episode.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
-            if not torch.equal(episode.conversation.tokens, episode.request.prompt.tokens):
-                raise AlignerError("messages go on from a prompt of messages; the data has a plain text")
-        begun = len(episode.conversation.tokens) + len(episode.turn)
-        found = chat.go_on(episode.conversation, episode.turn, observation)
-        if isinstance(found, Unsafe):
-            raise AlignerError(f"its messages cannot be appended: {found.reason}")
-        episode.conversation = found
-        return found.tokens[begun:].tolist()
+        if episode.turn is not None:
+            return episode.worded(observation, self._means.chat)
+        if observation:
+            raise AlignerError("messages go on from a turn of the policy's; what it is asked first are the data's")
+        return []
 
     def _end(self, place: int, reason: FinishReason) -> None:
         episode = self._open.pop(place)
-        assert episode.sample is not None
-        rewards = _rewards(episode, len(episode.sample.response))
-        self._complete.append((place, replace(episode.sample, finish_reason=reason, rewards=rewards)))
+        self._complete.append((place, episode.complete(reason)))
         self._means.environments.finish(episode.name)
-        self._generation.leave(place)
+        self._generation.leave(episode.at)
 
     def _lose(self, place: int) -> None:
         """An episode cannot be drawn."""
@@ -318,37 +293,12 @@ class EpisodeGeneration:
         self._complete.append((place, lost_sample(episode.request, self._means.tokenizer.pad_token_id)))
         self._means.environments.finish(episode.name)
         if not episode.is_drawn:
-            self._generation.leave(place)
+            self._generation.leave(episode.at)
 
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
     """What an episode is about, JSON, and its seed in a run of this one; a prompt's samples have both alike."""
     return {**prompt.metadata, "prompt": tokenizer.decode(prompt.tokens)}, seed * 1_000_003 + prompt.id
-
-
-def _rewards(episode: _Episode, tokens: int) -> Tensor:
-    """What the environment has given, float32 [tokens]."""
-    rewards = torch.zeros(tokens)
-    for token, reward in episode.rewards:
-        rewards[token] += reward
-    return rewards
-
-
-def _has_rewards(begun: Sample, episode: _Episode) -> bool:
-    """Whether the sample has what the environment has given so far."""
-    had = torch.zeros(len(begun.response)) if begun.rewards is None else begun.rewards
-    return torch.equal(had[: episode.told], _rewards(episode, episode.told))
-
-
-def _waits(request: GenerationRequest, ends: Collection[int]) -> bool:
-    """Whether an episode that begins, or goes on, has to hear its environment before anything is drawn."""
-    begun = request.begun
-    return begun is None or (int(begun.tokens[-1]) in ends and _is_drawn(begun, -1))
-
-
-def _is_drawn(sample: Sample, at: int) -> bool:
-    """Whether the model drew a response token."""
-    return sample.drawn is None or bool(sample.drawn[at])
 
 
 def lost_sample(request: GenerationRequest, filler: int) -> Sample:

@@ -5,12 +5,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from aligner.data.chat_turns import ChatTurns
 from aligner.data.conversations import with_tools
 from aligner.data.export import Source
 from aligner.data.prompts import to_chat_prompt, to_prompt
@@ -67,6 +69,11 @@ class Job:
     """What answers between the turns of responses that are episodes."""
     journal: EpisodeJournal = field(default_factory=EpisodeJournal)
     """What it said."""
+
+    @cached_property
+    def chat(self) -> ChatTurns:
+        """How conversations are worded. Raises ConfigError for a model without a chat template."""
+        return ChatTurns.of(self.tokenizer)
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -134,9 +141,10 @@ def generate(
     """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
 
     Of episodes those of less than `min_score`, and those that were lost, are not written; with `as_messages` the others'
-    conversations are. The lines are in the order of the job's requests. The file takes its name when it is complete, and
-    nothing is left of it when this fails. `progress` is told after every step of the engine. Raises ConfigError where
-    `output` can not be written, or exists and is not to be overwritten, and where the engine can not run here.
+    conversations are. The lines are in the order of the job's requests; an episode with branches has one for each of these
+    too, before its last. The file takes its name when it is complete, and nothing is left of it when this fails. `progress` is
+    told after every step of the engine. Raises ConfigError where `output` can not be written, or exists and is not to be
+    overwritten, and where the engine can not run here.
     """
     done = Progress(0, 0, 0.0)
 
@@ -150,7 +158,8 @@ def generate(
             score = None if job.environment is None else episode_score(sample)
             if score is not None and not score >= (-math.inf if min_score is None else min_score):
                 continue
-            file.write(json_line(conversation_record(job, sample) if as_messages else sample_record(job, sample)))
+            for record in [conversation_record(job, sample)] if as_messages else sequence_records(job, sample):
+                file.write(json_line(record))
     return done
 
 
@@ -191,7 +200,7 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
             while given in waiting:
                 yield waiting.pop(given)
                 given += 1
-            tokens = done.tokens + sum(sample.drawn_count for _, sample in complete)
+            tokens = done.tokens + sum(each.drawn_count for _, sample in complete for each in sample.sequences)
             rewards = done.rewards + tuple(episode_score(sample) for _, sample in complete if sample.rewards is not None)
             done = Progress(done.samples + len(complete), tokens, time.monotonic() - started, rewards)
             progress(done)
@@ -231,8 +240,21 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         yield file
 
 
+def sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
+    """All that was drawn for a sample of the job, each with what it read as its prompt, and with the episode's score."""
+    if not sample.branches:
+        return [sample_record(job, sample)]
+    return [
+        sample_record(job, replace(each, branches=()))
+        | {"prompt": job.tokenizer.decode(asked, skip_special_tokens=False), "prompt_tokens": asked.tolist()}
+        | {"score": episode_score(sample)}
+        for each in sample.sequences
+        for asked in [each.tokens[: each.prompt_length]]
+    ]
+
+
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
-    """A sample of the job as its line of the output has it."""
+    """A sample of the job, which has no branches, as its line of the output has it."""
     prompt = job.prompts[sample.prompt_id]
     episode: dict[str, Any] = {}
     if job.environment is not None:
@@ -261,10 +283,11 @@ def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
     """An episode of the job as chat messages."""
     prompt = job.prompts[sample.prompt_id]
     answers = [outcome.observation for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))]
-    said = conversation(sample, prompt, answers, job.tokenizer)
+    said = conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
     return said | {"score": episode_score(sample), "prompt_index": prompt.id, "sample_index": sample.sample_index}
 
 
 def episode_score(sample: Sample) -> float:
     """The sum of an episode's rewards; not a number where it was lost."""
-    return 0.0 if sample.rewards is None else float(sample.rewards.sum())
+    given = sample.environment_reward
+    return 0.0 if given is None else float(given)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -41,7 +42,13 @@ class LedEngine:
         """As `GenerationEngine.start`; the first rank's requests count. Raises on every rank what is raised there."""
         if self.leads is None:
             return _Following(self.engine, self.group)
-        return _Leading(self.leads(_ToldEngine(self.engine, self.group)), self.group, requests, options)
+        return _Leading(self._drawing, self.group, requests, options)
+
+    @cached_property
+    def _drawing(self) -> BeginsGenerations:
+        """What draws on the first rank."""
+        assert self.leads is not None
+        return self.leads(_ToldEngine(self.engine, self.group))
 
 
 @dataclass(frozen=True)

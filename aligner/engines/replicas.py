@@ -112,8 +112,9 @@ def run_through(parts: SamplesInParts) -> list[Sample]:
 
 
 def _request(sample: Sample) -> GenerationRequest:
-    prompt = Prompt(sample.prompt_id, "", sample.tokens[: sample.prompt_length], sample.metadata)
-    return GenerationRequest(prompt, sample.sample_index, begun=sample if len(sample.response) else None)
+    prompt = Prompt(sample.prompt_id, "", sample.asked, sample.metadata)
+    begun = sample if len(sample.response) or sample.branches else None
+    return GenerationRequest(prompt, sample.sample_index, begun=begun)
 
 
 def _agree(layout: EngineParallelConfig, lacking: Tensor, error: AlignerError | None) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.data.types import KeptTokens
+from aligner.data.kept_tokens import KeptTokens
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes

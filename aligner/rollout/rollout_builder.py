@@ -310,13 +310,14 @@ class RolloutBuilder:
 
 
 def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
-    """What environments gave for each of these samples, float32 [B]; None without any.
+    """What environments gave for each of these samples, branches included, float32 [B]; None without any.
 
     Not a number for all samples of a prompt where it is for one: an episode was lost.
     """
-    if all(sample.rewards is None for sample in samples):
+    given = [sample.environment_reward for sample in samples]
+    if all(reward is None for reward in given):
         return None
-    sums = torch.stack([torch.zeros(()) if sample.rewards is None else sample.rewards.sum() for sample in samples])
+    sums = torch.stack([torch.zeros(()) if reward is None else reward for reward in given])
     groups = sums.view(-1, samples_per_prompt)
     return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
 

@@ -273,10 +273,7 @@ class RolloutPipeline:
 
     def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:
         """What `_to_json` was given, of these samples."""
-        prompts = [
-            Prompt(**prompt, tokens=sample.tokens[: sample.prompt_length])
-            for prompt, sample in zip(fields["prompts"], samples, strict=True)
-        ]
+        prompts = [Prompt(**prompt, tokens=sample.asked) for prompt, sample in zip(fields["prompts"], samples, strict=True)]
         batch = collate_episodes(samples, self._pad_token_id)
         counts = fields["deferred"], fields["skipped"], tuple(fields["left_out"])
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), *counts)

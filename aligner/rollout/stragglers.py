@@ -28,7 +28,8 @@ class Straggler:
     @property
     def first_versions(self) -> list[int]:
         """Of the weights that drew the first token of each sample that has one."""
-        drawn = [one.weight_versions if one.drawn is None else one.weight_versions[one.drawn] for one in self.samples]
+        firsts = [one.sequences[0] for one in self.samples]
+        drawn = [one.weight_versions if one.drawn is None else one.weight_versions[one.drawn] for one in firsts]
         return [int(versions[0]) for versions in drawn if len(versions)]
 
 
@@ -66,7 +67,7 @@ def from_saved(tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any
     for fields in records:
         own = samples[first : first + fields["samples"]]
         first += len(own)
-        prompt = Prompt(**fields["prompt"], tokens=own[0].tokens[: own[0].prompt_length])
+        prompt = Prompt(**fields["prompt"], tokens=own[0].asked)
         own = [replace(sample, metadata=prompt.metadata) for sample in own]
         stragglers.append(Straggler(prompt, tuple(own), fields["deferrals"]))
     return tuple(stragglers)

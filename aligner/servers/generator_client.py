@@ -109,15 +109,15 @@ def request_arrays(
     """A request for samples, as the endpoint takes it."""
     firsts = samples[::samples_per_prompt]
     arrays = {
-        "tokens": pad_sequence([sample.tokens[: sample.prompt_length] for sample in firsts], batch_first=True).numpy(),
-        "sequence_lengths": np.array([[sample.prompt_length] for sample in firsts], dtype=np.int64),
+        "tokens": pad_sequence([sample.asked for sample in firsts], batch_first=True).numpy(),
+        "sequence_lengths": np.array([[len(sample.asked)] for sample in firsts], dtype=np.int64),
         "prompt_ids": np.array([[sample.prompt_id] for sample in firsts], dtype=np.int64),
         "samples_per_prompt": np.array([samples_per_prompt], dtype=np.int64),
         "options": text_array(json.dumps(dataclasses.asdict(options))),
     }
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
-    if enough is not None or any(len(sample.response) for sample in samples):
+    if enough is not None or any(len(sample.response) or sample.branches for sample in samples):
         taken = {spec.name for spec in GENERATE.inputs}
         arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items() if name in taken}
     if enough is not None:

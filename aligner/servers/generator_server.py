@@ -27,6 +27,7 @@ from aligner.servers.serving import Caller, model_limits, serve_role, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.wire_protocol import (
     ALSO_DRAWN,
+    BRANCHES,
     DRAWN,
     GENERATE,
     PROTOCOL_VERSION,
@@ -174,7 +175,7 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
         "lengths": tensor(arrays["sequence_lengths"])[:, 0],
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
-    request |= {spec.name: tensor(arrays[spec.name]) for spec in (*DRAWN, *ALSO_DRAWN) if spec.name in arrays}
+    request |= {spec.name: tensor(arrays[spec.name]) for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES) if spec.name in arrays}
     named = ("samples_per_prompt", "weight_version", "enough", "first_prompt")
     numbers = {name: int(arrays[name][0]) for name in named if name in arrays}
     metadata = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None

@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load
 
+from aligner.data.collectives import samples_from_tensors
 from aligner.servers.wire_protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
 
+_NO_SAMPLES = (SafetensorError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+"""What bytes raise that are no samples."""
 _BYTES_A_TOKEN = 16
 """Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
 _LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
@@ -147,6 +152,7 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 of a complete response, allowed: at least 1")
     _check_also_drawn(arrays, limits)
+    _check_branches(arrays, limits)
 
 
 def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
@@ -161,12 +167,33 @@ def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
     if "routes" in arrays:
         prompts = np.repeat(arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0)
         responses = arrays["response_lengths"]
-        # What is not begun has none, however long its prompt.
-        longest = int((prompts + responses - 1)[responses > 0].max(initial=0))
+        # What is not begun has none, however long its prompt; a branch has a prompt of its own.
+        told = (responses > 0) & (arrays.get("branch_counts", np.zeros_like(responses)) == 0)
+        longest = int((prompts + responses - 1)[told].max(initial=0))
         if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
             raise RequestError(
                 f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least T={longest} tokens a row"
             )
+
+
+def _check_branches(arrays: Arrays, limits: Limits) -> None:
+    if ("branches" in arrays) != ("branch_counts" in arrays):
+        raise RequestError("generate: got one of branches and branch_counts, allowed: both or neither")
+    if "branches" not in arrays:
+        return
+    try:
+        samples = samples_from_tensors(load(arrays["branches"].tobytes()))
+    except _NO_SAMPLES as error:
+        raise RequestError(f"branches: got no samples ({error!r:.200}), allowed: samples as safetensors") from error
+    told = [int(count) for count in arrays["branch_counts"][:, 0] if count]
+    if told != [len(sample.branches) for sample in samples]:
+        raise RequestError(f"branches: got those of {len(samples)} samples, allowed: as many as branch_counts says, {told}")
+    if any(branch.finish_reason == "unfinished" for sample in samples for branch in sample.branches):
+        raise RequestError("branches: got one that is unfinished, allowed: the last sequence of an episode alone")
+    for sequence in (each for sample in samples for each in sample.sequences):
+        if not 0 < len(sequence.tokens) <= limits.max_sequence_length or not sequence.prompt_length > 0:
+            raise RequestError(f"branches: got {len(sequence.tokens)} tokens, allowed: 1 to {limits.max_sequence_length}")
+        _check_range("branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "the vocabulary's ids")
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:

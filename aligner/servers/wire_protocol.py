@@ -6,7 +6,6 @@ Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endp
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by, of_responses
+from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import FinishReason, Sample, kept_by, of_responses
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2
@@ -139,7 +139,7 @@ ALSO_DRAWN = (
     TensorSpec("drawn", np.bool_, ("N", "R"), optional=True),
     TensorSpec("rewards", np.float32, ("N", "R"), optional=True),
 )
-# The branches of complete episodes, `samples_to_tensors` of all as safetensors, and how many each sample has.
+# How many branches each sample has, and those that have some, whole: `samples_to_tensors` of them as safetensors.
 BRANCHES = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
@@ -154,7 +154,7 @@ GENERATE = EndpointSpec(
         TensorSpec("options", np.bytes_, (1,)),
         RESPONSES[1],
         TensorSpec("weight_version", np.int64, (1,), optional=True),
-        *(replace(spec, optional=True) for spec in (*DRAWN, *ALSO_DRAWN)),
+        *(replace(spec, optional=True) for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES)),
         TensorSpec("enough", np.int64, (1,), optional=True),
         TensorSpec("due", np.int64, ("B", 1), optional=True),
         TensorSpec("first_prompt", np.int64, (1,), optional=True),
@@ -229,8 +229,8 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     for name in ("drawn", "rewards"):
         if (told := of_responses(samples, name)) is not None:
             tensors[name] = padded(told.split([len(sample.response) for sample in samples]))
-    if branches := [branch for sample in samples for branch in sample.branches]:
-        tensors["branches"] = torch.frombuffer(bytearray(save(samples_to_tensors(branches))), dtype=torch.uint8)
+    if branched := [sample for sample in samples if sample.branches]:
+        tensors["branches"] = torch.frombuffer(bytearray(save(samples_to_tensors(branched))), dtype=torch.uint8)
         tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
     routed = [sample.routes for sample in samples if sample.routes is not None]
     if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
@@ -240,7 +240,7 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
-    """The same samples with the responses that `response_tensors` made these of; they keep branches that they have."""
+    """The same samples with the responses, and branches, that `response_tensors` made these of."""
     reasons = {code: reason for reason, code in _FINISH_CODES.items()}
     kept = routes = None
     if "kept_counts" in tensors:
@@ -250,14 +250,16 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
     if "routes" in tensors:
         routes = tensors["routes"]
         routes = routes if bool((routes > 255).any()) else routes.byte()
-    branches: Iterator[Sample] = iter(())
-    counted = tensors.get("branch_counts", torch.zeros(len(samples), 1, dtype=torch.int64))
+    branched: Iterator[Sample] = iter(())
     if "branches" in tensors:
-        branches = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
+        branched = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
     changed = []
     for row, sample in enumerate(samples):
+        if "branch_counts" in tensors and bool(tensors["branch_counts"][row, 0]):
+            changed.append(replace(next(branched), metadata=sample.metadata))
+            continue
         length = int(tensors["response_lengths"][row, 0])
-        prompt = sample.tokens[: sample.prompt_length]
+        prompt = sample.asked
         changed.append(
             replace(
                 sample,
@@ -269,7 +271,6 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 routes=None if routes is None or not length else routes[row, : len(prompt) + length - 1],
                 drawn=tensors["drawn"][row, :length] if "drawn" in tensors else None,
                 rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
-                branches=tuple(islice(branches, int(counted[row, 0]))) or sample.branches,
             )
         )
     return changed

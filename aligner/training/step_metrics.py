@@ -73,7 +73,7 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     if rollout.environment_s is not None:
         counts["episode/environment_s"] = rollout.environment_s
     if any(sample.rewards is not None for sample in samples):
-        counts["episode/turns"] = sum(len(turn) > 0 for sample in samples for turn in sample.turns()[::2]) / len(samples)
+        counts["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
     return counts | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),

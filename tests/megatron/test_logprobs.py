@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.data.types import KeptTokens
+from aligner.data.kept_tokens import KeptTokens
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import KeptTokens, Sample
+from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import Sample
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.row_table import RowTable
@@ -391,6 +392,7 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
         ends = ~drawn | torch.isin(request.begun.response, torch.tensor(options.stop_token_ids, dtype=torch.int64))
         before = ends.nonzero()[-1:, 0].tolist()
         response.drawn = drawn[: before[0] + 1].tolist() if before else []
+        renew(numbers, seed, request, response.tokens[: len(response.drawn)])
         response.logprobs = request.begun.engine_logprobs.tolist()
         response.versions = request.begun.weight_versions.tolist()
         if options.tells_kept or request.begun.kept is not None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from aligner.data.types import KeptTokens
+from aligner.data.kept_tokens import KeptTokens
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
 _CHUNK = 128
@@ -33,7 +33,10 @@ def turn_uniforms(seed: int, request: GenerationRequest, read: Sequence[int], co
 
 
 def renew(numbers: np.ndarray | None, seed: int, request: GenerationRequest, tokens: Sequence[int]) -> None:
-    """Have what an agent's response draws behind these tokens of its own hang on what it has read; in place, [limit]."""
+    """Have what an agent's response, or a branch, draws behind these tokens of its own hang on what it has read.
+
+    In place, [limit].
+    """
     if numbers is not None and request.asked_before is not None:
         read = [*request.prompt.tokens.tolist(), *tokens]
         numbers[len(tokens) :] = turn_uniforms(seed, request, read, len(numbers) - len(tokens))
