@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -317,18 +318,26 @@ def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors
         ChatTurns(Tokenizer(tmp_path), None)
 
 
-@pytest.mark.slow
-def test_smollm2_grows_to_the_tokens_of_the_whole_conversation(tmp_path) -> None:
+def smollm2() -> Tokenizer:
+    """SmolLM2's tokenizer with its own template, of a model without weights."""
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer
 
     file = gguf_file(compose_config(["experiment=smollm2_sentiment"]).model)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path)
-    template = (tmp_path / "chat_template.jinja").read_text()
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    write_model(tmp_path, template, ["<|im_end|>"])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = Tokenizer(tmp_path)
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
+        settings = (directory / "tokenizer_config.json").read_text()
+        write_model(directory, (directory / "chat_template.jinja").read_text(), ["<|im_end|>"])
+        (directory / "tokenizer_config.json").write_text(settings)
+        tokenizer = Tokenizer(directory)
+        assert tokenizer.chat_template  # read while it is there
+        return tokenizer
+
+
+@pytest.mark.slow
+def test_smollm2_grows_to_the_tokens_of_the_whole_conversation() -> None:
+    tokenizer = smollm2()
     conversation = turns_of(tokenizer).begin([ASKED])
     for said in ("Because.", "\n\nYes,  it is:\n\t1\n", "naïve 😀 ", ""):
         drawn = apart(tokenizer, said, "<|im_end|>")

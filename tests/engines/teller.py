@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+from aligner.data.tool_calls import ToolCall, parse_turn
+
 
 class Teller:
     """Says how many turns it has had, after a while; ends after `turns`, fails at prompts that say so."""
@@ -35,6 +37,24 @@ class Caller:
     async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
         self._had += 1
         return [{"role": "user", "content": f"n{self._had}"}], 0.5, self._had == 3
+
+
+class Conversant:
+    """Says what its task says for each turn, as the user or in answer to the turn's calls."""
+
+    async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, str]]:
+        self._script, self._form, self._messages = [*task["script"]], task["form"], len(task["messages"])
+        return []
+
+    async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
+        if not self._script:
+            return [], 1.0, True
+        who, said = self._script.pop(0)
+        calls = [call for call in parse_turn(action, self._form, self._messages).calls if isinstance(call, ToolCall)]
+        told = [call.answered(said) for call in calls or [ToolCall("000000000", "none", {})]]
+        told = told if who == "tool" else [{"role": who, "content": said}]
+        self._messages += 1 + len(told)
+        return told, 0.25, False
 
 
 class Quiet:

@@ -14,7 +14,7 @@ import torch
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions, advance
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
 from aligner.engines.episodes import EpisodeEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.python_sandbox import PythonSandbox
@@ -23,49 +23,10 @@ from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.data.chat_models import chat_model
+from tests.engines.scripted import Scripted
 
 SAMPLES = "tests.environments.tool_samples"
 SERVER = shlex.join(["env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-m", SAMPLES])
-
-
-class Scripted:
-    """A policy that says what is written for it, turn by turn, in every episode."""
-
-    def __init__(self, tokenizer: Tokenizer, turns: Sequence[str], end: int) -> None:
-        self._turns = [[*tokenizer.encode(turn).tolist(), end] for turn in turns]
-        self._open: list[int] = []
-
-    @property
-    def done(self) -> bool:
-        return not self._open
-
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Scripted:
-        self._responses = [PartialResponse(request, request.limit(options)) for request in requests]
-        self._said = [0] * len(requests)
-        self._open = [] if requests[0].waits else [*range(len(requests))]
-        return self
-
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        self._responses[place].give(tokens)
-        self._open.append(place)
-
-    def leave(self, place: int) -> None:
-        assert place not in self._open
-
-    def step(self) -> list[tuple[int, Sample]]:
-        complete, self._open = self._open, []
-        for place in complete:
-            drawn = self._turns[self._said[place]]
-            self._said[place] += 1
-            response = self._responses[place]
-            response.tokens += drawn
-            response.logprobs += [0.0] * len(drawn)
-            response.versions += [0] * len(drawn)
-            response.finish_reason = "stop"
-        return [(place, self._responses[place].sample()) for place in complete]
-
-    def cancel(self) -> None:
-        self._open.clear()
 
 
 def hermes(*calls: tuple[str, dict[str, object]]) -> str:
@@ -102,7 +63,9 @@ def episodes(tmp_path: Path, template: str, turns: Sequence[str], **given: objec
         pool.start()
         end = tokenizer.single_token(FORMS[template][1], "the end of a turn")
         assert end is not None
-        engine = EpisodeEngine(Scripted(tokenizer, turns, end), pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
+        says = [[*tokenizer.encode(turn).tolist(), end] for turn in turns]
+        policy = Scripted(lambda turn, read: says[turn])
+        engine = EpisodeEngine(policy, pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
         requests = [GenerationRequest(prompt, index) for index in range(2)]
         found = advance(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
     finally:

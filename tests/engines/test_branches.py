@@ -1,0 +1,256 @@
+"""Episodes whose messages cannot be appended go on in branches: each token is one that was drawn, or the template's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from aligner.data.chat_turns import Conversation
+from aligner.data.model_directory import read_shape
+from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tool_calls import format_of
+from aligner.data.transcripts import conversation
+from aligner.data.types import Prompt, Sample, collate_episodes
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.engines.episodes import EpisodeEngine
+from aligner.environments.environment_pool import EnvironmentPool
+from aligner.environments.episode_journal import EpisodeJournal
+from aligner.errors import AlignerError
+from aligner.rollout.rollout_builder import environment_scores
+from aligner.schema.environment import EnvironmentConfig
+from tests.data.chat_models import TEMPLATES, TOKENIZERS, chat_model
+from tests.data.test_chat_turns import (
+    PLAIN,
+    TOOLS,
+    WITHOUT_TOOLS,
+    check_growth,
+    drawn_turn,
+    rendered,
+    smollm2,
+    turns_of,
+)
+from tests.engines.scripted import Scripted
+from tests.engines.test_agents import drawn_parts
+from tests.engines.test_episodes import assert_equal, episodes
+from tests.megatron.reference import save_llama
+
+CONVERSANT = EnvironmentConfig(target="tests.engines.teller:Conversant", tools=["tests.environments.tool_samples:multiply"])
+"""It has tools, so that it is told of special tokens."""
+
+
+@pytest.fixture(scope="module")
+def journal() -> EpisodeJournal:
+    return EpisodeJournal()
+
+
+@pytest.fixture(scope="module")
+def environments(journal: EpisodeJournal) -> Iterator[EnvironmentPool]:
+    pool = EnvironmentPool.of(CONVERSANT, journal)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+class Conversing:
+    """One episode with a model's tokenizer, whose turns are drawn at random and whose every word is looked at."""
+
+    def __init__(self, data: st.DataObject, tokenizer: Tokenizer, template: str, environments: EnvironmentPool) -> None:
+        self.data, self.tokenizer, self.template, self.environments = data, tokenizer, template, environments
+        self.turns, self.read, self.drawn = turns_of(tokenizer), list[Tensor](), list[Tensor]()
+        self.branches, self.refused = 0, False
+        tools = TOOLS if template not in WITHOUT_TOOLS and data.draw(st.booleans()) else None
+        self.conversation = self.turns.begin([{"role": "user", "content": data.draw(PLAIN)}], tools)
+        roles = ["user"] if template in WITHOUT_TOOLS else ["user", "tool"]
+        script = data.draw(st.lists(st.tuples(st.sampled_from(roles), PLAIN), max_size=3))
+        asked = {"messages": [*self.conversation.messages], "tools": tools, "form": format_of(tokenizer), "script": script}
+        self.prompt = Prompt(0, "", self.conversation.tokens, asked)
+
+    def says(self, journal: EpisodeJournal, turn: int, read: Tensor) -> list[int]:
+        """A turn, behind what the engine was given for it."""
+        if turn:
+            self.hear(journal, turn)
+        assert read.tolist() == self.conversation.tokens.tolist()
+        self.read.append(read)
+        self.drawn.append(drawn_turn(self.data, self.tokenizer, self.conversation, self.template))
+        return self.drawn[-1].tolist()
+
+    def hear(self, journal: EpisodeJournal, turn: int) -> None:
+        """What the environment has said is appended as the template words it, or all is worded anew."""
+        before, drawn = self.conversation, self.drawn[-1]
+        new = journal.answers("0/0")[turn].observation
+        assert isinstance(new, list)
+        found = self.turns.go_on(before, drawn, new)
+        if isinstance(found, Conversation):
+            check_growth(self.tokenizer, before, drawn, found, self.turns.said(before, drawn).text)
+            self.conversation = found
+            return
+        self.branches, self.conversation = self.branches + 1, found.anew
+        assert found.anew.tokens.tolist() == self.tokenizer.encode(rendered(self.tokenizer, found.anew)).tolist()
+
+    def episode(self, journal: EpisodeJournal) -> Sample:
+        journal.forget(["0/0"])
+        policy = Scripted(lambda turn, read: self.says(journal, turn, read))
+        engine = EpisodeEngine(policy, self.environments, self.tokenizer, CONVERSANT, seed=1)  # type: ignore[arg-type]
+        ends = self.tokenizer.eos_token_ids
+        generation = engine.start([GenerationRequest(self.prompt, 0)], SamplingOptions(20_000, stop_token_ids=ends))
+        try:
+            return advance(generation)[0]
+        finally:
+            generation.cancel()
+
+    def check(self, sample: Sample, journal: EpisodeJournal) -> None:
+        """The sequences are the turns, byte for byte, in their order, each behind what it read."""
+        assert torch.equal(sample.asked, self.prompt.tokens)
+        if sample.finish_reason == "length":  # the template refuses what was said
+            new = journal.answers("0/0")[len(self.drawn)].observation
+            with pytest.raises(AlignerError, match="alternate"):
+                self.turns.go_on(self.conversation, self.drawn[-1], new)  # type: ignore[arg-type]
+        assert len(sample.branches) == self.branches
+        sequences = iter(sample.sequences)
+        now, at, marks = next(sequences), 0, list[bool]()
+        for read, drawn in zip(self.read, self.drawn, strict=True):
+            if len(read) <= at or not torch.equal(now.tokens[: len(read)], read):
+                assert at == len(now.tokens) and now.finish_reason == "stop"
+                now, at, marks = next(sequences), 0, []
+            size = now.prompt_length
+            assert torch.equal(now.tokens[: len(read)], read) and (at or len(read) == size)
+            marks += [False] * (len(read) - max(at, size)) + [True] * len(drawn)
+            at = len(read) + len(drawn)
+            assert torch.equal(now.tokens[len(read) : at], drawn)
+            assert [True] * at if now.drawn is None else now.drawn[: at - size].tolist() == marks
+            assert now.rewards is not None and float(now.rewards[at - size - 1]) in (0.25, 1.0)
+        assert at == len(now.tokens) and next(sequences, None) is None
+        given = 0.25 * (len(self.drawn) - 1) + (1.0 if sample.finish_reason == "stop" else 0.25)
+        scores = environment_scores([sample], 1)
+        assert scores is not None and float(scores) == given and sample.turn_count == len(self.drawn)
+        rows = collate_episodes([sample], 0)
+        assert int(rows.mask.sum()) == sum(map(len, self.drawn)), "each token that was drawn is learned from once"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(TOKENIZERS), template=st.sampled_from([*TEMPLATES]))
+def test_any_episode_has_the_tokens_that_were_drawn_behind_the_templates_words(
+    environments: EnvironmentPool, journal: EpisodeJournal, data: st.DataObject, kind: str, template: str
+) -> None:
+    talk = Conversing(data, chat_model(kind, template), template, environments)
+    sample = talk.episode(journal)
+    talk.check(sample, journal)
+    if sample.finish_reason == "stop":
+        answers = [outcome.observation for outcome in journal.answers("0/0")]
+        said = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)["messages"]
+        if any(answers):
+            assert [each["role"] for each in said].count("assistant") == len(talk.drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_episode_of_smollm2s_has_the_tokens_that_were_drawn_behind_its_templates_words(
+    environments: EnvironmentPool, journal: EpisodeJournal, data: st.DataObject
+) -> None:
+    talk = Conversing(data, smollm2(), "chatml", environments)
+    talk.check(talk.episode(journal), journal)
+
+
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:3] if m.role == 'assistant' else m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""Of what the model has said it keeps three characters."""
+CALLER = "tests.engines.teller:Caller"
+SETTINGS: dict[str, Any] = {"turn_end": None, "max_turn_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forgetful_model(tmp_path_factory.mktemp("forgetful"))
+
+
+def forgetful_model(directory: Path) -> Path:
+    """A model that likes to end its turns, with a template that is not append-only."""
+    save_llama(directory, tied=False)
+    shape = read_shape(directory)
+    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(FORGETFUL)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"][shape.eos_token_ids[0]] *= 8
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def drawn(model: Path, parts: tuple[int, ...] = (), tokens: int = 100, **given: Any) -> tuple[list[Sample], Tokenizer]:
+    options = {"stop_token_ids": Tokenizer(model).eos_token_ids, "max_new_tokens": tokens}
+    return episodes(model, SETTINGS | given, 8, options, target=CALLER, parts=parts, by_steps=bool(parts))
+
+
+def assert_same_episode(one: Sample, other: Sample) -> None:
+    assert len(one.branches) == len(other.branches)
+    for mine, its in zip(one.sequences, other.sequences, strict=True):
+        assert_equal(mine, its)
+        assert mine.prompt_length == its.prompt_length
+
+
+def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_once(forgetful: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    samples, tokenizer = drawn(forgetful)
+    assert {len(sample.branches) for sample in samples} >= {1, 2}
+    assert sum("begins a new branch" in message for message in caplog.messages) == 1
+    told = next(message for message in caplog.messages if "begins a new branch" in message)
+    assert "the chat template words the turn differently from what the model drew" in told
+    whole = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert len(whole) > 4
+    for sample in whole:
+        assert sample.turn_count == 3 and float(sample.environment_reward or 0) == 1.5
+        texts = [tokenizer.decode(each.tokens, skip_special_tokens=False) for each in sample.sequences]
+        for before, after in pairwise(texts):  # what was said before is three characters of it now
+            said = re.sub("(?<=a:)([^<]{0,3})[^<]*", r"\1", before)
+            assert before.endswith("<eos>") and after.startswith(f"{said}u:n") and not after.startswith(before)
+
+
+def test_no_two_branches_draw_by_the_same_numbers_and_the_log_probs_are_the_models(forgetful: Path) -> None:
+    samples, _ = drawn(forgetful)
+    reference = LlamaForCausalLM.from_pretrained(forgetful).eval()
+    turns = [tokens.tolist() for sample in samples for each in sample.sequences for _, tokens, _ in drawn_parts(each)]
+    assert len({tuple(turn) for turn in turns if len(turn) > 3}) == sum(len(turn) > 3 for turn in turns)
+    for sequence in (each for sample in samples for each in sample.sequences):
+        with torch.no_grad():
+            logprobs = reference(sequence.tokens[None]).logits[0].log_softmax(-1)
+        for start, tokens, told in drawn_parts(sequence):
+            expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[:, 0]
+            assert torch.allclose(expected, told, atol=1e-4)
+
+
+def test_no_bit_of_a_branch_hangs_on_how_long_environments_take_and_on_which_rows_are_kept(forgetful: Path) -> None:
+    expected, _ = drawn(forgetful)
+    for otherwise in ({"workers": 2}, {"episodes_per_worker": 2}):
+        for one, other in zip(expected, drawn(forgetful, **otherwise)[0], strict=True):
+            assert_same_episode(one, other)
+
+
+@pytest.mark.parametrize("parts", [(1,), (7, 11), (12, 1, 1, 1, 9)], ids=str)
+def test_an_episode_that_is_handed_over_in_a_branch_goes_on_as_if_it_had_stayed(forgetful: Path, parts) -> None:
+    stayed, _ = drawn(forgetful)
+    for one, other in zip(stayed, drawn(forgetful, parts)[0], strict=True):
+        assert_same_episode(one, other)
+
+
+def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(forgetful: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    samples, _ = drawn(forgetful, tokens=22)
+    assert any("worded anew, which leave no room within" in message for message in caplog.messages)
+    assert any(sample.finish_reason == "length" for sample in samples)
+    for sample in samples:
+        assert all(len(each.tokens) <= len(sample.asked) + 22 and len(each.response) <= 22 for each in sample.sequences)
