@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from tests.data.chat_models import SPECIAL, TEMPLATES, TOKENIZERS, chat_model, t
 
 ASKED = {"role": "user", "content": "why\n yes?"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-WITHOUT_TOOLS = ("gemma", "phi", "glm", "chatml")
+WITHOUT_TOOLS = ("gemma", "phi", "glm", "chatml", "smollm2")
 REASONING = ("reasons", "begins_to_reason")
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_call>'
 
@@ -33,7 +34,7 @@ def turns_of(tokenizer: Tokenizer) -> ChatTurns:
 
 
 def end_of(template: str) -> str:
-    return {"mistral": "</s>", "glm": "<|user|>"}.get(template, "<|end|>")
+    return {"mistral": "</s>", "glm": "<|user|>", "smollm2": "<|im_end|>"}.get(template, "<|end|>")
 
 
 def in_place(tokenizer: Tokenizer, before: Conversation, text: str) -> Tensor | None:
@@ -106,7 +107,8 @@ PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).m
 
 def drawn_turn(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str) -> Tensor:
     """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any tokens at all."""
-    end = data.draw(st.sampled_from([end_of(template)] * 8 + ["</s>", "<|tool|>"]))
+    others = [] if template == "smollm2" else ["</s>", "<|tool|>"]
+    end = data.draw(st.sampled_from([end_of(template)] * 8 + others))
     kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
     if kind == "any":
         is_end = tokenizer.ends(torch.arange(tokenizer.vocab_size)).tolist()
@@ -318,6 +320,7 @@ def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors
         ChatTurns(Tokenizer(tmp_path), None)
 
 
+@cache
 def smollm2() -> Tokenizer:
     """SmolLM2's tokenizer with its own template, of a model without weights."""
     pytest.importorskip("gguf")
