@@ -1,6 +1,6 @@
 """The engine that a configuration asks for, and what draws episodes by it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,8 @@ from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.led_engine import LedEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
-from aligner.environments.tool_catalogue import with_tool_arguments
+from aligner.environments.tool_catalogue import list_tools, with_tool_arguments
+from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.paths import run_paths
@@ -66,11 +67,12 @@ def build_episodes(
     rank: int,
     group: ProcessGroup | None,
     listener: SpanListener | None = None,
+    tools: Sequence[ListedTool] | None = None,
 ) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
     """What draws episodes on this rank of the engine's, and of each replica's first rank what is the caller's to close.
 
-    Arguments as for `build_engine`; the listener is told when environments were asked. Raises ConfigError where these, or
-    agents, cannot be made.
+    Arguments as for `build_engine`; `tools` are the environment's, None where nobody has listed them yet; the listener is told
+    when environments were asked. Raises ConfigError where these, or agents, cannot be made.
     """
     if group is not None and rank % config.engine.parallel.tensor:
         return LedEngine(engine, group, None), None
@@ -78,19 +80,25 @@ def build_episodes(
     if config.environment.has_agent:
         means = _agents(config, engine, tokenizer)
     else:
-        means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener)
+        means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener, tools)
     if group is None:
         return means, means
     return LedEngine(engine, group, lambda told: replace(means, engine=told)), means
 
 
 def _environments(
-    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str, listener: SpanListener | None
+    config: Config,
+    engine: GenerationEngine,
+    tokenizer: Tokenizer,
+    process: str,
+    listener: SpanListener | None,
+    tools: Sequence[ListedTool] | None,
 ) -> EpisodeEngine:
     # Without a checkpoint nothing goes on from what was said.
     is_kept = config.checkpoint.every or config.checkpoint.every_minutes
     journal = EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
-    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tokenizer), journal)
+    tools = list_tools(config.environment) if tools is None else tools
+    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tools, tokenizer), journal)
     environments.listener = listener
     environments.start()
     return EpisodeEngine(

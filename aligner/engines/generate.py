@@ -25,7 +25,8 @@ from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine,
 from aligner.engines.episodes import EpisodeEngine, episode_name
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
-from aligner.environments.tool_catalogue import tool_schemas, with_tool_arguments
+from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
+from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
 from aligner.models.hugging_face import read_config
@@ -67,6 +68,8 @@ class Job:
     seed: int
     environment: EnvironmentConfig | None = None
     """What answers between the turns of responses that are episodes."""
+    tools: Sequence[ListedTool] = ()
+    """That it has."""
     journal: EpisodeJournal = field(default_factory=EpisodeJournal)
     """What it said."""
 
@@ -118,14 +121,15 @@ def plan_job(
         raise ConfigError(f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions, prompt included")
     tokenizer = Tokenizer(source.companions)
     allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
-    tools = None if environment is None else tool_schemas(environment)
+    listed = [] if environment is None else list_tools(environment)
+    tools = tool_schemas(listed)
     tokenized = [
         to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place)
         if environment is None
         else to_chat_prompt(with_tools(record, tools), tokenizer, longest, allowed, id=place)
         for place, record in enumerate(prompts)
     ]
-    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment)
+    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, listed)
 
 
 def generate(
@@ -179,7 +183,7 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
     pool = (
         None
         if job.environment is None
-        else EnvironmentPool.of(with_tool_arguments(job.environment, job.tokenizer), job.journal)
+        else EnvironmentPool.of(with_tool_arguments(job.environment, job.tools, job.tokenizer), job.journal)
     )
     try:
         draws: BeginsGenerations = engine

@@ -1,5 +1,6 @@
 """The tools of a configuration: what there is, as the model is told of it, and the environment that runs them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -57,9 +58,9 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
     return found
 
 
-def tool_schemas(settings: EnvironmentConfig) -> list[dict[str, Any]] | None:
-    """The tools as prompts tell the model of them; None without any. Raises ConfigError as `list_tools`."""
-    return [tool.schema for tool in list_tools(settings)] if settings.has_tools else None
+def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
+    """The tools as prompts tell the model of them; None without any."""
+    return [tool.schema for tool in tools] or None
 
 
 def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
@@ -78,17 +79,16 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
     return sandbox, gaps
 
 
-def with_tool_arguments(settings: EnvironmentConfig, tokenizer: Tokenizer) -> EnvironmentConfig:
-    """The environment with the tools that it runs in its arguments, as an `EnvironmentPool` takes it; as it is without any.
+def with_tool_arguments(settings: EnvironmentConfig, tools: Sequence[ListedTool], tokenizer: Tokenizer) -> EnvironmentConfig:
+    """The environment with the tools that `list_tools` has found in its arguments, as an `EnvironmentPool` takes it.
 
-    Raises ConfigError as `list_tools` and `sandbox_here`, and for a model whose chat template writes no tool calls.
+    As it is without any. Raises ConfigError as `sandbox_here`, and for a model whose chat template writes no tool calls.
     """
     if not settings.has_tools:
         return settings
     form = format_of(tokenizer)
     if form is None:
         raise ConfigError("environment.tools: the model's chat template writes no tool calls, or in no format that is known")
-    tools = list_tools(settings)
     isolation = sandbox_here(settings)[0].isolation if PYTHON in settings.tools else "none"
     given = {
         "form": form,

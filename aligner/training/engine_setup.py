@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
@@ -10,6 +11,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine, build_episodes
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
 from aligner.engines.replicas import replica_group
+from aligner.environments.tool_protocol import ListedTool
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -32,9 +34,10 @@ def build_engine_ends(
     tokenizer: Tokenizer,
     client: GeneratorClient | None,
     listener: SpanListener | None = None,
+    tools: Sequence[ListedTool] = (),
 ) -> tuple[Sampler, WeightPublisher]:
     """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
-    `listener` is told what a colocated engine tells of, and when weights move to the generator.
+    `listener` is told what a colocated engine tells of, and when weights move to the generator; `tools` are the environment's.
     """
     if has_generator(config):
         publisher = _remote_publisher(config, policy, client, listener)
@@ -44,7 +47,7 @@ def build_engine_ends(
     engine = _colocated_engine(config, policy, group, listener)
     episodes = means = None
     if config.environment.draws_episodes:
-        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group, listener)
+        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group, listener, tools)
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
     return sampler, _colocated_publisher(config, policy, engine)
 

@@ -16,6 +16,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.environments.tool_catalogue import tool_schemas
+from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
@@ -188,9 +189,14 @@ class Evaluator:
 
 
 def build_evaluator(
-    config: Config, tokenizer: Tokenizer, policy: Policy, builder: RolloutBuilder, services: Services
+    config: Config,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    builder: RolloutBuilder,
+    services: Services,
+    tools: Sequence[ListedTool] = (),
 ) -> Evaluator | None:
-    """What evaluates the run; None where `evaluation.every` is 0.
+    """What evaluates the run; None where `evaluation.every` is 0. Prompts tell the model of the tools.
 
     Raises ConfigError for prompts that can not be used, or a scorer that is not there.
     """
@@ -209,7 +215,7 @@ def build_evaluator(
             config.data,
             tokenizer,
             messages=config.environment.draws_episodes,
-            tools=tool_schemas(config.environment),
+            tools=tool_schemas(tools),
         ),
         options=replace(
             build_options(config.rollout, policy.runner.shape),

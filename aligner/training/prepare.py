@@ -8,7 +8,7 @@ from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.environments.tool_catalogue import tool_schemas, with_tool_arguments
+from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.keys import only_read
@@ -31,11 +31,12 @@ def prepare_run(config: Config) -> None:
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
-    tools = tool_schemas(config.environment)
+    listed = list_tools(config.environment)
+    tools = tool_schemas(listed)
     if config.algorithm.trainer == "online" and config.evaluation.every:
         open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
-        with_tool_arguments(config.environment, tokenizer)
+        with_tool_arguments(config.environment, listed, tokenizer)
         return open_prompts(config.data, tokenizer, config.seed, tools=tools).notices
     return open_run_data(config, tokenizer).notices

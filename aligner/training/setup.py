@@ -1,5 +1,6 @@
 """A trainer rank, put together from the configuration."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.environments.tool_catalogue import tool_schemas
+from aligner.environments.tool_catalogue import list_tools, tool_schemas
+from aligner.environments.tool_protocol import ListedTool
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import build_initial_reward_model
@@ -54,9 +56,10 @@ def train(config: Config) -> bool:
     """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
     tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
+    tools: Sequence[ListedTool] = ()
     if config.algorithm.generates:
-        is_acting, tools = config.environment.draws_episodes, tool_schemas(config.environment)
-        data = open_prompts(config.data, tokenizer, config.seed, messages=is_acting, tools=tools)
+        tools, is_acting = list_tools(config.environment), config.environment.draws_episodes
+        data = open_prompts(config.data, tokenizer, config.seed, messages=is_acting, tools=tool_schemas(tools))
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
@@ -66,7 +69,7 @@ def train(config: Config) -> bool:
         RunCheckpoints(config).set_damaged_aside(world.rank)
     services = connect(config, world, claim["attempt"])
     try:
-        trainer = build_trainer(config, world, tokenizer, data, services)
+        trainer = build_trainer(config, world, tokenizer, data, services, tools)
         with recording(None if trainer.recorder is None else trainer.recorder.metrics, config.logging):
             trainer.run()
             trainer.close()
@@ -77,9 +80,14 @@ def train(config: Config) -> bool:
 
 
 def build_trainer(
-    config: Config, world: World, tokenizer: Tokenizer, data: PromptStream | RunData, services: Services
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer,
+    data: PromptStream | RunData,
+    services: Services,
+    tools: Sequence[ListedTool] = (),
 ) -> TrainingLoop:
-    """Put the parts of a trainer rank together. Collective."""
+    """Put the parts of a trainer rank together; the tools are those of its environment. Collective."""
     timeline = open_timeline(config, "trainer", world.rank)
     if isinstance(data, RunData):
         task = build_task(config, world, data)
@@ -96,7 +104,7 @@ def build_trainer(
         with_reference=is_learning,
         exact=config.engine.exact,
     )
-    sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add)
+    sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add, tools)
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
     if not is_learning:
         return PreferenceSampler(
@@ -129,7 +137,7 @@ def build_trainer(
         algorithm=build_online_algorithm(config),
         prompts=len(data),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
-        evaluator=build_evaluator(config, tokenizer, policy, builder, services),
+        evaluator=build_evaluator(config, tokenizer, policy, builder, services, tools),
         **_loop_parts(config, world, tokenizer, timeline),
     )
 

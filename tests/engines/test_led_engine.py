@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, advance
 from aligner.engines.episodes import EpisodeEngine
@@ -23,6 +23,8 @@ from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.engines.engines import load_directory
+from tests.engines.test_branches import CALLER, forgetful_model
+from tests.engines.test_episodes import asked
 from tests.megatron import families
 
 STOPS = tuple(range(20, 60))
@@ -48,9 +50,13 @@ def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...
     load_directory(engine, model)
     tokenizer = Tokenizer(model)
     pool = EnvironmentPool.of(chosen) if rank == 0 else None
-    prompts = [Prompt(at, "", tokenizer.encode(f"{at}+{at}="), {"fails": at == 3}) for at in range(4)]
+    if (model / "chat_template.jinja").exists():
+        prompts = [asked(tokenizer, at, is_chat=True, fails=False) for at in range(4)]
+    else:
+        prompts = [asked(tokenizer, at, is_chat=False, fails=at == 3) for at in range(4)]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
-    options, found = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *STOPS)), dict[int, Sample]()
+    stops = STOPS if (settings.get("turn_end") or "turn_end" not in settings) else ()
+    options, found = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *stops)), dict[int, Sample]()
 
     def leads(told: BeginsTurns) -> EpisodeEngine:
         assert pool is not None
@@ -92,6 +98,19 @@ def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, s
             torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
     first, second = ranks
     assert all(torch.equal(one.engine_logprobs, two.engine_logprobs) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("parts", [(None,), (5, 9, None)], ids=["at once", "in parts"])
+def test_the_ranks_of_a_replica_begin_the_branches_of_one_rank(pool, tmp_path, parts):
+    directory = str(forgetful_model(tmp_path))
+    settings = {"target": CALLER, "turn_end": None, "max_turn_tokens": 12}
+    alone, (first, second) = drawn(directory, settings), pool.run(drawn, 2, directory, settings, parts)
+    assert any(len(sample.branches) == 2 for sample in alone)
+    for one, led, following in zip(alone, first, second, strict=True):
+        assert len(one.branches) == len(led.branches) == len(following.branches)
+        for mine, its, others in zip(one.sequences, led.sequences, following.sequences, strict=True):
+            assert torch.equal(mine.tokens, its.tokens) and torch.equal(its.tokens, others.tokens)
+            assert torch.equal(mine.rewards, its.rewards) and torch.equal(its.engine_logprobs, others.engine_logprobs)
 
 
 def test_what_the_first_rank_refuses_every_rank_refuses(pool, directory):

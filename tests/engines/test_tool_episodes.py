@@ -18,7 +18,7 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, 
 from aligner.engines.episodes import EpisodeEngine
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.python_sandbox import PythonSandbox
-from aligner.environments.tool_catalogue import tool_schemas, with_tool_arguments
+from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.environment import EnvironmentConfig
@@ -56,9 +56,9 @@ def episodes(tmp_path: Path, template: str, turns: Sequence[str], **given: objec
     tokenizer = chat_model("bytes", template)
     settings = EnvironmentConfig(**{"target": "tools", "max_turn_tokens": 2000, **given})  # type: ignore[arg-type]
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n")
-    data = DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000)
-    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(settings)).take(0, 1)
-    pool = EnvironmentPool.of(with_tool_arguments(settings, tokenizer))
+    data, listed = DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000), list_tools(settings)
+    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(listed)).take(0, 1)
+    pool = EnvironmentPool.of(with_tool_arguments(settings, listed, tokenizer))
     try:
         pool.start()
         end = tokenizer.single_token(FORMS[template][1], "the end of a turn")
@@ -137,7 +137,7 @@ def test_a_class_of_the_users_own_may_run_the_tools_and_give_rewards(tmp_path):
 
 def test_a_record_may_have_tools_of_its_own_and_a_plain_text_none(tmp_path):
     tokenizer, file = chat_model("bytes", "qwen"), tmp_path / "data.jsonl"
-    tools = tool_schemas(EnvironmentConfig(target="tools", tools=["python"]))
+    tools = tool_schemas(list_tools(EnvironmentConfig(target="tools", tools=["python"])))
     asked = {"messages": [{"role": "user", "content": "?"}]}
     own = [{"type": "function", "function": {"name": "own"}}]
     file.write_text(json.dumps(asked) + "\n" + json.dumps(asked | {"tools": own}) + "\n")

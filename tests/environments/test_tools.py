@@ -35,9 +35,14 @@ def settings(**given: Any) -> EnvironmentConfig:
     return EnvironmentConfig(**{"target": "tools", "tools": FUNCTIONS, "tool_timeout_s": 5.0} | given)
 
 
+def with_listed(settings: EnvironmentConfig, template: str) -> EnvironmentConfig:
+    """With its tools, for a model with such a template."""
+    return with_tool_arguments(settings, list_tools(settings), chat_model("bytes", template))
+
+
 def arguments(**given: Any) -> dict[str, Any]:
     """What the environment is made with."""
-    return json.loads(json.dumps(with_tool_arguments(settings(**given), chat_model("bytes", "qwen")).arguments))
+    return json.loads(json.dumps(with_listed(settings(**given), "qwen").arguments))
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +160,7 @@ def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_st
 
 @pytest.mark.slow
 def test_an_episode_goes_on_with_its_servers_state_after_its_process_is_lost():
-    given = with_tool_arguments(settings(mcp=[SERVER]), chat_model("bytes", "qwen"))
+    given = with_listed(settings(mcp=[SERVER]), "qwen")
     pool = EnvironmentPool.of(given)
     try:
         pool.start()
@@ -236,11 +241,11 @@ def test_a_server_that_cannot_be_started_again_is_a_failure_of_the_environment(t
 
 
 def test_tools_are_told_of_as_the_template_takes_them():
-    schemas = tool_schemas(settings(mcp=[SERVER]))
+    schemas = tool_schemas(list_tools(settings(mcp=[SERVER])))
     assert schemas is not None and schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
     (count,) = (schema["function"] for schema in schemas if schema["function"]["name"] == "count")
     assert count["description"] == "Counts on, by so many." and count["parameters"]["properties"]["by"]["type"] == "integer"
-    assert tool_schemas(EnvironmentConfig()) is None
+    assert tool_schemas(list_tools(EnvironmentConfig())) is None
     assert describe_tools(settings())[0] == f"tool multiply: {SAMPLES}:multiply"
 
 
@@ -265,4 +270,4 @@ def test_a_tool_that_is_not_there_is_refused_by_name(given, expected):
 
 def test_a_model_whose_template_writes_no_calls_has_no_tools():
     with pytest.raises(ConfigError, match="chat template writes no tool calls"):
-        with_tool_arguments(settings(), chat_model("bytes", "chatml"))
+        with_listed(settings(), "chatml")
