@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,17 +18,22 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from aligner.data.chat_turns import Conversation
+from aligner.data.examples import open_demonstrations
+from aligner.data.export import find_source
 from aligner.data.model_directory import read_shape
+from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.data.tool_calls import format_of
 from aligner.data.transcripts import conversation
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
 from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.generate import generate, plan_job
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import environment_scores
+from aligner.schema import DataConfig, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.data.chat_models import TEMPLATES, TOKENIZERS, chat_model
 from tests.data.test_chat_turns import (
@@ -166,10 +172,10 @@ def test_any_episode_of_smollm2s_has_the_tokens_that_were_drawn_behind_its_templ
 
 
 FORGETFUL = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:3] if m.role == 'assistant' else m.content }}<eos>{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:KEPT] if m.role == 'assistant' else m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-"""Of what the model has said it keeps three characters."""
+"""Of what the model has said it keeps some characters."""
 CALLER = "tests.engines.teller:Caller"
 SETTINGS: dict[str, Any] = {"turn_end": None, "max_turn_tokens": 20}
 
@@ -179,12 +185,12 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forgetful_model(tmp_path_factory.mktemp("forgetful"))
 
 
-def forgetful_model(directory: Path) -> Path:
-    """A model that likes to end its turns, with a template that is not append-only."""
+def forgetful_model(directory: Path, kept: int = 3) -> Path:
+    """A model that likes to end its turns, with a template that is not append-only: it keeps so many characters of each."""
     save_llama(directory, tied=False)
     shape = read_shape(directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(FORGETFUL)
+    (directory / "chat_template.jinja").write_text(FORGETFUL.replace("KEPT", str(kept)))
     weights = load_file(directory / "model.safetensors")
     weights["lm_head.weight"][shape.eos_token_ids[0]] *= 8
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
@@ -254,3 +260,36 @@ def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(forge
     assert any(sample.finish_reason == "length" for sample in samples)
     for sample in samples:
         assert all(len(each.tokens) <= len(sample.asked) + 22 and len(each.response) <= 22 for each in sample.sequences)
+
+
+def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_or_as_one_conversation(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = forgetful_model(tmp_path / "model", kept=1)
+    asked = [Record({"messages": [{"role": "user", "content": f"{at}?"}]}, "here") for at in range(4)]
+    lines: dict[bool, list[dict[str, Any]]] = {}
+    for as_messages in (False, True):
+        job = plan_job(
+            *(find_source(model), asked),
+            samples=2,
+            seed=2,
+            stop_at_eos=True,
+            max_new_tokens=100,
+            temperature=1.0,
+            environment=EnvironmentConfig(target=CALLER, **SETTINGS),
+        )
+        output = tmp_path / f"{as_messages}.jsonl"
+        generate(job, EngineConfig(exact=True), output, min_score=1.5, as_messages=as_messages, progress=lambda done: None)
+        lines[as_messages] = [json.loads(line) for line in output.read_text().splitlines()]
+    episodes_of = [(line["prompt_index"], line["sample_index"]) for line in lines[True]]
+    assert len(lines[False]) > len(episodes_of) > 2
+    assert [*dict.fromkeys((line["prompt_index"], line["sample_index"]) for line in lines[False])] == episodes_of
+    assert all(line["score"] == 1.5 for line in lines[False])
+    for said in lines[True]:
+        assert [each["role"] for each in said["messages"]] == ["user", "assistant"] * 3
+        assert [each["content"] for each in said["messages"]][2::2] == ["n1", "n2"]
+    data = DataConfig(path=str(tmp_path / "False.jsonl"), max_prompt_tokens=110, max_response_tokens=110, shuffle=False)
+    learned = open_demonstrations(data, Tokenizer(model), 1).take(0, len(lines[False]))
+    for example, line in zip(learned, lines[False], strict=True):
+        assert example.tokens.tolist() == line["prompt_tokens"] + line["tokens"]

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from tritonclient.utils import InferenceServerException
 
+from aligner.data.collectives import samples_to_tensors
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.placement.addresses import Endpoint
@@ -52,7 +54,7 @@ def test_every_tensor_of_a_request_has_a_type_on_the_wire():
 def test_an_episode_comes_over_the_wire_as_it_is():
     none = torch.empty(0)
     plain = Sample(4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop")
-    branch = replace(plain, tokens=torch.tensor([7, 8, 9, 9, 5]), prompt_length=4)
+    branch = replace(plain, tokens=torch.tensor([7, 8, 9]))
     episode = replace(
         plain,
         sample_index=1,
@@ -63,20 +65,40 @@ def test_an_episode_comes_over_the_wire_as_it_is():
         rewards=torch.tensor([0.5, 0.0, torch.nan]),
         branches=(branch, branch),
     )
-    samples = [plain, episode, replace(episode, branches=(), finish_reason="unfinished", rewards=torch.zeros(3))]
-    begun = [Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(3)]
+    own = replace(episode, tokens=torch.tensor([7, 8, 3, 9, 9, 5, 6]), prompt_length=4)
+    fresh = Sample(4, 3, torch.tensor([7, 3, 3]), 3, none, none.long(), "unfinished", branches=(branch,))
+    samples = [plain, own, replace(episode, branches=(), finish_reason="unfinished", rewards=torch.zeros(3)), fresh]
+    begun = [Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(4)]
     taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors(samples))
     for one, other in zip(samples, taken, strict=True):
         assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
         assert torch.equal(one.weight_versions, other.weight_versions) and len(one.branches) == len(other.branches)
-        assert other.drawn is not None and other.rewards is not None
+        assert one.prompt_length == other.prompt_length and torch.equal(other.asked, torch.tensor([7, 8]))
         if one.drawn is not None and one.rewards is not None:
+            assert other.drawn is not None and other.rewards is not None
             assert torch.equal(one.drawn, other.drawn) and torch.equal(one.rewards.isnan(), other.rewards.isnan())
-    assert torch.equal(taken[1].branches[1].tokens, branch.tokens) and taken[1].branches[1].prompt_length == 4
-    request = request_arrays(taken, 3, SamplingOptions(8), weight_version=1)
+    assert torch.equal(taken[1].branches[1].tokens, branch.tokens) and taken[3].finish_reason == "unfinished"
+    request = request_arrays(taken, 4, SamplingOptions(8), weight_version=1)
     validate(GENERATE, request, LIMITS)
     arrays = {name: torch.tensor(array) for name, array in request.items() if name != "options"}
-    assert len(wire_protocol.with_responses(taken, arrays)[1].branches) == 2, "they stay where they are"
+    assert [len(each.branches) for each in wire_protocol.with_responses(begun, arrays)] == [0, 2, 0, 1]
+    for wrong, told in (
+        ({"branches": request["branches"][:-1]}, "branches: got no samples"),
+        ({"branches": np.zeros(40, np.uint8)}, "branches: got no samples"),
+        ({"branch_counts": np.array([[0], [1], [0], [1]])}, "branches: got those of 2 samples, allowed: as many as"),
+        ({"branches": in_bytes(own)}, "branches: got those of 1 samples, allowed: as many as branch_counts says, [2, 1]"),
+        ({"branches": in_bytes(replace(own, tokens=own.tokens + 60), fresh)}, "branches: got 69, allowed: 0 to 63"),
+        ({"branches": in_bytes(own, replace(fresh, branches=(replace(fresh, branches=()),)))}, "got one that is unfinished"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(told)):
+            validate(GENERATE, {**request, **wrong}, LIMITS)
+    del request["branch_counts"]
+    with pytest.raises(RequestError, match="got one of branches and branch_counts"):
+        validate(GENERATE, request, LIMITS)
+
+
+def in_bytes(*samples: Sample) -> np.ndarray:
+    return np.frombuffer(save(samples_to_tensors(samples)), np.uint8)
 
 
 def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():

@@ -17,11 +17,17 @@ from tests.system.test_agents import assert_identical
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 OVERRIDES = (
-    *("algorithm=grpo", "algorithm.minibatches=1", "algorithm.kl_coefficient=0.01", "reward=environment"),
+    *("algorithm=grpo", "algorithm.minibatches=1", "algorithm.kl_coefficient=0.01", "reward.function=digit_fraction"),
     *("model.source=directory", "data.max_prompt_tokens=12", "data.long_prompts=error"),
-    *("environment.target=tests.engines.teller:Caller", "environment.max_turn_tokens=20", "environment.retries=3"),
+    *("environment.target=tests.engines.teller:Caller", "environment.max_turn_tokens=20", "environment.max_turns=4"),
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=80"),
-    *("rollout.stop_at_eos=true", "engine.exact=true", "evaluation.every=0", "actor.optimizer.warmup_steps=0"),
+    *(
+        "environment.retries=3",
+        "rollout.stop_at_eos=true",
+        "engine.exact=true",
+        "evaluation.every=0",
+        "actor.optimizer.warmup_steps=0",
+    ),
     *("checkpoint.every=2", "logging.samples_every=1", "logging.tensorboard=false", "run.steps=6"),
 )
 BESIDE = (
@@ -37,7 +43,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     asked = [{"messages": [{"role": "user", "content": f"{at}?"}]} for at in range(40)]
     (directory / "asked.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
     (directory / "model").mkdir()
-    model = forgetful_model(directory / "model")
+    model = forgetful_model(directory / "model", kept=1)
     return (*OVERRIDES, f"model.path={model}", f"data.path={directory / 'asked.jsonl'}")
 
 
@@ -47,8 +53,8 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
 ) -> None:
     expected = run_to_end(tmp_path / "expected", *given, *beside)
     assert expected.code == 0, expected.report()
-    assert min(step["episode/branches"] for step in expected.metrics) > 0.5
-    assert all(step["mismatch/logprob_abs"] == 0 for step in expected.metrics[:2])
+    assert min(step["episode/branches"] for step in expected.metrics) > 0.1
+    assert all(step["mismatch/logprob_abs"] == 0 for step in expected.metrics[: 1 if beside else None])
     assert logs(expected).count("begins a new branch, as others may") == 1
     if beside:
         under_way = load_file(expected.paths.checkpoint(4, "rollouts") / "rollouts.safetensors")
