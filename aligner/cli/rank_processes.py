@@ -76,7 +76,15 @@ def _start(parsed: argparse.Namespace) -> Config:
     return stored_config(parsed.config)
 
 
-@functools.lru_cache(1)
 def stored_config(file: Path) -> Config:
-    """`load_config`, which takes a tenth of a second: once for a process and its forks: a launch writes the file once."""
+    """`load_config`, which takes a tenth of a second: once for a process and its forks, until the file is written anew.
+
+    A launch does so before it starts the trainer again, which is then to go on from a checkpoint.
+    """
+    written = file.stat() if file.is_file() else None
+    return _loaded(file, None if written is None else (written.st_ino, written.st_mtime_ns))
+
+
+@functools.lru_cache(1)
+def _loaded(file: Path, written: tuple[int, int] | None) -> Config:
     return load_config(file)

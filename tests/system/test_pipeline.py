@@ -45,6 +45,19 @@ def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undistur
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
+def test_a_trainer_that_is_killed_alone_goes_on_from_its_checkpoint_beside_the_critic_that_it_had(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    with Launch(tmp_path / "run", *OVERRIDES) as launch:
+        launch.wait_for_step(CHECKPOINT_EVERY + 2)  # that checkpoint is complete a step later
+        launch.rank("trainer", 0).kill()
+        run = launch.finish(200)
+    assert run.code == 0, run.report()
+    assert "; starting trainer again" in run.out and "; starting critic again" not in run.out, run.out
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
+    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+
+
 def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as_if_nothing_had_happened(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
