@@ -5,8 +5,9 @@ and critic have two ranks, the reward model two replicas; a generator draws the 
 (`rollout.max_staleness=1`).
 
 `--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and both replicas, `all` one of
-each role, `environment` a process in which the generator's environments live (with `--episodes`). `stop` is SIGSTOP to it, for
-good. `mixed` draws two faults a seed, on any role:
+each role, `environment` a process in which the generator's environments live (with `--episodes`), `endpoint` the generator
+of a run whose responses are those of agents that ask it with OpenAI's client. `stop` is SIGSTOP to it, for good. `mixed` draws
+two faults a seed, on any role:
 
 - kill, stop: a rank, or the gateway or Triton of a server
 - pause: the same, for some seconds, as a delay or a partition would look
@@ -23,7 +24,9 @@ in their middle, so that checkpoints hold them.
 
 A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
 bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
-leaves processes, shared memory or temporary files behind. Exits 1 if any has.
+leaves processes, shared memory or temporary files behind; what other runs on the machine have is not counted. A run that was
+over before all of its faults had come is drawn again, with other moments; where that happens too often it is `missed`. Exits 1
+if any has FAILED.
 """
 
 from __future__ import annotations
@@ -33,14 +36,13 @@ import contextlib
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,20 +53,10 @@ from rich.table import Table
 
 from aligner.exit_codes import RESUMABLE
 from aligner.paths import RunPaths, complete_steps
+from benchmarks.fault_draws import GROUPS, RANKS, Fault, mixed_faults, random_faults
+from benchmarks.leftovers import Leftovers
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
-GROUPS = {
-    "critic": ("critic",),
-    "reward": ("reward", "reward.1"),
-    "servers": ("critic", "reward", "reward.1"),
-    "generator": ("generator",),
-    "trainer": ("trainer",),
-    "all": ("generator", "reward", "critic", "trainer"),
-    "environment": ("generator",),
-}
-"""What is disturbed for each --role."""
-RANKS = {"trainer": 2, "critic": 2}
-"""Of the groups that have more than one."""
 CHECKPOINT_EVERY = 2
 BESIDE = (
     *("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1"),
@@ -79,77 +71,32 @@ EPISODES = (
     *("rollout.max_response_tokens=40", "rollout.top_p=1.0"),
 )
 """After `BESIDE`."""
-_ENVIRONMENT = "aligner.environments.environment_worker"
-PATIENCE = (
-    *("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15", "cluster.stop_timeout_s=5"),
-    *("run.max_restarts=9", "server.max_restarts=9"),
+AGENTS = (
+    *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
+    *("environment.target=null", "environment.agent=tests.engines.agents:calculates_slowly", "environment.workers=2"),
+    *("environment.retries=9", "rollout.prompts_per_step=8", "reward.function=digit_fraction", "rollout.top_p=1.0"),
 )
-_HELPERS = ("", "gateway", "tritonserver")
+"""After `BESIDE`."""
+_ENVIRONMENT = "aligner.environments.environment_worker"
+_PATIENCE = ("run.max_restarts=9", "server.max_restarts=9", "server.start_timeout_s=900", "cluster.stop_timeout_s=5")
+_WATCH = ("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15")
+"""Where processes are stopped, which is to be noticed soon. A busy machine may take others for stopped, at little cost."""
 _PAUSES_S = (1.0, 6.0)
 _LONGEST_FILE = 2**16
 """That a rank can still write: its log, no checkpoint."""
 _WRITE_ERROR = os.strerror(errno.EFBIG)
-_TIMEOUT_S = 300
+_TIMEOUT_S = 300.0
+_LONGEST_S = 3600.0
+"""For a run that is not disturbed, on a machine however busy."""
+_TIMES_LONGER = 10
+"""That a run with faults may take than one without, at least `_TIMEOUT_S`."""
+_DRAWS = 4
+"""Of a seed's faults, where they come too late."""
+_NEXT_DRAW = 1_000_000
+_LOOK_S = 0.05
 _ORPHANS_S = 15.0
 """For what a killed launcher has left to end."""
 _COLUMNS = ("seed", "faults", "restarts", "exit", "s added", "outcome")
-_LEFT = ("dev/shm/pytrtion*", "dev/shm/psm_*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens to a rank of the trainer or of a server group, to a helper of it, or to the launcher."""
-
-    action: str
-    """kill, stop, pause, write, or flip."""
-    group: str
-    """`launcher` for the launcher itself."""
-    rank: int
-    step: int
-    """After so many steps."""
-    delay_s: float
-    """And so many seconds."""
-    helper: str = ""
-    """Part of the command line of a process that the rank has started; empty for itself."""
-    draw: float = 0.5
-    """Which byte, or for how long: from 0 to 1."""
-
-    def __str__(self) -> str:
-        what = self.group if self.group == "launcher" else f"{self.group} rank {self.rank}"
-        return f"{self.action} {what}{f' {self.helper}' * bool(self.helper)}"
-
-
-def random_faults(
-    seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int], action: str = "kill"
-) -> list[Fault]:
-    """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds.
-
-    Successive seeds take a group's ranks in turn.
-    """
-    draw = random.Random(seed)
-    moments = [(group, draw.randrange(1, steps - 1), draw.uniform(0, step_s)) for group in groups]
-    faults = [Fault(action, group, seed % ranks.get(group, 1), step, delay_s) for group, step, delay_s in moments]
-    return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
-
-
-def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
-    """Two faults of any kind."""
-    draw, faults = random.Random(seed), []
-    for step in sorted(draw.sample(range(1, steps - 2), 2)):
-        action = draw.choice(("kill", "stop", "pause", "kill", "stop", "pause", "write", "launcher", "flip"))
-        group = draw.choice(("trainer", "critic", "reward", "reward.1", "generator"))
-        rank, helper = draw.randrange(RANKS.get(group, 1)), "" if group == "trainer" else draw.choice(_HELPERS)
-        if action == "launcher":
-            action, group, rank, helper = "kill", "launcher", 0, ""
-        elif action == "flip":
-            group, rank, helper = "launcher", 0, ""
-        elif action == "write":
-            group, helper = draw.choice(("trainer", "critic")), ""
-            rank = draw.randrange(RANKS[group])
-        if helper:
-            rank = 0
-        faults.append(Fault(action, group, rank, step, draw.uniform(0, step_s), helper, draw.random()))
-    return faults
 
 
 @dataclass(frozen=True)
@@ -173,24 +120,29 @@ class Disturbed:
         return len(self.done) == len(self.faults) and all(at_step < steps for _, at_step in self.done)
 
 
-def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str, experiment: str = "tiny_ppo") -> Disturbed:
-    """A run with these faults, to its end. Only processes of this run are touched."""
+def run_disturbed(
+    directory: Path,
+    faults: Sequence[Fault],
+    *overrides: str,
+    experiment: str = "tiny_ppo",
+    timeout_s: float = _TIMEOUT_S,
+) -> Disturbed:
+    """A run with these faults, to its end, each life of it within `timeout_s`. Only processes of this run are touched."""
     done: list[tuple[Fault, int]] = []
     waiting, restarts, flipped, least = deque(faults), 0, list[str](), 0
     while True:
         ends: Fault | None = None
         with Launch(directory, *overrides, experiment=experiment) as launch:
             while waiting and ends is None:
-                launch.wait_for_step_or_end(max(waiting[0].step, least))
+                launch.wait_for_step_or_end(max(waiting[0].step, least), timeout_s)
                 if launch.has_ended:
                     break
                 fault = waiting.popleft()
                 time.sleep(fault.delay_s)
-                with contextlib.suppress(psutil.NoSuchProcess):  # it is too late
-                    _inject(launch, fault)
+                if _inject(launch, fault):
                     done.append((fault, launch.steps))
                     ends = fault if fault.group == "launcher" else None
-            run = launch.finish(_TIMEOUT_S, _ORPHANS_S)
+            run = launch.finish(timeout_s, _ORPHANS_S)
         restarts += run.out.count("; starting ")
         wrote = next((fault for fault, _ in reversed(done) if fault.action == "write"), None)
         if ends is None and run.code == 1 and _WRITE_ERROR in run.error and "Traceback" not in run.error:
@@ -203,16 +155,27 @@ def run_disturbed(directory: Path, faults: Sequence[Fault], *overrides: str, exp
         overrides = (*overrides, "run.resume=auto")
 
 
-def _inject(launch: Launch, fault: Fault) -> None:
-    """Raises psutil.NoSuchProcess where there is nothing to do it to any more."""
+def _inject(launch: Launch, fault: Fault) -> bool:
+    """Have it happen, as soon as the process that it is to happen to is there; False where the run has ended by then."""
+    while not launch.has_ended:
+        with contextlib.suppress(psutil.NoSuchProcess):  # an earlier fault's is being started again
+            _do(launch, fault)
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
+def _do(launch: Launch, fault: Fault) -> None:
+    """Raises psutil.NoSuchProcess."""
     if fault.group == "launcher":
         launch.interrupt(signal.SIGKILL if fault.action == "kill" else signal.SIGUSR1)
         return
     process = launch.rank(fault.group, fault.rank)
     if fault.helper:
-        process = next(
-            (child for child in process.children(recursive=True) if fault.helper in " ".join(child.cmdline())), process
-        )
+        helpers = [child for child in process.children(recursive=True) if fault.helper in " ".join(child.cmdline())]
+        if not helpers:
+            raise psutil.NoSuchProcess(-1, f"{fault.helper} of {fault.group}")
+        process = helpers[0]
     if fault.action == "kill":
         process.kill()
         return
@@ -248,11 +211,6 @@ def flip_bit(file: Path, place: float, bit: int) -> None:
     file.write_bytes(content)
 
 
-def left_behind() -> set[str]:
-    """Shared memory and temporary files of servers."""
-    return {str(path) for pattern in _LEFT for path in Path("/").glob(pattern)}
-
-
 def training_s(run: Finished) -> float:
     """Seconds that the steps took; those before the first one vary with the machine's other work."""
     return sum(step["time/step"] for step in run.metrics)
@@ -271,20 +229,20 @@ def outcome(run: Finished, expected: Finished, steps: int, flipped: Sequence[str
 def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequence[str], show: Any, experiment: str) -> bool:
     """Whether no run has failed that went on with a flipped bit."""
     with Launch(directory / "stopped", *given, experiment=experiment) as launch:
-        launch.wait_for_step(steps // 2)
+        launch.wait_for_step(steps // 2, _LONGEST_S)
         launch.interrupt(signal.SIGUSR1)
-        stopped = launch.finish(_TIMEOUT_S)
+        stopped = launch.finish(_LONGEST_S)
     assert stopped.code == RESUMABLE, stopped.report()
     well = True
     for file in _saved_files(stopped.paths):
         name = file.relative_to(stopped.paths.root)
         for place in (0.0, 0.5, 1 - 1e-9):
-            copy, before = directory / f"{name.name}_{place:.1f}", left_behind()
+            copy = directory / f"{name.name}_{place:.1f}"
             shutil.copytree(stopped.paths.root, copy)
             flip_bit(copy / name, place, 2)
-            with Launch(copy, *given, "run.resume=auto", experiment=experiment) as launch:
-                run = launch.finish(_TIMEOUT_S)
-            left = sorted(left_behind() - before)
+            with Leftovers(copy) as leftovers, Launch(copy, *given, "run.resume=auto", experiment=experiment) as launch:
+                run = launch.finish(_LONGEST_S)
+            left = leftovers.left()
             figures = {
                 "file": str(name),
                 "place": place,
@@ -300,64 +258,105 @@ def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequen
     return well
 
 
-def measure(campaign: str, role: str, seeds: range, steps: int, directory: Path, show: Any, *, episodes: bool = False) -> bool:
+@dataclass(frozen=True)
+class Campaign:
+    """What is done to whom, in runs of what."""
+
+    action: str
+    role: str
+    steps: int
+    episodes: bool
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Those that are disturbed."""
+        return GROUPS["all"] if self.action in ("mixed", "flips") else GROUPS[self.role]
+
+    @property
+    def experiment(self) -> str:
+        """Of the runs."""
+        return "calculator" if self.episodes or self.role == "endpoint" else "tiny_ppo"
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Overrides of a run whose samples are drawn beside training; none where they are drawn in turn."""
+        if self.role == "endpoint":
+            return BESIDE + AGENTS
+        if self.episodes:
+            return BESIDE + EPISODES
+        return BESIDE if {"trainer", "generator"} & {*self.groups} else ()
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of the groups that have more than one."""
+        return RANKS if self.beside else {"critic": RANKS["critic"]}
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the runs."""
+        return (
+            *(f"run.stop_after={self.steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false"),
+            *("run.name=run", *self.beside, *_PATIENCE, *(_WATCH if self.action in ("stop", "mixed") else ())),
+            f"critic.parallel.data={self.ranks['critic']}",
+            f"actor.parallel.data={self.ranks.get('trainer', 1)}",
+            f"reward.replicas={2 if self.action == 'mixed' else 1 + ('reward.1' in self.groups)}",
+        )
+
+    def faults(self, draw: int, step_s: float) -> list[Fault]:
+        """Those of a draw."""
+        if self.action == "mixed":
+            return mixed_faults(draw, self.steps, step_s)
+        faults = random_faults(draw, self.groups, self.steps, step_s, self.ranks, self.action)
+        return [replace(fault, helper=_ENVIRONMENT) for fault in faults] if self.role == "environment" else faults
+
+
+def measure(campaign: Campaign, seeds: range, directory: Path, show: Any) -> bool:
     """Whether no run has failed; `show` is given each seed's figures."""
-    common = (f"run.stop_after={steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false", "run.name=run")
-    groups = GROUPS["all"] if campaign in ("mixed", "flips") else GROUPS[role]
-    experiment = "calculator" if episodes else "tiny_ppo"
-    beside: tuple[str, ...] = BESIDE if {"trainer", "generator"} & {*groups} or episodes else ()
-    if episodes:
-        beside += EPISODES
-    ranks = RANKS if beside else {"critic": RANKS["critic"]}
-    layout = (
-        *(*beside, *PATIENCE),
-        f"critic.parallel.data={ranks['critic']}",
-        f"actor.parallel.data={ranks.get('trainer', 1)}",
-        f"reward.replicas={2 if campaign == 'mixed' else 1 + ('reward.1' in groups)}",
-    )
     directory.mkdir(exist_ok=True)
-    expected = run_to_end(directory / "undisturbed", *common, *layout, experiment=experiment)
-    if campaign == "flips":
-        return measure_flips(expected, steps, directory, (*common, *layout), show, experiment)
-    step_s = expected.metrics[-1]["time/step"]
+    given, experiment, started = campaign.overrides, campaign.experiment, time.monotonic()
+    expected = run_to_end(directory / "undisturbed", *given, experiment=experiment, timeout_s=_LONGEST_S)
+    if campaign.action == "flips":
+        return measure_flips(expected, campaign.steps, directory, given, show, experiment)
+    longest_s = max(_TIMEOUT_S, _TIMES_LONGER * (time.monotonic() - started))
     well = True
     for seed in seeds:
-        if campaign == "mixed":
-            faults = mixed_faults(seed, steps, step_s)
-        else:
-            faults = random_faults(seed, groups, steps, step_s, ranks, campaign)
-        if role == "environment":
-            faults = [replace(fault, helper=_ENVIRONMENT) for fault in faults]
-        before, started = left_behind(), time.monotonic()
-        disturbed = run_disturbed(directory / f"seed_{seed}", faults, *common, *layout, experiment=experiment)
-        run = disturbed.run
-        left = sorted(left_behind() - before)
-        figures = {
-            "seed": seed,
-            "faults": [f"{fault} at step {at_step}" for fault, at_step in disturbed.done],
-            "flipped": disturbed.flipped,
-            "restarts": disturbed.restarts,
-            "in_time": disturbed.in_time,
-            "exit_code": run.code,
-            "seconds": time.monotonic() - started,
-            "seconds_added": training_s(run) - training_s(expected),
-            "left": left,
-            "outcome": outcome(run, expected, steps, disturbed.flipped, left),
-        }
-        if figures["outcome"] == "FAILED":
-            print(run.report(), file=sys.stderr)
-        well &= figures["outcome"] != "FAILED" and (disturbed.in_time or figures["outcome"] == "refused")
+        for number in range(_DRAWS):
+            figures = measured(campaign, seed + number * _NEXT_DRAW, expected, directory / f"seed_{seed}.{number}", longest_s)
+            figures |= {"seed": seed, "draws": number + 1}
+            if figures["outcome"] != "missed":
+                break
+        well &= figures["outcome"] != "FAILED"
         show(figures)
     return well
+
+
+def measured(campaign: Campaign, draw: int, expected: Finished, directory: Path, longest_s: float) -> dict[str, Any]:
+    """A draw's figures."""
+    faults, started = campaign.faults(draw, expected.metrics[-1]["time/step"]), time.monotonic()
+    with Leftovers(directory) as leftovers:
+        disturbed = run_disturbed(directory, faults, *campaign.overrides, experiment=campaign.experiment, timeout_s=longest_s)
+    run, left = disturbed.run, leftovers.left()
+    found = outcome(run, expected, campaign.steps, disturbed.flipped, left)
+    if found == "FAILED":
+        print(run.report(), file=sys.stderr)
+    return {
+        "faults": [f"{fault} at step {at_step}" for fault, at_step in disturbed.done],
+        "flipped": disturbed.flipped,
+        "restarts": disturbed.restarts,
+        "exit_code": run.code,
+        "seconds": time.monotonic() - started,
+        "seconds_added": training_s(run) - training_s(expected),
+        "left": left,
+        "outcome": "missed" if found == "identical" and not disturbed.in_time else found,
+    }
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A run's figures as a table shows them."""
     if "file" in figures:
         return [figures["file"], f"{figures['place']:.1f}", str(figures["exit_code"]), figures["outcome"]]
-    restarts = f"{figures['restarts']}{'' if figures['in_time'] else ', too late'}"
     return [
-        *(str(figures["seed"]), "\n".join(figures["faults"]), restarts, str(figures["exit_code"])),
+        *(str(figures["seed"]), "\n".join(figures["faults"]), str(figures["restarts"]), str(figures["exit_code"])),
         *(f"{figures['seconds_added']:.1f}", figures["outcome"]),
     ]
 
@@ -390,8 +389,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             seeds = range(args.first_seed, args.first_seed + args.seeds)
-            directory = args.directory or Path(temporary)
-            well = measure(args.campaign, args.role, seeds, args.steps, directory, show, episodes=args.episodes)
+            campaign = Campaign(args.campaign, args.role, args.steps, args.episodes)
+            well = measure(campaign, seeds, args.directory or Path(temporary), show)
     finally:
         if not args.json:
             Console(width=None if sys.stdout.isatty() else 120).print(table)

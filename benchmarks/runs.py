@@ -73,7 +73,7 @@ class Launch:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARKER) == str(self.paths.root):
+                if run_of(process) == str(self.paths.root):
                     found.append(process)
         return found
 
@@ -143,6 +143,11 @@ class Launch:
                 raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
             time.sleep(0.05)
+
+
+def run_of(process: psutil.Process) -> str | None:
+    """The directory of the run that a process came of; None for any other process. Raises psutil.Error."""
+    return process.environ().get(_MARKER)
 
 
 def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180) -> Finished:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import BESIDE, CHECKPOINT_EVERY, GROUPS, random_faults, run_disturbed
+from benchmarks.fault_draws import GROUPS, random_faults
+from benchmarks.faults import BESIDE, CHECKPOINT_EVERY, run_disturbed
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -19,7 +19,8 @@ from aligner.data.model_directory import check_model_directory
 from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
 from aligner.paths import complete_steps
-from benchmarks.faults import GROUPS, flip_bit, random_faults, run_disturbed
+from benchmarks.fault_draws import GROUPS, random_faults
+from benchmarks.faults import flip_bit, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import ADAPTIVE
