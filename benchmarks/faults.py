@@ -78,7 +78,10 @@ AGENTS = (
 )
 """After `BESIDE`."""
 _ENVIRONMENT = "aligner.environments.environment_worker"
-_PATIENCE = ("run.max_restarts=9", "server.max_restarts=9", "server.start_timeout_s=900", "cluster.stop_timeout_s=5")
+_PATIENCE = (
+    *("run.max_restarts=9", "server.max_restarts=9", "cluster.stop_timeout_s=5"),
+    *("server.start_timeout_s=600", "server.request_timeout_s=900"),
+)
 _WATCH = ("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15")
 """Where processes are stopped, which is to be noticed soon. A busy machine may take others for stopped, at little cost."""
 _PAUSES_S = (1.0, 6.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +17,8 @@ _PLACES = ("dev/shm/pytrtion*", "dev/shm/psm_*", "dev/shm/aligner-server-*", "tm
 _MAKER = re.compile(r"pytrtion(\d+)-|aligner-server-\d+-(\d+)-")
 """Names that tell the process id of who has made them."""
 _LOOK_S = 0.2
+_TOLD_S = 60.0
+"""For servers of other runs, which say what directories they have when they have started."""
 
 
 class Leftovers:
@@ -42,8 +45,13 @@ class Leftovers:
 
     def left(self) -> list[str]:
         """What the run has left behind, now that it has ended."""
-        self._look()
-        return sorted(str(path) for path in _present() - self._before if not self._known.get(path, False))
+        end = time.monotonic() + _TOLD_S
+        while True:
+            self._look()
+            left = sorted(str(path) for path in _present() - self._before if not self._known.get(path, False))
+            if not left or time.monotonic() > end:
+                return left
+            time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
         while not self._ends.wait(_LOOK_S):
@@ -68,8 +76,10 @@ def _present() -> set[Path]:
 
 
 def _used(process: psutil.Process) -> str:
-    """What a process has mapped, and what it was started with."""
-    return "\n".join([Path(f"/proc/{process.pid}/maps").read_text(), *process.cmdline()])
+    """What a process has mapped, what it was started with, and what it says is its own (`aligner.triton_cleanup`)."""
+    claims = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*/directories")
+    files = [Path(f"/proc/{process.pid}/maps"), *claims]
+    return "\n".join([*(file.read_text() for file in files), *process.cmdline()])
 
 
 def _maker(path: Path) -> int | None:

@@ -12,7 +12,7 @@ from aligner.schema.options import callable_place
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What no episodes can be drawn with."""
-    settings, engine = config.environment, config.engine
+    settings = config.environment
     yield from _agent_problems(config)
     if settings.target is None:
         return
@@ -20,19 +20,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from _tool_problems(settings)
     if callable_place(settings.target) is None and settings.target != TOOLS:
         yield f"{key}: must be {TOOLS}, module:Class, or null"
-    longest, patience = settings.deadline_s * settings.max_turns, config.cluster.collective_timeout_s
-    if engine.parallel.ranks > 1 and longest > patience:
-        yield (
-            f"{key}: environment.deadline_s={settings.deadline_s:g} x environment.max_turns={settings.max_turns}: an episode"
-            f" may wait {longest:g} s for its environment, and other ranks wait cluster.collective_timeout_s={patience:g} for"
-            " it"
-        )
-    if engine.placement == "server" and longest >= config.server.request_timeout_s:
-        yield (
-            f"server.request_timeout_s={config.server.request_timeout_s:g}: the trainer waits so long for its samples, and an"
-            f" episode may wait {longest:g} s for its environment (environment.deadline_s={settings.deadline_s:g} x"
-            f" environment.max_turns={settings.max_turns}); give more"
-        )
+    each = f"environment.deadline_s={settings.deadline_s:g} x environment.max_turns={settings.max_turns}"
+    longest = settings.deadline_s * settings.max_turns
+    yield from _patience_problems(config, key, longest, f"may wait {longest:g} s for its environment", each)
     if not config.rollout.stop_at_eos and settings.turn_end is None:
         yield f"{key}: a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"
     if config.rollout.truncate_token is not None:
@@ -56,16 +46,9 @@ def _agent_problems(config: Config) -> Iterator[str]:
         yield f"environment.matching={unknown}: allowed: {', '.join(MATCHING)}"
     if engine.kind != "embedded":
         yield f"{key}: engine.kind={engine.kind}: agents branch, which the embedded engine alone can; give embedded"
-    if engine.placement != "colocated":
-        yield f"{key}: agents are answered on the trainer's ranks alone; give engine.placement=colocated"
-    if engine.parallel.tensor > 1:
-        yield f"{key}: engine.parallel.tensor={engine.parallel.tensor}: must be 1, each rank has its own agents"
-    longest, patience = settings.deadline_s * (1 + settings.retries), config.cluster.collective_timeout_s
-    if engine.parallel.data > 1 and longest > patience:
-        yield (
-            f"{key}: environment.deadline_s={settings.deadline_s:g} and environment.retries={settings.retries}: an episode may"
-            f" take {longest:g} s, and other ranks wait cluster.collective_timeout_s={patience:g} for it"
-        )
+    each = f"environment.deadline_s={settings.deadline_s:g} x (1 + environment.retries={settings.retries})"
+    longest = settings.deadline_s * (1 + settings.retries)
+    yield from _patience_problems(config, key, longest, f"may take {longest:g} s", each)
     refused = {
         "rollout.spare_prompts": (rollout.spare_prompts, 0, "agents are not left behind"),
         "rollout.min_response_tokens": (rollout.min_response_tokens, 0, "a turn may end at any token"),
@@ -76,6 +59,18 @@ def _agent_problems(config: Config) -> Iterator[str]:
     for name, (value, allowed, why) in refused.items():
         if value != allowed:
             yield f"{key}: {name}={value_text(value)}: {why}; give {value_text(allowed)}"
+
+
+def _patience_problems(config: Config, key: str, longest_s: float, what: str, each: str) -> Iterator[str]:
+    """An episode may last longer than those wait that it keeps waiting; `each` is of what keys its seconds are made."""
+    patience_s, asked_s = config.cluster.collective_timeout_s, config.server.request_timeout_s
+    if config.engine.parallel.ranks > 1 and longest_s > patience_s:
+        yield f"{key}: {each}: an episode {what}, and other ranks wait cluster.collective_timeout_s={patience_s:g} for it"
+    if config.engine.placement == "server" and longest_s >= asked_s:
+        yield (
+            f"server.request_timeout_s={asked_s:g}: the trainer waits so long for its samples, and an episode {what} ({each});"
+            " give more"
+        )
 
 
 def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Episodes of agents that have an OpenAI client of their own: what they ask for is drawn, and becomes samples."""
 
+import contextlib
 import logging
 import queue
 from collections import Counter
@@ -22,6 +23,9 @@ from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
+
+_WAIT_S = 0.1
+"""Where all episodes wait for their agents a step ends after so long, for who waits for it to see life, or has new weights."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ class AgentGeneration:
     def step(self) -> list[tuple[int, Sample]]:
         """Go on with what agents have asked for, a step of the engine's; waits for an agent where nothing is to be drawn."""
         if self._generation.done and not self._complete:
-            self._events.get()()
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=_WAIT_S)()
         while not self._events.empty():
             self._events.get()()
         if not self._generation.done:

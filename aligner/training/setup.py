@@ -215,6 +215,6 @@ def connect(config: Config, world: World, attempt: int) -> Services:
     if not config.critic_scores:
         reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
     if has_generator(config):
-        timeouts, has_environment = (server.request_timeout_s, config.engine.update_timeout_s), config.environment.target
-        generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=has_environment is not None)
+        timeouts, is_acting = (server.request_timeout_s, config.engine.update_timeout_s), config.environment.draws_episodes
+        generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=is_acting)
     return Services(critic, reward, generator)

@@ -63,8 +63,10 @@ def test_what_episodes_cannot_be_drawn_with_is_refused_by_name(overrides, told):
 AGENTS = ["experiment=tiny_ppo", "rollout.stop_at_eos=true", "environment.agent=tests.engines.agents:calculates"]
 
 
-def test_agents_are_answered_on_the_trainers_ranks():
+def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine():
     check(compose_config(AGENTS))
+    check(compose_config([*AGENTS, *BESIDE]))
+    check(compose_config([*AGENTS, "actor.parallel.tensor=2", "engine.parallel.tensor=2", "engine.parallel.data=1"]))
     check(compose_config([*AGENTS[:2], "environment.agent_command=[true]", "environment.matching=[whitespace,reasoning]"]))
 
 
@@ -75,8 +77,7 @@ def test_agents_are_answered_on_the_trainers_ranks():
         (["environment.agent_command=[true]"], "environment.agent and environment.agent_command: one of them answers"),
         (["environment.agent=null", "environment.agent_command=[]"], "environment.agent_command=[]: must have a program"),
         (["environment.matching=[case]"], "environment.matching=['case']: allowed: arguments, reasoning, whitespace"),
-        (["engine.placement=server"], "environment.agent: agents are answered on the trainer's ranks alone"),
-        (["engine.parallel.tensor=2", "engine.parallel.data=1"], "engine.parallel.tensor=2: must be 1"),
+        (["engine.placement=server", "environment.deadline_s=150"], "and an episode may take 300 s (environment.deadline_s"),
         (["rollout.spare_prompts=1"], "rollout.spare_prompts=1: agents are not left behind; give 0"),
         (["rollout.stop_at_eos=false"], "rollout.stop_at_eos=false: a turn would have no end; give true"),
         (["rollout.min_response_tokens=2"], "rollout.min_response_tokens=2: a turn may end at any token; give 0"),

@@ -131,6 +131,12 @@ async def calculates(task: dict[str, Any], base_url: str, api_key: str) -> None:
     await own.post("/reward", body={"reward": float(said == task["answer"])}, cast_to=object)
 
 
+async def calculates_slowly(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """The same, so that whatever is killed has episodes under way."""
+    await asyncio.sleep(0.1)
+    await calculates(task, base_url, api_key)
+
+
 def main() -> None:
     """The command: a loop with a tool, of the plain client."""
     task, own = json.load(sys.stdin), OpenAI(max_retries=0)

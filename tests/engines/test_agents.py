@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import BeginsGenerations, GenerationRequest, SamplingOptions, advance
+from aligner.engines.led_engine import LedEngine
 from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
-from aligner.schema import EngineConfig
+from aligner.schema import EngineConfig, EngineParallelConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.engines.calling_model import saved
 from tests.engines.engines import load_directory
@@ -35,10 +38,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def episodes(
     model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any], **options: Any
 ) -> tuple[list[Sample], Tokenizer]:
-    """A sample of each task."""
+    """A sample of each task, by all ranks of the world."""
     torch.set_num_threads(1)
-    tokenizer = Tokenizer(model)
-    engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=16), 0, seed=2)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    group = dist.group.WORLD if size > 1 else None
+    tokenizer, chosen_engine = (
+        Tokenizer(model),
+        EngineConfig(exact=True, batch_size=16, parallel=EngineParallelConfig(size, 1)),
+    )
+    engine = EmbeddedEngine(directory_shape(model, "model.path"), chosen_engine, rank, 2, group)
     load_directory(engine, model)
     chosen = EnvironmentConfig(**{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings)
     prompt = tokenizer.encode("task")
@@ -46,12 +54,21 @@ def episodes(
         GenerationRequest(Prompt(at, "task", prompt, {"at": at, "asked": f"why {at}?", **task}), 0)
         for at, task in enumerate(tasks)
     ]
-    drawn = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT)
+    means = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT) if rank == 0 else None
+    draws: BeginsGenerations | None = means
+    if group is not None:
+        draws = LedEngine(engine, group, None if means is None else lambda told: replace(means, engine=told))
+    assert draws is not None
     try:
-        found = advance(drawn.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)))
+        found = advance(draws.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)))
     finally:
-        drawn.close()
+        if means is not None:
+            means.close()
     return [found[place] for place in range(len(requests))], tokenizer
+
+
+def samples_of(model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any]) -> list[Sample]:
+    return episodes(model, tasks, settings)[0]
 
 
 def agent(name: str, module: str = "agents") -> dict[str, Any]:
@@ -122,6 +139,24 @@ def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
         parts = [part for each in (one, *one.branches) for part in drawn_parts(each)]
         assert len(parts) == 6
     assert not torch.equal(forwards[0].tokens, forwards[1].tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tasks"),
+    [("looks", [{}] * 3), ("branches", [{}, {"forwards": False}]), ("misbehaves", [{"how": "endless"}, {"how": "silent"}])],
+)
+def test_the_ranks_of_a_replica_draw_for_agents_what_one_rank_draws(pool, models, name, tasks):
+    alone, _ = episodes(models["qwen"], tasks, agent(name))
+    first, second = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
+    for one, *others in zip(alone, first, second, strict=True):
+        for other in others:
+            assert len(one.branches) == len(other.branches) and one.finish_reason == other.finish_reason
+            assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
+            for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
+                assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
+                torch.testing.assert_close(mine.engine_logprobs, its.engine_logprobs, atol=1e-5, rtol=0)
+    assert all(torch.equal(one.engine_logprobs, two.engine_logprobs) for one, two in zip(first, second, strict=True))
 
 
 def test_an_agent_in_a_process_of_its_own_is_trained_as_it_is(models):
