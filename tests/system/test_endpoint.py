@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ OVERRIDES = (
 )
 
 
+BESIDE = (
+    *OVERRIDES,
+    *("environment.agent=tests.engines.agents:calculates_slowly", "engine.placement=server", "rollout.max_staleness=1"),
+    *("algorithm.truncated_importance=token", "run.max_restarts=9", "server.max_restarts=9", "server.request_timeout_s=900"),
+)
+"""Drawn ahead of training."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run = run_to_end(tmp_path_factory.mktemp("agents") / "run", *OVERRIDES, experiment="calculator")
@@ -59,8 +68,56 @@ def test_a_run_whose_agents_are_killed_ends_with_the_same_weights(undisturbed: F
         assert launch.processes() == []
     assert run.code == 0, run.report()
     assert killed >= 2
-    assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
-    assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+    assert_identical(run, undisturbed)
+
+
+def test_the_generator_answers_agents_as_the_trainers_ranks_do(undisturbed: Finished, tmp_path: Path) -> None:
+    server = ("engine.placement=server", "server.request_timeout_s=900")
+    run = run_to_end(tmp_path / "run", *OVERRIDES, *server, experiment="calculator")
+    assert_identical(run, undisturbed)
+    assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
+
+
+def test_a_run_whose_endpoint_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Drawn ahead, by the generator, and with a trainer that is killed, too."""
+    beside = run_to_end(tmp_path / "beside", *BESIDE, experiment="calculator")
+    assert [step["staleness/max"] for step in beside.metrics] == [0, 1, 1, 1]
+    assert all(step["staleness/mean"] == step["staleness/max"] for step in beside.metrics)
+    with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
+        for step, role in ((1, "generator"), (2, "trainer")):
+            launch.wait_for_step(step)
+            time.sleep(0.3)
+            launch.rank(role, 0).kill()
+        run = launch.finish(250)
+        assert launch.processes() == []
+    assert run.code == 0, run.report()
+    assert run.out.count("; starting ") == 2
+    assert_identical(run, beside)
+
+
+def test_a_run_whose_endpoint_is_on_the_trainers_ranks_is_killed_and_ends_with_the_same_weights(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    with Launch(tmp_path / "run", *OVERRIDES, "run.max_restarts=9", experiment="calculator") as launch:
+        launch.wait_for_step(3)
+        time.sleep(0.1)
+        launch.rank("trainer", 0).kill()
+        run = launch.finish(200)
+        assert launch.processes() == []
+    assert run.code == 0, run.report()
+    assert "; starting trainer again" in run.out
+    assert_identical(run, undisturbed)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "server"])
+def test_agents_are_answered_by_the_ranks_of_a_replica(tmp_path: Path, placement: str) -> None:
+    tensor = ("engine.parallel.tensor=2", "engine.parallel.data=1", f"engine.placement={placement}", "engine.exact=false")
+    layout = ("actor.parallel.data=2",) if placement == "colocated" else ("server.request_timeout_s=900",)
+    run = run_to_end(tmp_path / "run", *OVERRIDES, *tensor, *layout, experiment="calculator")
+    assert len(run.metrics) == STEPS
+    assert all(step["mismatch/logprob_abs"] < 1e-3 and step["rollout/skipped"] == 0 for step in run.metrics)
+    records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
+    assert any("environment" in turn for record in records for turn in record.get("turns", []))
 
 
 def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path: Path) -> None:
@@ -98,3 +155,8 @@ def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path:
     assert not any("eval/lost_episodes" in step for step in run.metrics)
     records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
     assert any("<tool_call>" in turn.get("policy", "") for record in records for turn in record.get("turns", []))
+
+
+def assert_identical(run: Finished, expected: Finished) -> None:
+    assert repeatable(run.metrics) == repeatable(expected.metrics)
+    assert checkpoint_differences(expected.paths, run.paths, STEPS) == []
