@@ -6,12 +6,14 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
+from aligner.engines.agent_journal import AgentJournal
 from aligner.engines.agent_samples import episode_sample
 from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
 from aligner.engines.episodes import lost_sample, task_of
@@ -19,6 +21,7 @@ from aligner.environments.agent_server import AgentServer
 from aligner.environments.agent_session import AgentSession, Ask, SessionMeans
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import Outcome
+from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
@@ -40,10 +43,17 @@ class AgentEngine:
     seed: int
     context: int
     """Most tokens of what an episode reads and draws in one sequence."""
+    journal: AgentJournal | None = None
 
     @classmethod
     def begin(
-        cls, engine: BeginsTurns, tokenizer: Tokenizer, settings: EnvironmentConfig, seed: int, context: int
+        cls,
+        engine: BeginsTurns,
+        tokenizer: Tokenizer,
+        settings: EnvironmentConfig,
+        seed: int,
+        context: int,
+        journal: EpisodeJournal | None = None,
     ) -> "AgentEngine":
         """With an endpoint and processes of its own. Raises ConfigError where there is no such agent, and AlignerError."""
         server = AgentServer(settings.endpoint_host, settings.most_characters)
@@ -54,7 +64,8 @@ class AgentEngine:
         except BaseException:
             server.close()
             raise
-        return cls(engine, agents, server, tokenizer, settings, seed, context)
+        kept = None if journal is None else AgentJournal(journal)
+        return cls(engine, agents, server, tokenizer, settings, seed, context, kept)
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -69,10 +80,13 @@ class AgentEngine:
             replace(each, prompt=replace(each.prompt, tokens=each.prompt.tokens[:1]), max_new_tokens=None, waits=True)
             for each in requests
         ]
-        return AgentGeneration(self, requests, self.engine.start(rooms, options))
+        by = [self.engine.version, asdict(options), self.settings.agent, self.settings.agent_command]
+        return AgentGeneration(self, requests, self.engine.start(rooms, options), by)
 
     def forget(self, first: int) -> None:
-        """As `DrawsEpisodes`: nothing is kept."""
+        """As `DrawsEpisodes`."""
+        if self.journal is not None:
+            self.journal.forget(first)
 
     def take_waits(self) -> float | None:
         """As `DrawsEpisodes`: not told, an agent works and waits in turns of its own."""
@@ -88,6 +102,8 @@ class AgentEngine:
 class _Episode:
     request: GenerationRequest
     session: AgentSession
+    by: Sequence[Any]
+    """What it is drawn by, JSON."""
     ends: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     """Sequences that can go on, as bytes of their tokens: their places in the generation, and a turn's most tokens."""
 
@@ -99,8 +115,11 @@ class AgentGeneration:
     fails for good, or never asks, comes with a reward that is not a number, which no score is made of.
     """
 
-    def __init__(self, means: AgentEngine, requests: Sequence[GenerationRequest], generation: TurnGeneration) -> None:
-        self._means, self._generation = means, generation
+    def __init__(
+        self, means: AgentEngine, requests: Sequence[GenerationRequest], generation: TurnGeneration, by: Sequence[Any]
+    ) -> None:
+        """`by` is what all episodes are drawn by, JSON: one that the journal has of the same is told from there."""
+        self._means, self._generation, self._by = means, generation, by
         self._events = queue.SimpleQueue[Callable[[], None]]()
         """What other threads want done here."""
         self._open: dict[int, _Episode] = {}
@@ -147,15 +166,19 @@ class AgentGeneration:
 
     def _begin(self, place: int, request: GenerationRequest, sessions: SessionMeans) -> None:
         means, prompt = self._means, request.prompt
+        task, seed = task_of(prompt, means.tokenizer, means.seed)
+        by = [*self._by, task, seed]
+        if means.journal is not None and (sample := means.journal.told(request, by)) is not None:
+            self._complete.append((place, sample))
+            return
         name = f"{prompt.id}-{request.sample_index}-{place}"
 
         def submit(ask: Ask) -> None:
             self._events.put(partial(self._ask, place, ask))
 
         session = AgentSession(name, sessions, submit, lambda: self._events.put(partial(self._end, place)))
-        self._open[place] = _Episode(request, session)
+        self._open[place] = _Episode(request, session, by)
         means.server.open(session)
-        task, seed = task_of(prompt, means.tokenizer, means.seed)
         told = {"task": task, "url": means.server.url(session), "key": session.key}
         ended = means.agents.reset(name, told, seed)
         ended.add_done_callback(lambda future: self._events.put(partial(self._ended, place, future)))
@@ -206,6 +229,8 @@ class AgentGeneration:
         if sample is None:
             _log.warning("%s", error or f"episode {session.name} is lost: its agent has asked for nothing")
             sample = lost_sample(episode.request, self._means.tokenizer.pad_token_id)
+        if (journal := self._means.journal) is not None:
+            journal.record(episode.request, episode.by, sample)
         self._complete.append((place, sample))
 
     def _close(self, place: int) -> None:

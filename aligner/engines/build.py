@@ -78,7 +78,7 @@ def build_episodes(
         return LedEngine(engine, group, None), None
     means: EpisodeEngine | AgentEngine
     if config.environment.has_agent:
-        means = _agents(config, engine, tokenizer)
+        means = _agents(config, engine, tokenizer, f"{role}-{rank}")
     else:
         means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener, tools)
     if group is None:
@@ -94,11 +94,8 @@ def _environments(
     listener: SpanListener | None,
     tools: Sequence[ListedTool] | None,
 ) -> EpisodeEngine:
-    # Without a checkpoint nothing goes on from what was said.
-    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
-    journal = EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
     tools = list_tools(config.environment) if tools is None else tools
-    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tools, tokenizer), journal)
+    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process))
     environments.listener = listener
     environments.start()
     return EpisodeEngine(
@@ -106,7 +103,13 @@ def _environments(
     )
 
 
-def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> "AgentEngine":
+def _journal(config: Config, process: str) -> EpisodeJournal | None:
+    """A process's own; None without checkpoints, where nothing goes on from what was said."""
+    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
+    return EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
+
+
+def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> "AgentEngine":
     try:
         from aligner.engines.agents import AgentEngine
     except ImportError as error:
@@ -115,4 +118,4 @@ def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer) -> "
             f" pip install 'aligner[agents]': {error}"
         ) from error
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return AgentEngine.begin(engine, tokenizer, config.environment, config.seed, context)
+    return AgentEngine.begin(engine, tokenizer, config.environment, config.seed, context, _journal(config, process))

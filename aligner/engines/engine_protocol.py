@@ -272,6 +272,10 @@ class BeginsGenerations(Protocol):
 class BeginsTurns(Protocol):
     """An engine, or what passes on what it is asked."""
 
+    @property
+    def version(self) -> int | None:
+        """As `GenerationEngine.version`."""
+
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
         """As `GenerationEngine.start`."""
 

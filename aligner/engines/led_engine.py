@@ -58,6 +58,10 @@ class _ToldEngine:
     engine: GenerationEngine
     group: ProcessGroup
 
+    @property
+    def version(self) -> int | None:
+        return self.engine.version
+
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
         _tell(self.group, {"do": "start", "options": asdict(options)}, requests)
         return _Told(self.engine.start(requests, options), self.group)

@@ -20,6 +20,7 @@ from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import BeginsGenerations, GenerationRequest, SamplingOptions, advance
 from aligner.engines.led_engine import LedEngine
+from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -36,9 +37,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def episodes(
-    model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any], **options: Any
+    model: Path,
+    tasks: list[dict[str, Any]],
+    settings: dict[str, Any],
+    journal: Path | None = None,
+    first: int = 0,
+    **options: Any,
 ) -> tuple[list[Sample], Tokenizer]:
-    """A sample of each task, by all ranks of the world."""
+    """A sample of each task, by all ranks of the world; with a journal that forgets those before the `first`."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.group.WORLD if size > 1 else None
@@ -54,12 +60,15 @@ def episodes(
         GenerationRequest(Prompt(at, "task", prompt, {"at": at, "asked": f"why {at}?", **task}), 0)
         for at, task in enumerate(tasks)
     ]
-    means = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT) if rank == 0 else None
+    kept = None if journal is None else EpisodeJournal(journal)
+    means = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT, kept) if rank == 0 else None
     draws: BeginsGenerations | None = means
     if group is not None:
         draws = LedEngine(engine, group, None if means is None else lambda told: replace(means, engine=told))
     assert draws is not None
     try:
+        if means is not None:
+            means.forget(first)
         found = advance(draws.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)))
     finally:
         if means is not None:
@@ -187,6 +196,31 @@ def test_a_text_goes_on_from_the_tokens_that_it_had(models):
     sample, _ = draw(["yes yes", f"yes yes{said} and?"])
     assert not sample.branches and sample.drawn is not None
     assert torch.equal(sample.turns()[0], alone.response) and tokenizer.decode(sample.turns()[1]) == " and?"
+
+
+@pytest.mark.slow
+def test_an_episode_that_was_over_is_told_again_and_its_agent_is_not_begun(models, tmp_path):
+    log, journal, settings = tmp_path / "log", tmp_path / "journal", {**agent("looks"), "retries": 0}
+    tasks = [{"log": str(log)}, {"log": str(log)}, {"asked": 1}]  # the last one fails
+
+    def draw(**options: Any) -> tuple[list[Sample], int]:
+        samples, _ = episodes(models["qwen"], tasks, settings, journal=journal, **options)
+        return samples, len(lines(log))
+
+    first, begun = draw()
+    again, told = draw()
+    assert told == begun == 6
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0)) and one.metadata == other.metadata
+        assert one.finish_reason == other.finish_reason and len(one.branches) == len(other.branches)
+        for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
+            assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
+            assert torch.equal(mine.engine_logprobs, its.engine_logprobs)
+    assert first[2].rewards.isnan().any()
+    _, greedy = draw(temperature=0.5)  # as an evaluation has others
+    assert greedy == told + 6
+    _, forgotten = draw(first=1)
+    assert forgotten == greedy + 3
 
 
 @pytest.mark.slow
