@@ -181,7 +181,10 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
     metadata = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
     due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
     samples = caller("generate", request, options=options, due=due, metadata=metadata, **numbers)
-    return {name: drawn.numpy() for name, drawn in response_tensors(samples).items()}
+    share = len(samples) // len(request["tokens"])
+    prompts = [row[:length] for row, length in zip(request["tokens"], request["lengths"].tolist(), strict=True)]
+    told = response_tensors(samples, [prompt for prompt in prompts for _ in range(share)])
+    return {name: drawn.numpy() for name, drawn in told.items()}
 
 
 def _parsed_options(text: str) -> dict[str, Any]:

@@ -144,6 +144,11 @@ BRANCHES = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
 )
+# What each sample's policy read first, where that is not its prompt, as of agents.
+READ = (
+    TensorSpec("read", np.int64, ("N", "P"), optional=True),
+    TensorSpec("read_lengths", np.int64, ("N", 1), optional=True),
+)
 GENERATE = EndpointSpec(
     "generate",
     (
@@ -161,7 +166,7 @@ GENERATE = EndpointSpec(
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    (*DRAWN, *ALSO_DRAWN, *BRANCHES),
+    (*DRAWN, *ALSO_DRAWN, *BRANCHES, *READ),
     batching=False,
 )
 CONTROL = EndpointSpec(
@@ -209,8 +214,11 @@ def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Their responses, as `DRAWN`, `ALSO_DRAWN` and `BRANCHES` name and shape them; zeros behind a response."""
+def response_tensors(samples: Sequence[Sample], asked: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    """Their responses, as `DRAWN`, `ALSO_DRAWN`, `BRANCHES` and `READ` name and shape them; zeros behind a response.
+
+    `asked` are the prompts, int64 [P], that each was asked for; without them `READ` is not told.
+    """
 
     def padded(rows: Iterable[Tensor]) -> Tensor:
         block = pad_sequence(list(rows), batch_first=True)
@@ -232,6 +240,10 @@ def response_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     if branched := [sample for sample in samples if sample.branches]:
         tensors["branches"] = torch.frombuffer(bytearray(save(samples_to_tensors(branched))), dtype=torch.uint8)
         tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
+    prompts = [sample.tokens[: sample.prompt_length] for sample in samples]
+    plain = zip(samples, prompts, asked, strict=False)  # others are in `branches`, whole
+    if any(not sample.branches and not torch.equal(prompt, wanted) for sample, prompt, wanted in plain):
+        tensors["read"], tensors["read_lengths"] = padded(prompts), torch.tensor([[len(prompt)] for prompt in prompts])
     routed = [sample.routes for sample in samples if sample.routes is not None]
     if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
         none = routed[0][:0]
@@ -260,10 +272,13 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
             continue
         length = int(tensors["response_lengths"][row, 0])
         prompt = sample.asked
+        if "read" in tensors:
+            prompt = tensors["read"][row, : int(tensors["read_lengths"][row, 0])]
         changed.append(
             replace(
                 sample,
                 tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
+                prompt_length=len(prompt),
                 engine_logprobs=tensors["logprobs"][row, :length],
                 weight_versions=tensors["weight_versions"][row, :length],
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],

@@ -101,6 +101,17 @@ def in_bytes(*samples: Sample) -> np.ndarray:
     return np.frombuffer(save(samples_to_tensors(samples)), np.uint8)
 
 
+def test_what_an_agent_has_read_comes_over_the_wire_instead_of_the_prompt():
+    none, prompt = torch.empty(0), torch.tensor([7, 8])
+    plain = Sample(4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop")
+    longer = replace(plain, sample_index=1, tokens=torch.tensor([1, 2, 3, 9]), prompt_length=3)
+    begun = [Sample(4, at, prompt, 2, none, none.long(), "unfinished") for at in range(2)]
+    taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors([plain, longer], [prompt, prompt]))
+    assert [sample.prompt_length for sample in taken] == [2, 3]
+    assert torch.equal(taken[0].tokens, plain.tokens) and torch.equal(taken[1].tokens, longer.tokens)
+    assert "read" not in wire_protocol.response_tensors([plain, plain], [prompt, prompt])
+
+
 def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
     tokens = np.arange(6).reshape(2, 3)
     drawn = {
