@@ -24,7 +24,7 @@ in their middle, so that checkpoints hold them.
 
 A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
 bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
-leaves processes, shared memory or temporary files behind; what other runs on the machine have is not counted. A run that was
+leaves processes, shared memory or temporary files behind that were seen to be its own. A run that was
 over before all of its faults had come is drawn again, with other moments; where that happens too often it is `missed`. Exits 1
 if any has FAILED.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 
@@ -16,22 +15,21 @@ from benchmarks.runs import run_of
 _PLACES = ("dev/shm/pytrtion*", "dev/shm/psm_*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
 _MAKER = re.compile(r"pytrtion(\d+)-|aligner-server-\d+-(\d+)-")
 """Names that tell the process id of who has made them."""
-_LOOK_S = 0.2
-_TOLD_S = 60.0
-"""For servers of other runs, which say what directories they have when they have started."""
+_LOOK_S = 0.5
 
 
 class Leftovers:
-    """Watches, while the `with` block runs, which of the files that appear are of another run than the one in `directory`.
+    """Watches, while the `with` block runs, which of the files that appear are used by processes of the run in `directory`.
 
-    That is told by the processes that use them, while these live.
+    Who has made a file cannot be told when its process has ended, and processes of other runs are killed, too.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = str(directory)
         self._before = _present()
-        self._known: dict[Path, bool] = {}
-        """Whether a file is another's."""
+        self._own: set[Path] = set()
+        self._is_own: dict[psutil.Process, bool] = {}
+        """Whether a process is of the run."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="leftovers", daemon=True)
 
@@ -45,30 +43,18 @@ class Leftovers:
 
     def left(self) -> list[str]:
         """What the run has left behind, now that it has ended."""
-        end = time.monotonic() + _TOLD_S
-        while True:
-            self._look()
-            left = sorted(str(path) for path in _present() - self._before if not self._known.get(path, False))
-            if not left or time.monotonic() > end:
-                return left
-            time.sleep(_LOOK_S)
+        return sorted(str(path) for path in self._own if path.exists())
 
     def _watch(self) -> None:
         while not self._ends.wait(_LOOK_S):
-            self._look()
-
-    def _look(self) -> None:
-        unknown = _present() - self._before - self._known.keys()
-        if not unknown:
-            return
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                used = _used(process)
-                found = {path for path in unknown if path.name in used or _maker(path) == process.pid}
-                if found:
-                    is_another = run_of(process) != self._directory
-                    self._known |= dict.fromkeys(found, is_another)
-                    unknown -= found
+            unknown = _present() - self._before - self._own
+            for process in psutil.process_iter() if unknown else ():
+                with contextlib.suppress(psutil.Error, OSError):
+                    if process not in self._is_own:
+                        self._is_own[process] = run_of(process) == self._directory
+                    if self._is_own[process]:
+                        used = _used(process)
+                        self._own |= {path for path in unknown if path.name in used or _maker(path) == process.pid}
 
 
 def _present() -> set[Path]:

@@ -22,7 +22,7 @@ from aligner.paths import RunPaths
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
-_MARKER = "ALIGNER_OBSERVED_RUN"
+MARKER = "ALIGNER_OBSERVED_RUN"
 """Environment variable that every process of a run inherits, Triton's too; its value is the run directory."""
 
 
@@ -50,7 +50,7 @@ class Launch:
     def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
         self.paths = RunPaths(directory)
         command = [sys.executable, "-m", "aligner", "launch", f"experiment={experiment}", f"run.dir={directory}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", _MARKER: str(directory)}
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", MARKER: str(directory)}
         # Not pipes, which nobody reads before the end of what may be a long run.
         self._out, self._error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._launcher = subprocess.Popen(command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error)
@@ -147,7 +147,7 @@ class Launch:
 
 def run_of(process: psutil.Process) -> str | None:
     """The directory of the run that a process came of; None for any other process. Raises psutil.Error."""
-    return process.environ().get(_MARKER)
+    return process.environ().get(MARKER)
 
 
 def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180) -> Finished:
