@@ -50,15 +50,17 @@ class Recorder:
         if result.rollout is None or result.scores is None:
             return
         prompts, samples = result.rollout.prompts, result.rollout.samples
+        chosen = [(index, samples[index]) for index in range(0, len(samples), -(-len(samples) // count))]
         records = [
             {
                 "prompt": prompts[index].text,
-                "response": self.tokenizer.decode(samples[index].response),
+                "response": self.tokenizer.decode(sample.response),
                 "reward": float(result.scores[index]),
-                **({} if samples[index].drawn is None else {"turns": transcript(samples[index], self.tokenizer)}),
-                **({"branches": branch_texts(samples[index], self.tokenizer)} if samples[index].branches else {}),
+                # A sample that came over the wire among episodes may be marked as drawn throughout.
+                **({"turns": transcript(sample, self.tokenizer)} if sample.drawn_count < len(sample.response) else {}),
+                **({"branches": branch_texts(sample, self.tokenizer)} if sample.branches else {}),
             }
-            for index in range(0, len(samples), -(-len(samples) // count))
+            for index, sample in chosen
         ]
         self.samples.write(step, records)
 
