@@ -44,6 +44,8 @@ class RunPaths:
         """One JSON object a training step."""
         self.samples = root / "samples.jsonl"
         """Samples with their rewards, one JSON object each."""
+        self.sample_files = root / "samples"
+        """All samples, two files a step: `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
         """The responses that evaluation compares the policy's with, and their scores, one JSON object each."""
         self.preferences = root / PREFERENCES
@@ -80,7 +82,7 @@ class RunPaths:
         """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
-        return (*files, *trackers, self.journal, self.episodes, self.timeline, self.checkpoints)
+        return (*files, *trackers, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
 
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""

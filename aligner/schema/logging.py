@@ -50,5 +50,11 @@ class LoggingConfig:
         5, "show and store samples every N steps", minimum=1, read="algorithm.trainer=online|preferences"
     )
     samples_count: int = option(4, "samples shown", minimum=1, read="algorithm.trainer=online|preferences")
+    samples_mib: int = option(
+        1024,
+        "of samples/, which has all samples: over it the oldest token files go, then the oldest step files; 0 keeps none",
+        minimum=0,
+        read="algorithm.trainer=online|preferences",
+    )
     wandb: WandbConfig = section(WandbConfig, read=".enabled=true")
     mlflow: MlflowConfig = section(MlflowConfig, read=".enabled=true")
