@@ -90,9 +90,9 @@ def test_the_oldest_token_files_go_first_then_the_oldest_step_files(tmp_path: Pa
         writer.write(step, [row], noise(120_000))
     assert sample_steps(tmp_path) == [1, 2, 3, 4, 5]
     assert read_samples(tmp_path, tokens=True, columns=["step"])["step"].to_pylist() == [4, 5]
-    letters = np.random.default_rng(0).integers(97, 123, (3, 500_000), dtype=np.uint8)
-    for step, text in zip((6, 7, 8), letters, strict=True):
+    letters = np.random.default_rng(0).integers(97, 123, (5, 500_000), dtype=np.uint8)
+    for step, text in zip((6, 7, 8, 9, 10), letters, strict=True):
         writer.write(step, [{**row, "response": text.tobytes().decode(), "response_tokens": 0}], {})
-    assert sample_steps(tmp_path)[-1] == 8 and sample_steps(tmp_path)[0] > 5
+    assert sample_steps(tmp_path)[-1] == 10 and sample_steps(tmp_path)[0] > 5
     assert sum(file.stat().st_size for file in (tmp_path / "samples").iterdir()) <= 2**20
     assert caplog.text.count("logging.samples_mib=1") == 1
