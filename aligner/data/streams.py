@@ -77,12 +77,18 @@ class ExampleStream(Generic[Example]):
 
     def take(self, start: int, count: int) -> list[Example]:
         """The `count` examples at positions `start` and up."""
-        taken = []
+        return [self._sources[source][place] for source, place, _ in self._taken(start, count)]
+
+    def origin(self, position: int) -> tuple[int, int]:
+        """Which example is at a position, counted over all sources in their order, and in which pass over its own, from 0."""
+        [(source, place, number)] = self._taken(position, 1)
+        return sum(map(len, self._sources[:source])) + place, number
+
+    def _taken(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Source, place in it and pass over it, at `count` positions."""
         for source, index in _places(self._weights, start, count):
-            examples = self._sources[source]
-            number, place = divmod(index, len(examples))
-            taken.append(examples[int(self._order(source, number)[place])])
-        return taken
+            number, place = divmod(index, len(self._sources[source]))
+            yield source, int(self._order(source, number)[place]), number
 
     def _pass_order(self, source: int, number: int) -> np.ndarray:
         """int64 [N]: which of a source's examples comes when in a pass."""

@@ -145,6 +145,12 @@ class Tokenizer:
         ids = torch.as_tensor(tokens, dtype=torch.int64).tolist()
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def piece(self, token: int) -> str:
+        """What a token is within a text; special ones by their names."""
+        # Decoders that leave out the space before a text's first word do so before the first token that they are given.
+        once, twice = (self.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        return twice[len(once) :]
+
 
 class ChatTemplate:
     """The chat template of a model directory, rendered in a sandbox: `chat_template.jinja` where there is one.

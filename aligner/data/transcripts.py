@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.tokenizer import Messages, Tokenizer
+from aligner.data.tool_calls import ToolFormat, parse_turn
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 
@@ -23,6 +24,20 @@ def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
         {"prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]), "response": tokenizer.decode(branch.response)}
         for branch in sample.branches
     ]
+
+
+def spoken_messages(sample: Sample, prompt: Prompt, form: ToolFormat | None, tokenizer: Tokenizer) -> list[Mapping[str, Any]]:
+    """The prompt's messages and what its tokens say of the episode: the policy's turns with the tool calls in them, as `form`
+    has these; and of the environment's the text that the policy was given, a chat template's words included.
+    """
+    said: list[Mapping[str, Any]] = [*prompt.metadata.get("messages", [{"role": "user", "content": prompt.text}])]
+    for at, turn in enumerate(sample.turns()):
+        if at % 2 == 0 and len(turn):
+            own = turn[:-1] if bool(tokenizer.ends(turn[-1:])) else turn
+            said.append(parse_turn(tokenizer.decode(own, skip_special_tokens=False), form, len(said)).messages[0])
+        elif len(turn):
+            said.append({"role": "environment", "content": tokenizer.decode(turn)})
+    return said
 
 
 def conversation(

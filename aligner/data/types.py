@@ -225,6 +225,8 @@ class SampleBatch(Rows):
     """float32 [B, S-1]: what environments gave, 0 outside the mask; None without any"""
     episodes: Tensor | None = field(default=None, kw_only=True)
     """int64 [B]: which rows are of one episode, the first of these its sample's, the others its branches'; None: each alone"""
+    row_ids: Tensor | None = field(default=None, kw_only=True)
+    """int64 [B]: which of a step's rows each is, whatever was selected since; None where nobody asks"""
 
     @property
     def last_turns(self) -> Tensor:
@@ -292,6 +294,8 @@ class Experience(ScoredSamples):
     """float32 [B, S-1]"""
     returns: Tensor | None
     """float32 [B, S-1]: what the values should have been; None without a critic"""
+    entropies: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B, S-1]: the policy's, as each row's first update found it, NaN without one; None where nobody asks"""
 
 
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, RowsT, float], tuple[Tensor, Stats]]

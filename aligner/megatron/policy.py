@@ -103,15 +103,17 @@ class Policy(CheckpointedModel):
         denominator: float | None = None,
         group: int = 1,
         before: Tensor | None = None,
+        entropies: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
         Log-probs and entropy are among what tokens were drawn among and through their experts, where the minibatch has these.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
-        together, in their order. The mask's log-probs as they are before the step are written to `before`, float32 [B, S-1],
-        on every rank; zero outside the mask.
+        together, in their order. The mask's log-probs as they are before the step are written to `before`, and its entropies
+        to `entropies`, both float32 [B, S-1], on every rank; zero outside the mask.
         """
-        seen = torch.zeros(minibatch.mask.shape)
+        seen = {name: torch.zeros(minibatch.mask.shape) for name in ("logprobs", "entropies")}
+        wanted = {name: table for name, table in zip(seen, (before, entropies), strict=True) if table is not None}
         tokens = max(float(minibatch.mask.sum()), 1.0)
         shared = tokens if denominator is None else denominator
 
@@ -122,17 +124,18 @@ class Policy(CheckpointedModel):
                 self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, with_entropy=True
             )
             assert entropy is not None
-            entropies, unpacked = batch.unpack_targets(entropy), batch.unpack_targets(logprobs)
-            if before is not None and self.runner.world.speaks_for_outputs:
-                seen[batch.batch_rows, : unpacked.shape[1]] = unpacked.detach().cpu()
-            value, stats = loss(unpacked, entropies, rows, shared)
-            return value, stats | {"entropy": entropies.detach().sum() / tokens}
+            unpacked = {"logprobs": batch.unpack_targets(logprobs), "entropies": batch.unpack_targets(entropy)}
+            if self.runner.world.speaks_for_outputs:
+                for name in wanted:
+                    seen[name][batch.batch_rows, : rows.mask.shape[1]] = unpacked[name].detach().cpu()
+            value, stats = loss(unpacked["logprobs"], unpacked["entropies"], rows, shared)
+            return value, stats | {"entropy": unpacked["entropies"].detach().sum() / tokens}
 
         stats = self.runner.update(
             self.runner.share(minibatch.tokens, minibatch.lengths, group, minibatch.routes), packed_loss
         )
-        if before is not None:
-            before.copy_(self.runner.world.sum_(seen))
+        for name, table in wanted.items():
+            table.copy_(self.runner.world.sum_(seen[name]))
         return stats
 
 

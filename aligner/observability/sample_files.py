@@ -34,16 +34,28 @@ def sample_schema() -> pa.Schema:
     """The columns of `step_…` files."""
     import pyarrow as pa
 
-    kinds = {
-        pa.int32(): ("step", "epoch", "group", "sample", "branch", "prompt_tokens", "response_tokens", "drawn_tokens"),
-        pa.int64(): ("prompt_index",),
-        pa.string(): ("prompt", "response", "messages", "metadata"),
-        pa.float32(): ("score", "advantage"),
-        pa.map_(pa.string(), pa.float32()): ("score_parts",),
-        pa.bool_(): ("cut",),
+    fields = {
+        "step": pa.int32(),
+        "prompt_index": pa.int64(),
+        "epoch": pa.int32(),
+        "group": pa.int32(),
+        "sample": pa.int32(),
+        "branch": pa.int32(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "messages": pa.string(),
+        "score": pa.float32(),
+        "score_parts": pa.map_(pa.string(), pa.float32()),
+        "advantage": pa.float32(),
+        "prompt_tokens": pa.int32(),
+        "response_tokens": pa.int32(),
+        "drawn_tokens": pa.int32(),
+        "cut": pa.bool_(),
+        "version_first": pa.int32(),
+        "version_last": pa.int32(),
+        "metadata": pa.string(),
     }
-    versions = dict.fromkeys(("version_first", "version_last"), pa.int32())
-    return pa.schema([*((name, kind) for kind, names in kinds.items() for name in names), *versions.items()])
+    return pa.schema(fields)
 
 
 def token_schema() -> pa.Schema:

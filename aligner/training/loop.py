@@ -18,6 +18,7 @@ from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import Config
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from aligner.training.step_samples import SampleRecorder, StepSamples
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class StepResult:
     rollout: RolloutBatch | None = None
     scores: Tensor | None = None
     """float32 [B]: those of the rollout's samples"""
+    sampled: StepSamples | None = None
+    """All that was drawn, for it to be kept."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,25 @@ class Recorder:
     metrics: MetricsWriter
     samples: RecordWriter
     tokenizer: Tokenizer
+    sampled: SampleRecorder | None = None
+    """None: of all that is sampled `samples` alone are kept."""
 
     def truncate_after(self, step: int, *, amends: bool) -> None:
         """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
         self.metrics.truncate_after(step, amends=amends)
         self.samples.truncate_after(step)
+        if self.sampled is not None:
+            self.sampled.truncate_after(step)
+
+    def keep(self, step: int, result: StepResult) -> None:
+        """Begin to write all that the step has sampled, if anything; whoever needs it complete calls `settle`."""
+        if self.sampled is not None and result.sampled is not None:
+            self.sampled.write(step, result.sampled)
+
+    def settle(self, step: int) -> None:
+        """Return once all that was sampled up to this step is written."""
+        if self.sampled is not None:
+            self.sampled.settle(step)
 
     def write_samples(self, step: int, result: StepResult, count: int) -> None:
         """Write so many samples, evenly spread over the step's, if it has any."""
@@ -228,6 +245,9 @@ class TrainingLoop:
         throughput = {f"throughput/{unit}_per_s": count / times["time/step"] for unit, count in result.processed.items()}
         if step == 1 or step % self.config.logging.samples_every == 0:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
+        self.recorder.keep(step, result)
+        if self.checkpoints is None:  # the run goes on behind the last step that has metrics
+            self.recorder.settle(step)
         self.recorder.metrics.write(step, result.metrics | times | throughput)
 
     def _begin_save(self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer) -> None:
@@ -250,6 +270,7 @@ class TrainingLoop:
         with timer.phase("checkpoint"):
             state = self.finish_save(saving[0])
             if self.recorder is not None:
+                self.recorder.settle(state.step)  # the steps that a resumed run does not do again
                 self.checkpoints.commit(state, saving[1])
                 self.committed(self.checkpoints.newest())
                 self.checkpoints.prune()

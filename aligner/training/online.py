@@ -30,6 +30,7 @@ from aligner.training.step_metrics import (
     staleness_metrics,
     update_metrics,
 )
+from aligner.training.step_samples import StepSamples
 
 _log = logging.getLogger(__name__)
 
@@ -71,20 +72,23 @@ class OnlineTrainer(TrainingLoop):
         """Draw samples, learn from them, and say what was seen."""
         with timer.phase("generate"):
             rollout = self.pipeline.take()  # scores and values are asked for as each part is generated
+        batch = rollout.batch
+        drawn = rollout = replace(rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens))))
         chosen, epoch = rollout, epoch_metrics(rollout, self.prompts)
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
                 each = rollout.batch.samples_per_prompt
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
-        learned = self._learn(step, chosen, timer) if chosen.samples else {}
+        learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
-        return StepResult(metrics, processed, rollout, rollout.scores.result())
+        sampled = StepSamples(drawn, drawn.scores.result(), experience)
+        return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
 
-    def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
-        """Make experience of the samples, and learn from it."""
+    def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> tuple[dict[str, float], Experience | None]:
+        """Make experience of the samples, and learn from it; None where nothing is left to learn from."""
         algorithm, coefficient = self.algorithm, self.kl_controller.coefficient
         if algorithm.group > 1:  # what is compared are samples
             rollout = rollout.without_branches()
@@ -109,17 +113,17 @@ class OnlineTrainer(TrainingLoop):
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
         samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
         if not len(samples.tokens):
-            return {}
+            return {}, None
         experience = algorithm.experience(samples)
         if not len(experience.tokens):
-            return {}
+            return {}, None
         stats, experience = self._update(step, experience, timer)
         stats |= experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
         if batch.routes is not None:
             asked = self._asks_before_update(step)
             stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
         self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
-        return stats
+        return stats, experience
 
     def _asks_before_update(self, step: int) -> bool:
         """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
@@ -132,7 +136,7 @@ class OnlineTrainer(TrainingLoop):
     def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> tuple[dict[str, float], Experience]:
         """The policy's updates and, at the same time on the critic's devices, the critic's; their metrics.
 
-        The experience comes back with log-probs from before the update.
+        The experience comes back with log-probs from before the update, and the entropies of its rows' first updates.
         """
         settings = self.config.algorithm
         seed = self.config.seed * 1_000_003 + step
@@ -145,28 +149,43 @@ class OnlineTrainer(TrainingLoop):
             ]
         )
         before = None if self._asks_before_update(step) else torch.empty_like(experience.old_logprobs)
+        entropies = None
+        if self.config.logging.samples_mib and experience.row_ids is not None:
+            entropies = torch.full((int(experience.row_ids.max()) + 1, experience.mask.shape[1]), torch.nan)
         with timer.phase("train"):
-            policy_updates = self._train_policy(parts, before) if step >= settings.policy_starts_after else []
+            policy_updates = self._train_policy(parts, before, entropies) if step >= settings.policy_starts_after else []
         if before is not None:
             experience = replace(parts[0], old_logprobs=before)  # the only update's, of all rows
+        if entropies is not None:
+            experience = replace(experience, entropies=entropies[experience.row_ids])
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}
         return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates), experience
 
-    def _train_policy(self, minibatches: Sequence[Experience], before: Tensor | None) -> list[dict[str, float]]:
-        """An optimizer step on each minibatch, until the policy has moved too far; `before` as `Policy.train` has it."""
+    def _train_policy(
+        self, minibatches: Sequence[Experience], before: Tensor | None, entropies: Tensor | None
+    ) -> list[dict[str, float]]:
+        """An optimizer step on each minibatch, until the policy has moved too far; `before` as `Policy.train` has it.
+
+        The entropies that a row's first step finds are put in its place by `row_ids` among `entropies`, which are NaN.
+        """
         algorithm, limit = self.algorithm, self.config.algorithm.early_stop_kl
         updates: list[dict[str, float]] = []
         for part in minibatches:
             loss = algorithm.loss(part, self.kl_controller.coefficient)
+            found = None if entropies is None else torch.empty(part.mask.shape)
             stats = self.policy.train(
                 part,
                 loss,
                 denominator=algorithm.denominator(part),
                 group=algorithm.group,
                 before=before,
+                entropies=found,
             )
+            if entropies is not None and found is not None:
+                earlier = entropies[part.row_ids]
+                entropies[part.row_ids] = torch.where(earlier.isnan(), found, earlier)
             updates.append(stats)
             if limit is not None and stats.get("approx_kl", 0.0) > limit:
                 break

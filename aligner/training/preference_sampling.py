@@ -21,6 +21,7 @@ from aligner.rollout.services import Services
 from aligner.training.loop import StepResult, TrainingLoop
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import rollout_metrics
+from aligner.training.step_samples import StepSamples
 
 Record = dict[str, Any]
 
@@ -130,7 +131,7 @@ class PreferenceSampler(TrainingLoop):
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         """Sample, and write down the pairs."""
         with timer.phase("generate"):
-            rollout = self.builder.take()
+            drawn = rollout = self.builder.take()
         with timer.phase("server_wait"):
             rollout = rollout.scored()
             metrics, scores = rollout_metrics(rollout, self.config.rollout), rollout.scores.result()
@@ -142,7 +143,8 @@ class PreferenceSampler(TrainingLoop):
             metrics |= {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
             if records:
                 metrics["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
-        return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores)
+        sampled = StepSamples(drawn, drawn.scores.result())
+        return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
 
     def finish(self) -> None:
         """Give the files their names, once all steps are done."""

@@ -19,6 +19,7 @@ from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
 from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
+from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.paths import run_paths
@@ -50,6 +51,7 @@ from aligner.training.offline_tasks import (
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
 from aligner.training.run_checkpoints import RunCheckpoints
+from aligner.training.step_samples import SampleRecorder
 
 
 def train(config: Config) -> bool:
@@ -113,7 +115,7 @@ def build_trainer(
             services=services,
             shaping=build_shaping(config),
             writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
-            **_loop_parts(config, world, tokenizer, timeline) | {"checkpoints": None},
+            **_loop_parts(config, world, tokenizer, timeline, data) | {"checkpoints": None},
         )
     ahead = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
@@ -138,15 +140,21 @@ def build_trainer(
         prompts=len(data),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
         evaluator=build_evaluator(config, tokenizer, policy, builder, services, tools),
-        **_loop_parts(config, world, tokenizer, timeline),
+        **_loop_parts(config, world, tokenizer, timeline, data),
     )
 
 
-def _loop_parts(config: Config, world: World, tokenizer: Tokenizer, timeline: Timeline) -> dict[str, Any]:
-    """What every trainer has."""
+def _loop_parts(
+    config: Config, world: World, tokenizer: Tokenizer, timeline: Timeline, prompts: PromptStream | None = None
+) -> dict[str, Any]:
+    """What every trainer has; one that samples says of which prompts."""
     paths, recorder = run_paths(config), None
     if world.rank == 0:
-        recorder = Recorder(MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples), tokenizer)
+        sampled, limit_mib = None, config.logging.samples_mib
+        if prompts is not None and limit_mib:
+            sampled = SampleRecorder(SampleFiles(paths.sample_files, limit_mib), tokenizer, prompts.origin)
+        writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
+        recorder = Recorder(*writers, tokenizer, sampled)
     checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)
     return {"config": config, "checkpoints": checkpoints, "recorder": recorder, "timeline": timeline, "stop": stop}
 

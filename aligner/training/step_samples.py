@@ -1,0 +1,173 @@
+"""All samples of a step as rows and columns, and the thread that writes them beside the next step."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import ToolFormat, format_of
+from aligner.data.transcripts import spoken_messages
+from aligner.data.types import Experience, Prompt, Sample, SampleBatch, response_mask
+from aligner.errors import ConfigError
+from aligner.observability.sample_files import SampleFiles
+from aligner.rollout.rollout_builder import RolloutBatch
+
+Origin = Callable[[int], tuple[int, int]]
+"""Of a prompt's id which of the run's prompts it is, and in which pass over them it was taken."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """What a step has drawn, and what it has learned from."""
+
+    rollout: RolloutBatch
+    """Also what has no score, and what was not selected."""
+    scores: Tensor
+    """float32 [B] of the rollout's samples, as the reward gave them; not a number for those without"""
+    experience: Experience | None = None
+    """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None: nothing was"""
+
+
+class SampleRecorder:
+    """Has every step's samples written; rank 0's."""
+
+    def __init__(self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin) -> None:
+        self._files, self._tokenizer, self._origin = files, tokenizer, origin
+        self._pieces: dict[int, str] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._written: tuple[int, Future[None]] | None = None
+        """The last step whose samples were handed over."""
+
+    def write(self, step: int, samples: StepSamples) -> None:
+        """Begin to write a step's, once those before it are written. Raises as `settle`."""
+        self.settle(step)
+        self._written = step, self._worker.submit(self._write, step, samples)
+
+    def settle(self, step: int) -> None:
+        """Return once the files of all steps up to this one are there. Raises what kept them from being written."""
+        if self._written is not None and self._written[0] <= step:
+            self._written[1].result()
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what a resumed run is about to do again."""
+        self._files.truncate_after(step)
+
+    def _write(self, step: int, samples: StepSamples) -> None:
+        batch = samples.rollout.batch
+        learned = {} if samples.experience is None else _learned(samples.experience, tuple(batch.mask.shape))
+        drawn, scores, groups = list(_rows(samples.rollout)), samples.scores.tolist(), batch.groups.tolist()
+        rows = [
+            {
+                **self._described(each),
+                "group": groups[each.row],
+                "score": None if np.isnan(scores[each.sample_row]) else scores[each.sample_row],
+                "advantage": _mean(learned["advantage"][each.row]) if learned else None,
+            }
+            for each in drawn
+        ]
+        self._files.write(step, rows, self._token_columns(batch, learned, [each.row for each in drawn]))
+
+    def _described(self, row: "_Row") -> dict[str, Any]:
+        prompt, sample, tokenizer = row.prompt, row.sample, self._tokenizer
+        index, epoch = self._origin(prompt.id)
+        versions = (sample.weight_versions if sample.drawn is None else sample.weight_versions[sample.drawn]).tolist()
+        about = {name: value for name, value in prompt.metadata.items() if name != "messages"}
+        messages = None
+        if not row.branch and (sample.drawn is not None or "messages" in prompt.metadata):
+            messages = spoken_messages(sample, prompt, self._tool_format, tokenizer)
+        return {
+            "prompt_index": index,
+            "epoch": epoch,
+            "sample": row.sample_index,
+            "branch": row.branch,
+            "prompt": tokenizer.decode(sample.tokens[: sample.prompt_length]) if row.branch else prompt.text,
+            "response": tokenizer.decode(sample.response),
+            "messages": None if messages is None else json.dumps(messages, ensure_ascii=False),
+            "prompt_tokens": sample.prompt_length,
+            "response_tokens": len(sample.response),
+            "drawn_tokens": len(versions),
+            "cut": sample.finish_reason != "stop",
+            "version_first": versions[0] if versions else None,
+            "version_last": versions[-1] if versions else None,
+            "metadata": json.dumps(about, ensure_ascii=False) if about else None,
+        }
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        try:
+            return format_of(self._tokenizer)
+        except ConfigError:  # it has no chat template
+            return None
+
+    def _token_columns(self, batch: SampleBatch, learned: Mapping[str, NDArray], rows: Sequence[int]) -> dict[str, NDArray]:
+        """Of the response tokens of these rows of the batch, one row's behind the other's."""
+        inside = response_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]).numpy()[rows]
+        drawn, ids = batch.mask.numpy()[rows][inside], batch.tokens[:, 1:].numpy()[rows][inside]
+        known, place = np.unique(ids, return_inverse=True)
+        for token in known.tolist():
+            if token not in self._pieces:
+                self._pieces[token] = self._tokenizer.piece(token)
+        return {
+            "token_id": ids,
+            "text": np.array([self._pieces[token] for token in known.tolist()], dtype=object)[place],
+            "drawn": drawn,
+            "engine_logprob": np.where(drawn, batch.engine_logprobs.numpy()[rows][inside], np.nan),
+            "version": np.ma.MaskedArray(batch.weight_versions.numpy()[rows][inside], ~drawn),
+            **{name: values[rows][inside] for name, values in learned.items()},
+        }
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample, or a branch of one."""
+
+    row: int
+    """Of the batch."""
+    sample_row: int
+    """Of the sample that it is of."""
+    prompt: Prompt
+    sample: Sample
+    sample_index: int
+    branch: int
+    """0: the sample itself"""
+
+
+def _rows(rollout: RolloutBatch) -> Iterator[_Row]:
+    """The samples, each with its branches behind it; those have the batch's last rows."""
+    further = itertools.count(len(rollout.samples))
+    for place, (prompt, sample) in enumerate(zip(rollout.prompts, rollout.samples, strict=True)):
+        for branch, own in enumerate((sample, *sample.branches)):
+            yield _Row(next(further) if branch else place, place, prompt, own, sample.sample_index, branch)
+
+
+def _learned(experience: Experience, shape: tuple[int, ...]) -> dict[str, NDArray]:
+    """What is known of tokens that were learned from, float32 [B, S-1] of the step's rows; not a number for all others."""
+    quantities = {
+        "trainer_logprob": experience.old_logprobs,
+        "reference_logprob": experience.reference_logprobs,
+        "advantage": experience.advantages,
+        "entropy": experience.entropies,
+        "value": experience.values,
+        "return": experience.returns,
+    }
+    assert experience.row_ids is not None
+    rows, mask, columns = experience.row_ids.numpy(), experience.mask.numpy(), {}
+    for name, values in quantities.items():
+        if values is not None:
+            columns[name] = np.full(shape, np.nan, dtype=np.float32)
+            columns[name][rows] = np.where(mask, values.numpy(), np.nan)
+    return columns
+
+
+def _mean(values: NDArray) -> float | None:
+    """Of those that are numbers; None where none is."""
+    numbers = values[~np.isnan(values)]
+    return float(numbers.mean(dtype=np.float64)) if len(numbers) else None
