@@ -1,0 +1,81 @@
+"""All that a run samples is kept, once each, however often the run is killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aligner.observability.sample_files import read_samples, sample_steps
+from aligner.paths import complete_steps
+from benchmarks.faults import BESIDE
+from benchmarks.runs import Finished, Launch, run_to_end
+from tests.system.test_agents import OVERRIDES as EPISODES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 7
+COMMON = (f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "logging.tensorboard=false", "evaluation.every=0")
+RUNS = {
+    "ppo on two data ranks": ("tiny_ppo", ("actor.parallel.data=2", "engine.parallel.data=2")),
+    "grpo on two pipeline stages": ("tiny_ppo", ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2")),
+    "grpo with samples one version old": ("tiny_ppo", ("algorithm=grpo", *BESIDE)),
+    "episodes of an environment": ("calculator", EPISODES),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_left_alone(name: str, tmp_path: Path) -> None:
+    experiment, overrides = RUNS[name]
+    expected = run_to_end(tmp_path / "whole", *overrides, *COMMON, experiment=experiment)
+    assert_all_there(expected)
+    killed = tmp_path / "killed"
+    with Launch(killed, *overrides, *COMMON, experiment=experiment) as launch:
+        launch.wait_for_step(1)  # before the first checkpoint: the run begins anew
+    for step, wait_s in ((3, 0.0), (4, 0.05)):
+        with Launch(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment) as launch:
+            launch.wait_for_step(step)
+            time.sleep(wait_s)
+            launch.rank("trainer", 0).send_signal(signal.SIGKILL)
+        done = complete_steps(killed / "checkpoints")
+        assert set(range(1, max(done, default=0) + 1)) <= set(sample_steps(killed))
+    run = run_to_end(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment)
+    assert run.code == 0, run.report()
+    for tokens in (False, True):
+        assert read_samples(killed, tokens=tokens).equals(read_samples(tmp_path / "whole", tokens=tokens))
+
+
+def assert_all_there(run: Finished) -> None:
+    """Each sample once, and what the files say of them is what the metrics say."""
+    table, tokens = read_samples(run.paths.root), read_samples(run.paths.root, tokens=True)
+    places = ["step", "group", "sample", "branch"]
+    rows, of_tokens = table.to_pylist(), tokens.to_pylist()
+    assert [[row[name] for name in places] for row in rows] == [[row[name] for name in places] for row in of_tokens]
+    assert len({tuple(row[name] for name in places) for row in rows}) == len(rows)
+    for step in run.metrics:
+        own = [(row, lists) for row, lists in zip(rows, of_tokens, strict=True) if row["step"] == step["step"]]
+        assert own
+        assert np.mean([row["score"] for row, _ in own]) == pytest.approx(step["reward/mean"], abs=1e-5)
+        assert np.mean([row["drawn_tokens"] for row, _ in own]) == pytest.approx(step["response/length"], abs=1e-5)
+        assert np.mean([not row["cut"] for row, _ in own]) == pytest.approx(step["response/ended_fraction"], abs=1e-5)
+        engine, trainer, versions = (drawn(own, name) for name in ("engine_logprob", "trainer_logprob", "version"))
+        assert np.abs(engine - trainer).mean() == pytest.approx(step["mismatch/logprob_abs"], abs=1e-6)
+        assert (step["step"] - 1 - versions).mean() == pytest.approx(step["staleness/mean"], abs=1e-6)
+        assert len(drawn(own, "entropy")) == len(engine) == len(drawn(own, "advantage"))
+    for row, lists in zip(rows, of_tokens, strict=True):
+        assert {len(values) for name, values in lists.items() if isinstance(values, list)} == {row["response_tokens"]}
+        assert sum(lists["drawn"]) == row["drawn_tokens"]
+        own_advantages = [value for value in lists["advantage"] if value is not None]
+        assert row["advantage"] == pytest.approx(np.mean(own_advantages), abs=1e-5)
+        text = "".join(lists["text"])
+        assert text.replace("<pad>", "").replace("<eos>", "") == row["response"]
+
+
+def drawn(rows: list[tuple[dict, dict]], name: str) -> np.ndarray:
+    """A quantity of the tokens that were drawn, all of which have it, and no other."""
+    for _, lists in rows:
+        assert [value is not None for value in lists[name]] == lists["drawn"]
+    return np.array([value for _, lists in rows for value in lists[name] if value is not None])
