@@ -135,12 +135,20 @@ class WeightedSum:
     parts: Sequence[tuple[Source, RewardSource]]
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        """Finite scores float32 [B], the same on every rank. Collective; raises ScoringError on every rank alike."""
-        total = torch.zeros((), dtype=torch.float64)
+        """As `in_parts`, without these."""
+        return self.in_parts(batch)[0]
+
+    def in_parts(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor]]:
+        """Finite scores float32 [B], and what each source has added to them, float32 [B] each.
+
+        The same on every rank. Collective; raises ScoringError on every rank alike.
+        """
+        total, added = torch.zeros((), dtype=torch.float64), {}
         # Texts first: what they refuse costs no model's time.
-        for settings, source in sorted(self.parts, key=lambda part: isinstance(part[1], ModelSource)):
-            total = total + settings.weight * (settings.gain * source.raw(batch) + settings.bias)
+        for place, (settings, source) in sorted(enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)):
+            added[place] = settings.weight * (settings.gain * source.raw(batch) + settings.bias)
+            total = total + added[place]
         scores = total.float()
         if not bool(scores.isfinite().all()):
             require_finite(" + ".join(settings.name for settings, _ in self.parts), scores.tolist(), batch.requests())
-        return scores
+        return scores, [added[place].float() for place in sorted(added)]

@@ -277,7 +277,7 @@ class RolloutBuilder:
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
             pending = self._scores(generated)
-            scores = pending.local() if self._is_alone else pending.result()
+            scores = pending.local().view(len(generated.samples), -1)[:, 0] if self._is_alone else pending.result()
             rows = informative(self._compared(scores, generated.samples), each)
             found = len(rows) // each
             if found >= wanted:

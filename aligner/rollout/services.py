@@ -18,7 +18,7 @@ from aligner.errors import AlignerError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError
+from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError, joined_scores
 
 _SIGN_S = 0.25
 """Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is 1 s."""
@@ -53,7 +53,7 @@ class PendingRows:
     chosen: Tensor | None = None
     """int64 [B]: which of the rows are wanted, all where None"""
     added: Tensor | None = None
-    """[rows]: what is added to all of them, on rank 0"""
+    """[rows]: what is added to the scores that they are, on rank 0"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
     """All rows by their width, once they are here; selections share it."""
 
@@ -62,14 +62,26 @@ class PendingRows:
 
         Raises the server's error on every rank.
         """
+        rows = self._everywhere(width)
+        return rows[:, 0] if width is None and rows.ndim > 1 else rows
+
+    def parts(self) -> Tensor | None:
+        """Of scores what each of P sources has added to them, [B, P]; None where the reward has not told. As `result`."""
+        rows = self._everywhere(None)
+        return rows[:, 1:] if rows.ndim > 1 else None
+
+    def local(self) -> Tensor:
+        """Wait, and give the scores [B], or [B, 1+P] with parts behind them, to this rank, rank 0, alone.
+
+        Raises the server's error.
+        """
+        rows = self._with_added(joined_scores(_results(self.futures)))
+        return rows if self.chosen is None else rows[self.chosen]
+
+    def _everywhere(self, width: int | None) -> Tensor:
         if width not in self._received:
             self._received[width] = self._receive(width)
         rows = self._received[width]
-        return rows if self.chosen is None else rows[self.chosen]
-
-    def local(self) -> Tensor:
-        """Wait, and give the rows [B] to this rank, rank 0, alone. Raises the server's error."""
-        rows = self._with_added(torch.cat(_results(self.futures)))
         return rows if self.chosen is None else rows[self.chosen]
 
     def _receive(self, width: int | None) -> Tensor:
@@ -79,8 +91,8 @@ class PendingRows:
             parts.extend(_results(self.futures))
             if not parts:
                 return None
-            whole = [part if width is None else F.pad(part, (0, width - part.shape[1])) for part in parts]
-            parts[:] = [self._with_added(torch.cat(whole)).contiguous()]
+            padded = None if width is None else torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+            parts[:] = [self._with_added(joined_scores(parts) if padded is None else padded).contiguous()]
             return list(parts[0].shape)
 
         shape = together(receive)
@@ -90,7 +102,9 @@ class PendingRows:
         return rows
 
     def _with_added(self, rows: Tensor) -> Tensor:
-        return rows if self.added is None else rows + self.added
+        if self.added is None or rows.ndim == 1:
+            return rows if self.added is None else rows + self.added
+        return torch.cat([rows[:, :1] + self.added[:, None], rows[:, 1:]], 1)
 
     def select(self, rows: Tensor) -> "PendingRows":
         """Some of these rows (int64 [N]), in that order."""

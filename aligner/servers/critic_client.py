@@ -13,7 +13,7 @@ from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RemoteError, TransportError
 from aligner.servers.critic_recovery import CriticRecovery, for_instance
 from aligner.servers.critic_updates import INITIAL, CriticState, RunId, UpdateJournal
-from aligner.servers.remote_client import RemoteClient, RemoteFuture
+from aligner.servers.remote_client import RemoteClient, RemoteFuture, scores_in
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, EndpointSpec, array_text
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class CriticClient(RemoteClient):
     def values_and_scores(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[RemoteFuture[Tensor], RemoteFuture[Tensor]]:
-        """Values as `values`, and scores float32 [B], of a critic that serves the reward too; one request for both."""
+        """As `values`, and scores as `scores_in` has them, of a critic that serves the reward too; one request for both."""
         answers = self._ask(CRITIC_INFER_WITH_REWARD, tokens, lengths, prompt_lengths, metadata)
         return answers["values"], answers["rewards"]
 
@@ -103,7 +103,9 @@ class CriticClient(RemoteClient):
         self, endpoint: EndpointSpec, tokens: Tensor, lengths: Tensor, *responses: Any
     ) -> dict[str, RemoteFuture[Tensor]]:
         """The endpoint's outputs for these rows, after the updates asked for so far."""
-        futures: dict[str, RemoteFuture[Tensor]] = {spec.name: RemoteFuture(self._outstanding) for spec in endpoint.outputs}
+        futures: dict[str, RemoteFuture[Tensor]] = {
+            spec.name: RemoteFuture(self._outstanding) for spec in endpoint.outputs if not spec.optional
+        }
         requests = self._row_requests(tokens, lengths, self._updates - 1, *responses)
         after = self._last_update
 
@@ -111,12 +113,14 @@ class CriticClient(RemoteClient):
             try:
                 if after is not None:
                     wait([after])
-                outputs = {"values": torch.zeros(tokens.shape), "rewards": torch.zeros(len(tokens))}
+                outputs, scores = {"values": torch.zeros(tokens.shape)}, []
                 for rows, arrays in requests:
                     got, _ = self._answered(endpoint, arrays)
                     outputs["values"][rows, : got["values"].shape[1]] = torch.from_numpy(got["values"].copy())
                     if "rewards" in got:
-                        outputs["rewards"][rows] = torch.from_numpy(got["rewards"][:, 0].copy())
+                        scores.append(scores_in(got))
+                if scores:
+                    outputs["rewards"] = torch.cat(scores)
             except BaseException as error:
                 for future in futures.values():
                     future.set_exception(error)

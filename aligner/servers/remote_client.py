@@ -183,6 +183,18 @@ class RemoteClient:
             yield rows, arrays
 
 
+def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
+    """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has added to them behind them."""
+    rewards = torch.from_numpy(answer["rewards"].copy())
+    return torch.cat([rewards, torch.from_numpy(answer["reward_parts"])], 1) if "reward_parts" in answer else rewards[:, 0]
+
+
+def joined_scores(parts: Sequence[Tensor]) -> Tensor:
+    """Those of one request after another, as `scores_in` has them; of [B] that are not a number every part is none."""
+    widest = max(parts, key=lambda part: part.ndim)
+    return torch.cat([part if part.ndim == widest.ndim else part[:, None].expand(-1, widest.shape[1]) for part in parts])
+
+
 class UnscoredError(RefusedError):
     """Not one of a request's rows could be scored."""
 
@@ -205,7 +217,7 @@ class RewardClient(RemoteClient):
         metadata: Sequence[Mapping[str, Any]] | None = None,
         rows_apart: int | None = None,
     ) -> RemoteFuture[Tensor]:
-        """Scores float32 [B] of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
+        """Scores, as `scores_in` has them, of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
 
         `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
         for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
@@ -216,7 +228,7 @@ class RewardClient(RemoteClient):
             # Numbered requests are computed alone, so that scores do not depend on who else asks.
             requests = self._row_requests(tokens[rows], lengths[rows], 0, prompt_lengths[rows], known)
             answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
-            return torch.cat([torch.from_numpy(answer["rewards"][:, 0].copy()) for answer in answers])
+            return torch.cat([scores_in(answer) for answer in answers])
 
         def score_all() -> Tensor:
             try:
@@ -224,13 +236,15 @@ class RewardClient(RemoteClient):
             except RefusedError as refused:
                 if rows_apart is None:
                     raise
-                scores = torch.full(lengths.shape, math.nan)
-                for first in range(0, len(scores), rows_apart):
+                parts = []
+                for first in range(0, len(lengths), rows_apart):
                     rows = slice(first, first + rows_apart)
                     try:
-                        scores[rows] = score(rows)
+                        parts.append(score(rows))
                     except RefusedError as error:
                         _log.warning("samples are left out: %s", error)
+                        parts.append(torch.full(lengths[rows].shape, math.nan))
+                scores = joined_scores(parts)
                 if scores.isnan().all():
                     raise UnscoredError(refused, len(scores)) from None
                 return scores

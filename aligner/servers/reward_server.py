@@ -77,10 +77,11 @@ class Scoring:
         prompt_lengths: Tensor | None = None,
         texts: Sequence[str] | None = None,
         metadata: Sequence[str] | None = None,
-    ) -> Tensor:
-        """Scores float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B]; `metadata` is B JSON objects.
+    ) -> dict[str, Tensor]:
+        """`rewards` float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B]; `metadata` is B JSON objects.
 
-        Or of whole texts, which are the responses to nothing; their tokens and lengths where a model wants them.
+        Or of whole texts, which are the responses to nothing; their tokens and lengths where a model wants them. What each
+        source has added to them is there by its number.
         """
 
         @functools.cache
@@ -90,7 +91,8 @@ class Scoring:
             return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
 
         plain, whole = (functools.partial(requests, skip=skip) for skip in (True, False))
-        return self._reward(ScoringBatch(plain, tokens, lengths, whole))
+        rewards, parts = self._reward.in_parts(ScoringBatch(plain, tokens, lengths, whole))
+        return {"rewards": rewards} | {str(number): part for number, part in enumerate(parts)}
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
@@ -108,7 +110,8 @@ class Scoring:
                 columns = {"lengths": lengths, "prompt_lengths": arrays.get("prompt_lengths", np.zeros_like(lengths))}
                 tensors = {"tokens": tensor(arrays["tokens"])} | {name: tensor(columns[name][:, 0]) for name in columns}
             scores = call("score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata)
-            return {"rewards": scores.float().cpu().numpy()[:, None]}
+            rewards = {"rewards": scores.pop("rewards").float().cpu().numpy()[:, None]}
+            return rewards if len(scores) < 2 else rewards | {"reward_parts": torch.stack([*scores.values()], 1).cpu().numpy()}
 
         return {REWARD_MODEL: rewards}
 

@@ -76,7 +76,8 @@ def _order(batching: bool) -> tuple[TensorSpec, ...]:
 
 TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
-REWARDS = TensorSpec("rewards", np.float32, ("B", 1))
+# The scores, and what each of P sources has added to them, where there are several.
+REWARDS = (TensorSpec("rewards", np.float32, ("B", 1)), TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True))
 # Where a response begins, and what the data says about its prompt (a JSON object a row).
 RESPONSES = (
     TensorSpec("prompt_lengths", np.int64, ("B", 1), optional=True),
@@ -87,7 +88,7 @@ CRITIC_INFER = EndpointSpec(
     "critic_infer", (TOKENS, LENGTHS, *_order(batching=True)), (TensorSpec("values", np.float32, ("B", "S")),), batching=True
 )
 CRITIC_INFER_WITH_REWARD = replace(
-    CRITIC_INFER, inputs=(*CRITIC_INFER.inputs, *RESPONSES), outputs=(*CRITIC_INFER.outputs, REWARDS)
+    CRITIC_INFER, inputs=(*CRITIC_INFER.inputs, *RESPONSES), outputs=(*CRITIC_INFER.outputs, *REWARDS)
 )
 CRITIC_TRAIN = EndpointSpec(
     "critic_train",
@@ -118,7 +119,7 @@ REWARD_MODEL = EndpointSpec(
         _of_request("sequence_number", np.int64, batching=True),
         _of_request("trace_id", np.bytes_, batching=True),
     ),
-    (REWARDS,),
+    REWARDS,
     batching=True,
 )
 _FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}

@@ -32,6 +32,8 @@ class StepSamples:
     """Also what has no score, and what was not selected."""
     scores: Tensor
     """float32 [B] of the rollout's samples, as the reward gave them; not a number for those without"""
+    score_parts: Tensor | None = None
+    """float32 [B, P]: what each source of the reward has added to them; None with one"""
     experience: Experience | None = None
     """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None: nothing was"""
 
@@ -39,8 +41,9 @@ class StepSamples:
 class SampleRecorder:
     """Has every step's samples written; rank 0's."""
 
-    def __init__(self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin) -> None:
-        self._files, self._tokenizer, self._origin = files, tokenizer, origin
+    def __init__(self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin, sources: Sequence[str]) -> None:
+        """`sources` are the names of the reward's."""
+        self._files, self._tokenizer, self._origin, self._sources = files, tokenizer, origin, tuple(sources)
         self._pieces: dict[int, str] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._written: tuple[int, Future[None]] | None = None
@@ -63,17 +66,28 @@ class SampleRecorder:
     def _write(self, step: int, samples: StepSamples) -> None:
         batch = samples.rollout.batch
         learned = {} if samples.experience is None else _learned(samples.experience, tuple(batch.mask.shape))
-        drawn, scores, groups = list(_rows(samples.rollout)), samples.scores.tolist(), batch.groups.tolist()
+        drawn, groups = list(_rows(samples.rollout)), batch.groups.tolist()
         rows = [
             {
                 **self._described(each),
+                **self._scored(samples, each.place),
                 "group": groups[each.row],
-                "score": None if np.isnan(scores[each.sample_row]) else scores[each.sample_row],
                 "advantage": _mean(learned["advantage"][each.row]) if learned else None,
             }
             for each in drawn
         ]
         self._files.write(step, rows, self._token_columns(batch, learned, [each.row for each in drawn]))
+
+    def _scored(self, samples: StepSamples, place: int) -> dict[str, Any]:
+        score, given = float(samples.scores[place]), samples.rollout.samples[place].rewards
+        if np.isnan(score):
+            return {}
+        parts = (
+            {} if samples.score_parts is None else dict(zip(self._sources, samples.score_parts[place].tolist(), strict=True))
+        )
+        if parts and given is not None:
+            parts["environment"] = float(given.sum())
+        return {"score": score, "score_parts": parts or None}
 
     def _described(self, row: "_Row") -> dict[str, Any]:
         prompt, sample, tokenizer = row.prompt, row.sample, self._tokenizer
@@ -131,8 +145,8 @@ class _Row:
 
     row: int
     """Of the batch."""
-    sample_row: int
-    """Of the sample that it is of."""
+    place: int
+    """Of the sample that it is of, among the rollout's."""
     prompt: Prompt
     sample: Sample
     sample_index: int

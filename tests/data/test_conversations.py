@@ -162,9 +162,9 @@ def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_
     scoring = Scoring(WeightedSum([(settings, judge)]), read_tokenizer(tokenizer.directory), limits)
     scored: list[torch.Tensor] = []
 
-    def call(op: str, tensors: dict[str, torch.Tensor], **others: Any) -> torch.Tensor:
+    def call(op: str, tensors: dict[str, torch.Tensor], **others: Any) -> dict[str, torch.Tensor]:
         scored.append(tensors["tokens"])
-        return torch.zeros(2)
+        return {"rewards": torch.zeros(2)}
 
     sentences = np.array([[b"one and two"], [f"{BOS}one and two".encode()]], dtype=object)
     (serve,) = scoring.endpoints(call).values()  # type: ignore[arg-type]

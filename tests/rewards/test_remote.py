@@ -204,6 +204,6 @@ def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(serv
     prompt, response = (tokenizer.encode(text).ids for text in ("ab<eos>", "cd<eos>"))
     tokens = torch.tensor([[*prompt, *response, 0]])
     score = scoring.score(tokens, torch.tensor([6]), torch.tensor([3]), metadata=['{"answer": "cd"}'])
-    assert score.tolist() == [2.0]
+    assert {name: part.tolist() for name, part in score.items()} == {"rewards": [2.0], "0": [1.0], "1": [1.0]}
     ((_, _, body),) = server.asked
     assert body == {"query": ["".join(asked)], "prompts": [asked[0]], "labels": ["cd"]}

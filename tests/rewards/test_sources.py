@@ -21,9 +21,10 @@ def test_the_reward_is_the_weighted_sum_of_normalized_scores():
         (settings("digits", weight=2.0, gain=4.0, bias=-1.0), text_source(settings("digits"))),
         (settings("length", weight=-0.5), TextSource("length", lambda requests: [len(r.response) for r in requests])),
     ]
-    scores = WeightedSum(parts)(BATCH)
+    scores, added = WeightedSum(parts).in_parts(BATCH)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [2 * (4 * 0.5 - 1) - 1, 2 * (4 * 1 - 1) - 1, 2 * (0 - 1)]
+    assert [part.tolist() for part in added] == [[2 * (4 * share - 1) for share in (0.5, 1, 0)], [-1, -1, 0]]
 
 
 def test_a_refusal_names_the_source_at_fault():

@@ -19,10 +19,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 7
 COMMON = (f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "logging.tensorboard=false", "evaluation.every=0")
+TWO_SOURCES = (
+    "reward.kind=combined",
+    "+reward.sources.digits={kind: function, function: digit_fraction, weight: 2}",
+    "+reward.sources.fewer={kind: function, function: digit_fraction, weight: -1, bias: 1}",
+)
 RUNS = {
     "ppo on two data ranks": ("tiny_ppo", ("actor.parallel.data=2", "engine.parallel.data=2")),
     "grpo on two pipeline stages": ("tiny_ppo", ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2")),
-    "grpo with samples one version old": ("tiny_ppo", ("algorithm=grpo", *BESIDE)),
+    "grpo with samples one version old": ("tiny_ppo", (*BESIDE, "algorithm=grpo", *TWO_SOURCES)),
+    "ppo with a critic that serves the reward": ("tiny_ppo", ("critic.with_reward=true", *TWO_SOURCES)),
     "episodes of an environment": ("calculator", EPISODES),
 }
 
@@ -32,6 +38,8 @@ def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_le
     experiment, overrides = RUNS[name]
     expected = run_to_end(tmp_path / "whole", *overrides, *COMMON, experiment=experiment)
     assert_all_there(expected)
+    told = {tuple(dict(parts or ())) for parts in read_samples(tmp_path / "whole")["score_parts"].to_pylist()}
+    assert told == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
     killed = tmp_path / "killed"
     with Launch(killed, *overrides, *COMMON, experiment=experiment) as launch:
         launch.wait_for_step(1)  # before the first checkpoint: the run begins anew
@@ -70,6 +78,7 @@ def assert_all_there(run: Finished) -> None:
         assert sum(lists["drawn"]) == row["drawn_tokens"]
         own_advantages = [value for value in lists["advantage"] if value is not None]
         assert row["advantage"] == pytest.approx(np.mean(own_advantages), abs=1e-5)
+        assert row["score_parts"] is None or sum(dict(row["score_parts"]).values()) == pytest.approx(row["score"], abs=1e-5)
         text = "".join(lists["text"])
         assert text.replace("<pad>", "").replace("<eos>", "") == row["response"]
 

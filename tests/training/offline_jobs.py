@@ -132,7 +132,7 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
     scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
     rows = demonstration_rows(answers, pad_token_id=0)
     prompts = torch.tensor([answer.prompt_length for answer in answers])
-    scores = scoring.score(rows.tokens, rows.lengths, prompts).tolist()
+    scores = scoring.score(rows.tokens, rows.lengths, prompts)["rewards"].tolist()
     worlds.shutdown()
     return scores
 
