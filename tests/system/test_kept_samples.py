@@ -27,7 +27,10 @@ TWO_SOURCES = (
 RUNS = {
     "ppo on two data ranks": ("tiny_ppo", ("actor.parallel.data=2", "engine.parallel.data=2")),
     "grpo on two pipeline stages": ("tiny_ppo", ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2")),
-    "grpo with samples one version old": ("tiny_ppo", (*BESIDE, "algorithm=grpo", *TWO_SOURCES)),
+    "grpo with samples one version old": (
+        "tiny_ppo",
+        (*BESIDE, "algorithm=grpo", "algorithm.truncated_importance=token", *TWO_SOURCES),
+    ),
     "ppo with a critic that serves the reward": ("tiny_ppo", ("critic.with_reward=true", *TWO_SOURCES)),
     "episodes of an environment": ("calculator", EPISODES),
 }
