@@ -15,7 +15,7 @@ from benchmarks.faults import BESIDE
 from benchmarks.runs import Finished, Launch, run_to_end
 from tests.system.test_agents import OVERRIDES as EPISODES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 7
 COMMON = (f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "logging.tensorboard=false", "evaluation.every=0")
