@@ -49,6 +49,8 @@ class RolloutBatch:
     """Prompts that could not be drawn."""
     left_out: tuple[int, ...] = ()
     """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a score."""
+    replaced: tuple[Straggler, ...] = ()
+    """The prompts that dynamic sampling left out, with their samples; where these are drawn ahead rank 0's alone."""
     guesses: tuple[int, int] = (0, 0)
     """Tokens that this rank's engine guessed, and how many of those it drew."""
     environment_s: float | None = None
@@ -182,9 +184,16 @@ class RolloutBuilder:
             deferred=len(self._under_way),
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
+            replaced=self._others(generated, rows),
             guesses=guesses,
             environment_s=self._sampler.take_waits(),
         )
+
+    def _others(self, generated: _Generated, rows: Tensor) -> tuple[Straggler, ...]:
+        """The prompts of none of these rows, int64 [B], which are those of whole prompts."""
+        each, taken = self._settings.samples_per_prompt, set(rows.tolist())
+        firsts = [row for row in range(0, len(generated.samples), each) if row not in taken]
+        return tuple(Straggler(generated.prompts[row], tuple(generated.samples[row : row + each])) for row in firsts)
 
     def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
         """Those that were asked for, with what environments gave; of these rows, int64 [B], or all."""

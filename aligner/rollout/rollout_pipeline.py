@@ -222,7 +222,7 @@ class RolloutPipeline:
             tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn).items()}
         left, under_way = to_saved(progress.under_way)
         tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
-        batches = [_to_json(drawn) for drawn in held]
+        batches = [_to_json(drawn) | {"replaced": to_saved(drawn.replaced)[1]} for drawn in held]
         with writing():
             directory.mkdir(parents=True, exist_ok=True)
             write_file(directory / _TENSORS, to_bytes(tensors))
@@ -269,7 +269,8 @@ class RolloutPipeline:
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
         rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added))
-        return replace(rollout, values=PendingRows(self._services.ask_values(rollout.batch)))
+        values = PendingRows(self._services.ask_values(rollout.batch))
+        return replace(rollout, values=values, replaced=() if drawn is None else drawn.replaced)
 
     def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:
         """What `_to_json` was given, of these samples."""
@@ -283,7 +284,9 @@ class RolloutPipeline:
         scored: Future[Tensor] = Future()
         scored.set_result(tensors["scores"])
         samples = samples_from_tensors(tensors)
-        return self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
+        rollout = self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
+        replaced = from_saved(_part(tensors, "replaced"), fields["replaced"]) if "replaced" in fields else ()
+        return replace(rollout, replaced=replaced)
 
 
 def _rows(drawn: RolloutBatch) -> Tensor:
@@ -302,6 +305,7 @@ def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
         **samples_to_tensors(drawn.samples),
         "scores": drawn.all_scores.local(),
         "rows": _rows(drawn).contiguous(),
+        **{f"replaced.{name}": tensor for name, tensor in to_saved(drawn.replaced)[0].items()},
     }
 
 

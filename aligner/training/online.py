@@ -84,7 +84,7 @@ class OnlineTrainer(TrainingLoop):
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
-        sampled = StepSamples(drawn, drawn.scores.result(), drawn.scores.parts(), experience)
+        sampled = StepSamples.of(drawn, experience)
         return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
 
     def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> tuple[dict[str, float], Experience | None]:

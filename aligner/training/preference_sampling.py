@@ -143,7 +143,7 @@ class PreferenceSampler(TrainingLoop):
             metrics |= {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
             if records:
                 metrics["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
-        sampled = StepSamples(drawn, drawn.scores.result(), drawn.scores.parts())
+        sampled = StepSamples.of(drawn)
         return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
 
     def finish(self) -> None:

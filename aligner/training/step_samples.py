@@ -9,13 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolFormat, format_of
 from aligner.data.transcripts import spoken_messages
-from aligner.data.types import Experience, Prompt, Sample, SampleBatch, response_mask
+from aligner.data.types import Experience, Prompt, Sample, SampleBatch, collate_episodes, response_mask
 from aligner.errors import ConfigError
 from aligner.observability.sample_files import SampleFiles
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -31,11 +32,52 @@ class StepSamples:
     rollout: RolloutBatch
     """Also what has no score, and what was not selected."""
     scores: Tensor
-    """float32 [B] of the rollout's samples, as the reward gave them; not a number for those without"""
+    """float32 [N] of its samples and, behind them, those that it has replaced, as the reward gave them; else not a number"""
     score_parts: Tensor | None = None
-    """float32 [B, P]: what each source of the reward has added to them; None with one"""
+    """float32 [N, P]: what each source of the reward has added to them; None with one"""
     experience: Experience | None = None
     """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None: nothing was"""
+
+    @staticmethod
+    def of(rollout: RolloutBatch, experience: Experience | None = None) -> "StepSamples":
+        """With their scores, once these are there. Collective; raises AlignerError on every rank."""
+        scores, parts, chosen = rollout.all_scores.result(), rollout.all_scores.parts(), rollout.scores.chosen
+        if chosen is not None:
+            others = torch.ones(len(scores), dtype=torch.bool).index_fill_(0, chosen, False)
+            order = torch.cat([chosen, others.nonzero()[:, 0]])
+            scores, parts = scores[order], None if parts is None else parts[order]
+        return StepSamples(rollout, scores, parts, experience)
+
+    def all(self, pad_token_id: int) -> tuple[list[Prompt], list[Sample], SampleBatch]:
+        """The samples with their prompts, those that were replaced last; as rows, and behind them their branches'."""
+        rollout = self.rollout
+        replaced = [(one.prompt, sample) for one in rollout.replaced for sample in one.samples]
+        if not replaced:
+            return rollout.prompts, rollout.samples, rollout.batch
+        prompts = [*rollout.prompts, *(prompt for prompt, _ in replaced)]
+        samples = [*rollout.samples, *(sample for _, sample in replaced)]
+        return prompts, samples, collate_episodes(samples, pad_token_id)
+
+    def learned(self, rows: int, width: int) -> dict[str, NDArray]:
+        """What is known of tokens that were learned from, float32 [rows, width] of the rows of `all`; else not a number."""
+        experience, own = self.experience, len(self.rollout.samples)
+        if experience is None or experience.row_ids is None:
+            return {}
+        quantities = {
+            "trainer_logprob": experience.old_logprobs,
+            "reference_logprob": experience.reference_logprobs,
+            "advantage": experience.advantages,
+            "entropy": experience.entropies,
+            "value": experience.values,
+            "return": experience.returns,
+        }
+        ids, columns = experience.row_ids.numpy(), {}
+        ids = np.where(ids < own, ids, ids + rows - len(self.rollout.batch.tokens))  # branches are behind all samples
+        for name, values in quantities.items():
+            if values is not None:
+                columns[name] = np.full((rows, width), np.nan, dtype=np.float32)
+                columns[name][ids, : values.shape[1]] = np.where(experience.mask.numpy(), values.numpy(), np.nan)
+        return columns
 
 
 class SampleRecorder:
@@ -64,13 +106,13 @@ class SampleRecorder:
         self._files.truncate_after(step)
 
     def _write(self, step: int, samples: StepSamples) -> None:
-        batch = samples.rollout.batch
-        learned = {} if samples.experience is None else _learned(samples.experience, tuple(batch.mask.shape))
-        drawn, groups = list(_rows(samples.rollout)), batch.groups.tolist()
+        prompts, drawn_samples, batch = samples.all(self._tokenizer.pad_token_id)
+        learned, groups = samples.learned(*batch.mask.shape), batch.groups.tolist()
+        drawn = list(_rows(prompts, drawn_samples))
         rows = [
             {
                 **self._described(each),
-                **self._scored(samples, each.place),
+                **self._scored(samples, each.place, drawn_samples[each.place]),
                 "group": groups[each.row],
                 "advantage": _mean(learned["advantage"][each.row]) if learned else None,
             }
@@ -78,15 +120,13 @@ class SampleRecorder:
         ]
         self._files.write(step, rows, self._token_columns(batch, learned, [each.row for each in drawn]))
 
-    def _scored(self, samples: StepSamples, place: int) -> dict[str, Any]:
-        score, given = float(samples.scores[place]), samples.rollout.samples[place].rewards
+    def _scored(self, samples: StepSamples, place: int, sample: Sample) -> dict[str, Any]:
+        score, added = float(samples.scores[place]), samples.score_parts
         if np.isnan(score):
             return {}
-        parts = (
-            {} if samples.score_parts is None else dict(zip(self._sources, samples.score_parts[place].tolist(), strict=True))
-        )
-        if parts and given is not None:
-            parts["environment"] = float(given.sum())
+        parts = {} if added is None else dict(zip(self._sources, added[place].tolist(), strict=True))
+        if parts and sample.rewards is not None:
+            parts["environment"] = float(sample.rewards.sum())
         return {"score": score, "score_parts": parts or None}
 
     def _described(self, row: "_Row") -> dict[str, Any]:
@@ -146,7 +186,7 @@ class _Row:
     row: int
     """Of the batch."""
     place: int
-    """Of the sample that it is of, among the rollout's."""
+    """Of the sample that it is of, among all."""
     prompt: Prompt
     sample: Sample
     sample_index: int
@@ -154,31 +194,12 @@ class _Row:
     """0: the sample itself"""
 
 
-def _rows(rollout: RolloutBatch) -> Iterator[_Row]:
+def _rows(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[_Row]:
     """The samples, each with its branches behind it; those have the batch's last rows."""
-    further = itertools.count(len(rollout.samples))
-    for place, (prompt, sample) in enumerate(zip(rollout.prompts, rollout.samples, strict=True)):
+    further = itertools.count(len(samples))
+    for place, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         for branch, own in enumerate((sample, *sample.branches)):
             yield _Row(next(further) if branch else place, place, prompt, own, sample.sample_index, branch)
-
-
-def _learned(experience: Experience, shape: tuple[int, ...]) -> dict[str, NDArray]:
-    """What is known of tokens that were learned from, float32 [B, S-1] of the step's rows; not a number for all others."""
-    quantities = {
-        "trainer_logprob": experience.old_logprobs,
-        "reference_logprob": experience.reference_logprobs,
-        "advantage": experience.advantages,
-        "entropy": experience.entropies,
-        "value": experience.values,
-        "return": experience.returns,
-    }
-    assert experience.row_ids is not None
-    rows, mask, columns = experience.row_ids.numpy(), experience.mask.numpy(), {}
-    for name, values in quantities.items():
-        if values is not None:
-            columns[name] = np.full(shape, np.nan, dtype=np.float32)
-            columns[name][rows] = np.where(mask, values.numpy(), np.nan)
-    return columns
 
 
 def _mean(values: NDArray) -> float | None:

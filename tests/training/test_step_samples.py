@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from aligner.observability.sample_files import SampleFiles, read_samples
 from aligner.paths import RunPaths
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
+from aligner.rollout.stragglers import Straggler
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
 NAN = float("nan")
@@ -116,6 +118,22 @@ def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_f
     assert lists["drawn"] == given.tolist() and lists["text"] == list("12z4")
     for name in ("engine_logprob", "version", "trainer_logprob", "advantage"):
         assert [value is not None for value in lists[name]] == given.tolist()
+
+
+def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [Prompt(number, text, tokenizer.encode(text)) for number, text in enumerate(("a", "bcd"))]
+    taken = [sample(tokenizer, prompts[1], 0, "2", branches=(sample(tokenizer, prompts[1], 0, "77"),))]
+    replaced = Straggler(prompts[0], (sample(tokenizer, prompts[0], 0, "12345678"),))
+    scored: Future[Tensor] = Future()
+    scored.set_result(torch.tensor([[1.0, 0.25, 0.75], [2.0, 2.0, 0.0]]))  # in the order in which they were drawn
+    scores, batch = PendingRows((scored,), torch.tensor([1])), collate_episodes(taken, tokenizer.pad_token_id)
+    rollout = RolloutBatch(prompts[1:], taken, batch, scores, PendingRows(()), replaced=(replaced,))
+    found = kept(tmp_path, tokenizer, StepSamples.of(rollout, learned(rollout, [1, 0])), "math", "length")
+    assert [(row["group"], row["branch"], row["response"], row["score"], row["advantage"]) for row, _ in found] == [
+        *((0, 0, "2", 2, 0), (0, 1, "77", 2, 1), (1, 0, "12345678", 1, None))
+    ]
+    assert found[2][0]["score_parts"] == [("math", 0.25), ("length", 0.75)]
+    assert [lists["trainer_logprob"] for _, lists in found] == [[0], [1, 1], [None] * 8]
 
 
 def test_what_keeps_a_step_from_being_written_is_raised_before_it_counts(tokenizer: Tokenizer, tmp_path: Path) -> None:
