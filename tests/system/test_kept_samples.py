@@ -15,7 +15,7 @@ from benchmarks.faults import BESIDE
 from benchmarks.runs import Finished, Launch, run_to_end
 from tests.system.test_agents import OVERRIDES as EPISODES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 7
 COMMON = (f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "logging.tensorboard=false", "evaluation.every=0")
@@ -45,10 +45,10 @@ def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_le
     assert told == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
     killed = tmp_path / "killed"
     with Launch(killed, *overrides, *COMMON, experiment=experiment) as launch:
-        launch.wait_for_step(1)  # before the first checkpoint: the run begins anew
+        launch.wait_for_step(1, 300)  # before the first checkpoint: the run begins anew
     for step, wait_s in ((3, 0.0), (4, 0.05)):
         with Launch(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment) as launch:
-            launch.wait_for_step(step)
+            launch.wait_for_step(step, 300)
             time.sleep(wait_s)
             launch.rank("trainer", 0).send_signal(signal.SIGKILL)
         done = complete_steps(killed / "checkpoints")
