@@ -186,7 +186,9 @@ class RemoteClient:
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
     """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has added to them behind them."""
     rewards = torch.from_numpy(answer["rewards"].copy())
-    return torch.cat([rewards, torch.from_numpy(answer["reward_parts"])], 1) if "reward_parts" in answer else rewards[:, 0]
+    return (
+        torch.cat([rewards, torch.from_numpy(answer["reward_parts"].copy())], 1) if "reward_parts" in answer else rewards[:, 0]
+    )
 
 
 def joined_scores(parts: Sequence[Tensor]) -> Tensor:
