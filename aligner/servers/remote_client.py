@@ -185,10 +185,8 @@ class RemoteClient:
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
     """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has added to them behind them."""
-    rewards = torch.from_numpy(answer["rewards"].copy())
-    return (
-        torch.cat([rewards, torch.from_numpy(answer["reward_parts"].copy())], 1) if "reward_parts" in answer else rewards[:, 0]
-    )
+    columns = [torch.from_numpy(answer[name].copy()) for name in ("rewards", "reward_parts") if name in answer]
+    return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 
 
 def joined_scores(parts: Sequence[Tensor]) -> Tensor:
