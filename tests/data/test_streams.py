@@ -29,6 +29,17 @@ def test_what_is_taken_depends_on_its_place_alone(weights, start, count, data):
     assert examples.take(start, cut) + examples.take(start + cut, count - cut) == whole
 
 
+def test_where_an_example_comes_from_is_told_by_its_place():
+    examples = stream(3, 2)
+    every = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    origins = [examples.origin(position) for position in range(12)]
+    assert [every[number] for number, _ in origins] == examples.take(0, 12)
+    seen = Counter[int]()
+    for number, in_pass in origins:
+        assert in_pass == seen[number]
+        seen[number] += 1
+
+
 @settings(deadline=None, max_examples=30)
 @given(SHARES)
 def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):

@@ -43,6 +43,7 @@ def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_le
     assert_all_there(expected)
     told = {tuple(dict(parts or ())) for parts in read_samples(tmp_path / "whole")["score_parts"].to_pylist()}
     assert told == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
+    assert ("dapo" in name) == any(step["rollout/kept_fraction"] < 1 for step in expected.metrics)
     killed = tmp_path / "killed"
     with Launch(killed, *overrides, *COMMON, experiment=experiment) as launch:
         launch.wait_for_step(1, 300)  # before the first checkpoint: the run begins anew
@@ -76,7 +77,8 @@ def assert_all_there(run: Finished) -> None:
         engine, trainer, versions = (drawn(own, name) for name in ("engine_logprob", "trainer_logprob", "version"))
         assert np.abs(engine - trainer).mean() == pytest.approx(step["mismatch/logprob_abs"], abs=1e-6)
         assert (step["step"] - 1 - versions).mean() == pytest.approx(step["staleness/mean"], abs=1e-6)
-        assert len(drawn(own, "entropy")) == len(engine) == len(drawn(own, "advantage"))
+        assert drawn(own, "entropy").mean() == pytest.approx(step["policy/entropy"], rel=0.02)  # a mean over minibatches
+        assert len(drawn(own, "advantage")) == len(drawn(own, "reference_logprob")) == len(engine)
     for row, lists in zip(rows, of_tokens, strict=True):
         assert {len(values) for name, values in lists.items() if isinstance(values, list)} == {row["response_tokens"]}
         assert sum(lists["drawn"]) == row["drawn_tokens"]

@@ -1,0 +1,41 @@
+"""What kept samples say of their tokens: the piece of text of each, and an episode's messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aligner.data.tool_calls import format_of
+from aligner.data.transcripts import spoken_messages
+from aligner.data.types import Prompt, Sample
+from tests.data.chat_models import TOKENIZERS, chat_model
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_pieces_of_tokens_make_up_the_text(kind: str) -> None:
+    tokenizer = chat_model(kind, "qwen")
+    tokens = tokenizer.encode("why  yes no\n{} <|end|>")
+    pieces = [tokenizer.piece(token) for token in tokens.tolist()]
+    assert "".join(pieces).lstrip() == tokenizer.decode(tokens, skip_special_tokens=False).lstrip()
+    assert pieces[-1] == "<|end|>"
+
+
+def test_an_episodes_messages_have_its_tool_calls_and_what_the_policy_was_given() -> None:
+    tokenizer = chat_model("bytes", "qwen")
+    asked = tokenizer.encode("why?")
+    parts = [f"look:\n{CALL}<|end|>", "\n<|user|>yes<|end|>\n", "no"]
+    turns = [tokenizer.encode(part) for part in parts]
+    drawn = torch.cat([torch.full((len(turn),), place != 1) for place, turn in enumerate(turns)])
+    tokens, zeros = torch.cat([asked, *turns]), torch.zeros(len(drawn))
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    prompt = Prompt(0, "why?", asked, {"messages": messages})
+    sample = Sample(0, 0, tokens, len(asked), zeros, zeros.long(), "length", prompt.metadata, drawn=drawn)
+    said = spoken_messages(sample, prompt, format_of(tokenizer), tokenizer)
+    assert said[:2] == messages
+    called, given, last = said[2:]
+    assert (called["role"], called["content"]) == ("assistant", "look:")
+    assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "yes  no"}}
+    assert given == {"role": "environment", "content": "\nyes\n"}
+    assert last == {"role": "assistant", "content": "no"}
