@@ -188,9 +188,17 @@ COMMANDS = {
             _add("--watch", action="store_true", help="tell again every 5 s until the run has ended"),
         ),
     ),
+    "view": Command(
+        "aligner.cli.run_pages:view",
+        "show runs in a browser, live: their curves, timeline, samples token by token, configuration, logs and health",
+        (
+            _add("directories", nargs="*", type=Path, metavar="DIR", help="run directories, or directories with some; ./runs"),
+            _add("--port", type=_at_least(0), default=0, metavar="N", help="of 127.0.0.1; one that is free if not given"),
+        ),
+    ),
     "report": Command(
-        "aligner.cli.runs:report",
-        "draw a run's metrics, timeline and samples, finished or not, as one HTML page that opens without a network",
+        "aligner.cli.run_pages:report",
+        "save a run's pages, finished or not, as one HTML file that opens without a network",
         (_RUN, _add("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given")),
     ),
     "plan": Command(

@@ -1,4 +1,4 @@
-"""The commands of a run: check it, start it or queue it, tell and draw what comes of it."""
+"""The commands of a run: check it, start it or queue it, tell what comes of it."""
 
 import argparse
 import contextlib
@@ -20,7 +20,6 @@ from aligner.launch.slurm.job import supervise as supervise_job
 from aligner.launch.slurm.submit import checked_script, submit
 from aligner.launch.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
-from aligner.observability.report import write_report
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.roles import describe_model, placement_table
 
@@ -78,11 +77,6 @@ def status(parsed: argparse.Namespace) -> None:
             if not parsed.watch or now.state in OVER:
                 return
             time.sleep(_WATCH_S)
-
-
-def report(parsed: argparse.Namespace) -> None:
-    """Write a run's page, and print where it is."""
-    print(write_report(parsed.run_directory, parsed.output))
 
 
 def _plan(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:

@@ -3,7 +3,7 @@
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -67,20 +67,29 @@ def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such directory; give a run directory, as `aligner launch` prints it first")
-    paths, now = RunPaths(run.absolute()), time.time()
+    paths = RunPaths(run.absolute())
     if not paths.config.is_file():
         raise ConfigError(
             f"{run}: not a run directory, it has no config.yaml; `aligner launch` prints a run's directory first"
         )
-    config, launcher = load_config(paths.config), read_state(paths.status)
+    return status_of(paths, load_config(paths.config), read_metrics(paths.metrics))
+
+
+def status_of(paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, float]], *, asking: bool = True) -> RunStatus:
+    """The same of what was read already; of the metrics the newest few suffice.
+
+    Without `asking` nothing but the run's files is looked at: its launcher's word on the servers stands, and Slurm's queue is
+    not known.
+    """
+    now, launcher = time.time(), read_state(paths.status)
     config = replace(config, run=replace(config.run, dir=str(paths.root)))  # it may have been moved
-    metrics, pace = read_metrics(paths.metrics), Pace(config.run.steps)
+    pace = Pace(config.run.steps)
     for record in metrics[-WINDOW:]:
         pace.add(record)
     step = int(metrics[-1]["step"]) if metrics else 0
     last_step = paths.metrics.stat().st_mtime if metrics else None
     state = _state(config, launcher, step, last_step)
-    in_queue = _is_in_queue(config, launcher) if state == "stopped" else False
+    in_queue = _is_in_queue(config, launcher, asking) if state == "stopped" else False
     if in_queue:
         state = "queued"
     resumable = state in OVER and step < config.run.steps and can_resume(config)
@@ -95,7 +104,7 @@ def read_status(run: Path) -> RunStatus:
         seconds_per_step=pace.seconds_per_step,
         seconds_left=pace.seconds_left if state in _GOES_ON else None,
         last_step_age_s=None if last_step is None else max(0.0, now - last_step),
-        roles={} if launcher is None else _roles(config, launcher, state),
+        roles={} if launcher is None else _roles(config, launcher, state, asking),
         job=None if launcher is None else launcher.job,
         exit_code=None if launcher is None else launcher.exit_code,
         note=_note(config, launcher, state, resumable, in_queue),
@@ -132,14 +141,16 @@ def _state(config: Config, launcher: LauncherState | None, step: int, last_step:
     return "starting" if last_step is None or last_step < launcher.started else "running"
 
 
-def _is_in_queue(config: Config, launcher: LauncherState | None) -> bool | None:
+def _is_in_queue(config: Config, launcher: LauncherState | None, asking: bool) -> bool | None:
     """Whether Slurm will start a stopped run again, as after a preemption or a node's failure; None: not known."""
     if launcher is None or launcher.job is None or launcher.exit_code in (FINISHED, RESUMABLE):
         return False
-    return config.cluster.kind == "slurm" and config.cluster.slurm.requeue and is_in_queue(launcher.job, _SLURM_S)
+    if config.cluster.kind != "slurm" or not config.cluster.slurm.requeue:
+        return False
+    return is_in_queue(launcher.job, _SLURM_S) if asking else None
 
 
-def _roles(config: Config, launcher: LauncherState, state: str) -> dict[str, RoleStatus]:
+def _roles(config: Config, launcher: LauncherState, state: str, asking: bool) -> dict[str, RoleStatus]:
     file = run_paths(config).endpoints
     endpoints = load_endpoints(file) if file.is_file() else {}
 
@@ -153,7 +164,9 @@ def _roles(config: Config, launcher: LauncherState, state: str) -> dict[str, Rol
                 return "restarting"
             return "healthy" if state == "running" else "starting"
         endpoint = endpoints[name]
-        if endpoint.host in ("127.0.0.1", "localhost", "::1") and launcher.host != socket.gethostname():
+        if not asking:
+            answers = role.healthy
+        elif endpoint.host in ("127.0.0.1", "localhost", "::1") and launcher.host != socket.gethostname():
             answers = role.healthy  # it cannot be asked from here
         else:
             answers = is_healthy(config, name, endpoint, _ANSWER_S)

@@ -213,8 +213,8 @@ class RunView:
     def __init__(self, config: Config, console: Console) -> None:
         paths = run_paths(config)
         # A resumed run's earlier steps have been seen.
-        self._metrics = FileFollower(paths.metrics, from_end=config.run.resumes)
-        self._samples = FileFollower(paths.samples, from_end=config.run.resumes)
+        self._metrics = FileFollower(paths.metrics, newest_bytes=0 if config.run.resumes else None)
+        self._samples = FileFollower(paths.samples, newest_bytes=0 if config.run.resumes else None)
         self._progress = make_progress(config.run.steps, console)
         self.note = self._progress.note
         """Tells what has happened, on a line that stays."""

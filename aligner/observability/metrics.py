@@ -20,6 +20,7 @@ from aligner.schema import LoggingConfig
 Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""
 
+_NEWEST_BYTES = 1 << 17
 _END_TIMEOUT_S = 8.0  # below cluster.stop_timeout_s by default: after that the launcher kills
 
 
@@ -82,8 +83,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Every step's metrics, in order, with what was added to it (`MetricsWriter.amend`)."""
-    steps: list[dict[str, float]] = []
-    for record in read_records(path):
+    return with_records([], read_records(path))
+
+
+def read_newest_metrics(path: Path) -> list[dict[str, float]]:
+    """Those of the last steps, as many as the file's end has; for who reads many runs at a time."""
+    return with_records([], FileFollower(path, newest_bytes=_NEWEST_BYTES).new_records())
+
+
+def with_records(steps: list[dict[str, float]], records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics by step, and what was read behind them: more of the last step, further steps, or steps that were done again."""
+    for record in records:
+        while steps and steps[-1]["step"] > record["step"]:
+            steps.pop()
         if steps and steps[-1]["step"] == record["step"]:
             steps[-1] |= record
         else:
@@ -94,9 +106,15 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 class FileFollower:
     """Reads the records that another process appends to a JSON-lines file."""
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+    def __init__(self, path: Path, *, newest_bytes: int | None = None) -> None:
+        """Begins with the first line that begins among the last so many bytes; with the file's first if not given."""
+        self._path, self._offset = path, 0
+        if newest_bytes is not None and path.exists():
+            with path.open("rb") as file:
+                if start := max(0, file.seek(0, os.SEEK_END) - newest_bytes):
+                    file.seek(start)
+                    file.readline()
+                    self._offset = file.tell()
 
     def new_records(self) -> list[dict[str, Any]]:
         """The lines completed since the last call. Raises AlignerError for one that is no record."""

@@ -128,7 +128,7 @@ def test_a_follower_waits_for_whole_lines_and_follows_a_cut_back_file(tmp_path: 
 def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    follower = FileFollower(path, from_end=True)
+    follower = FileFollower(path, newest_bytes=0)
     with path.open("a") as file:
         file.write('{"step": 2}\n')
     assert follower.new_records() == [{"step": 2}]

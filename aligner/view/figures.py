@@ -1,23 +1,29 @@
-"""The plots of a run's report, as plotly figures. What a run has not measured has no plot."""
+"""The plots of a run's pages, as plotly.js takes them; text and grid have the page's colours.
+
+What was not measured has no plot.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from itertools import accumulate
 from typing import Any
-
-from plotly import graph_objects as go
-from plotly.colors import sample_colorscale
 
 from aligner.observability.timeline import PHASES
 from aligner.observability.trace import Span, busy_shares, innermost, roles_of, step_bounds, steps_window
 
 Metrics = Sequence[Mapping[str, float]]
+Trace = dict[str, Any]
 
-_INK, _GRID = "#4a5059", "#e6e8eb"
-_LINES = ("#35618f", "#d9822b", "#4a9b6e", "#b0568f", "#8a6fb5", "#7f8790")
+OVERVIEW = "overview"
+"""The group of the plots that say most of a run; any other metric is in that of its name's first part."""
+
+_LINES = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _ACTIVITIES = {
     "batch": "#86aad0",
-    "generate": "#35618f",
+    "generate": "#4786c6",
     "prefill": "#86aad0",
     "logprobs": "#58a6a6",
     "score": "#d8b52d",
@@ -30,13 +36,17 @@ _ACTIVITIES = {
     "evaluate": "#8c6d5a",
     "checkpoint": "#7f8790",
     "environments": "#c9a66b",
-    "wait": "#dfe2e6",
+    "wait": "rgba(138, 146, 156, 0.3)",
 }
 _OTHER = "#b4bac2"
-_FRESH, _STALE = "#9cc3e6", "#b0568f"
+_FRESH, _STALE = (156, 195, 230), (176, 86, 143)
 _SHARE = "staleness/share_"
 _LENGTHS = {"response/drawn_to_": "drawn", "response/learned_to_": "learned from"}
+_OWN_PLOTS = (*_LENGTHS, _SHARE)
+_SECONDS = "seconds"  # no metric: those have a / in their names
 _POINTS, _BARS = 1000, 200
+_BARS_LAYOUT = {"barmode": "stack", "bargap": 0.15, "showlegend": True}
+_ROWS_AXIS = {"showgrid": False, "ticksuffix": "  "}
 _UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
 
 
@@ -46,14 +56,17 @@ class Plot:
 
     key: str
     title: str
-    figure: go.Figure
+    traces: Sequence[Trace]
+    layout: Mapping[str, Any]
     note: str = ""
     wide: bool = False
+    group: str = OVERVIEW
+    about: str = ""
+    """The names of its metrics, which a search finds."""
 
-    def html(self) -> str:
-        """The figure for a page that has plotly's script."""
-        how = {"displayModeBar": False, "responsive": True}
-        return str(self.figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot-{self.key}", config=how))
+    def content(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -107,13 +120,31 @@ PANELS = (
 )
 
 
-def metric_plots(metrics: Metrics) -> Iterator[Plot]:
-    """A plot of every panel of which something was measured, of staleness, lengths, and where the steps' time went."""
-    shown, together = thinned(metrics, _POINTS)
+def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
+    """Every metric of some runs by step, several runs over each other: first the panels, then what is in none of them.
+
+    A trace has beside its steps the `seconds` that the run had taken by then, as far as steps were timed.
+    """
+    thin = {name: thinned(_timed(metrics), _POINTS) for name, metrics in runs.items()}
+    shown = {name: records for name, (records, _) in thin.items()}
+    together = max((steps for _, steps in thin.values()), default=1)
     note = f"each point is the mean of {together} steps" if together > 1 else ""
-    for panel in PANELS:
-        if any(_points(shown, key, panel.logarithmic) for key in panel.metrics):
-            yield Plot(panel.key, panel.title, _lines(shown, panel), note)
+    keys = dict.fromkeys(key for records in shown.values() for record in records for key in record)
+    in_panels = {key for panel in PANELS for key in panel.metrics} | {"step", _SECONDS}
+    left = [key for key in sorted(keys) if key not in in_panels and not key.startswith(_OWN_PLOTS)]
+    alone = [Panel(key, key, {key: key}) for key in left]
+    for panel in (*PANELS, *alone):
+        drawn = {
+            (run, key) for run, records in shown.items() for key in panel.metrics if _points(records, key, panel.logarithmic)
+        }
+        if drawn:
+            group = OVERVIEW if panel in PANELS else panel.key.partition("/")[0]
+            yield Plot(panel.key, panel.title, *_lines(shown, panel, drawn), note, group=group, about=" ".join(panel.metrics))
+
+
+def metric_plots(metrics: Metrics) -> Iterator[Plot]:
+    """A run's curves, staleness, lengths, and where the steps' time went."""
+    yield from curves({"": metrics})
     for key, title, whole, prefix, draw in (
         ("staleness_shares", "Tokens by staleness, weight versions", "staleness/max", _SHARE, _staleness_shares),
         ("step_time", "Seconds a step", "time/step", "time/", _step_times),
@@ -121,9 +152,11 @@ def metric_plots(metrics: Metrics) -> Iterator[Plot]:
         shown, together = thinned(_with_every(prefix, [record for record in metrics if whole in record]), _BARS)
         note = f"each bar is the mean of {together} steps" if together > 1 else ""
         if shown:
-            yield Plot(key, title, draw(shown), note)
+            yield Plot(key, title, *draw(shown), note, about=prefix)
     if any(key.startswith(tuple(_LENGTHS)) for record in metrics for key in record):
-        yield Plot("lengths", "Responses of the whole run by length, tokens", _length_counts(metrics))
+        yield Plot(
+            "lengths", "Responses of the whole run by length, tokens", *_length_counts(metrics), about="response/length"
+        )
 
 
 def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
@@ -133,8 +166,14 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
         return
     steps = len([step for step, (start, _) in step_bounds(spans).items() if step > 0 and start >= begin])
     note = f"busy share of the last {steps} steps, a mean over each role's ranks; waiting is not busy"
-    yield Plot("utilization", "Utilization", _utilization(busy_shares(spans, (begin, end))), note, wide=True)
+    yield Plot("utilization", "Utilization", *_utilization(busy_shares(spans, (begin, end))), note, wide=True)
     yield _timeline(spans, steps_window(spans, _TIMELINE_STEPS))
+
+
+def _timed(metrics: Metrics) -> Metrics:
+    """With the seconds from the first step's start to each one's end."""
+    seconds = accumulate(record.get("time/step", 0.0) for record in metrics)
+    return [{**record, _SECONDS: spent} for record, spent in zip(metrics, seconds, strict=True)]
 
 
 def thinned(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
@@ -158,127 +197,148 @@ def _with_every(prefix: str, metrics: Metrics) -> Metrics:
     return [{"step": record["step"], **{key: record.get(key, 0.0) for key in keys}} for record in metrics]
 
 
-def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float]]:
-    """Steps and values; a logarithmic axis has no place for those that are not positive."""
-    return [(each["step"], each[key]) for each in metrics if key in each and not (logarithmic and each[key] <= 0)]
+def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float, float]]:
+    """Steps, seconds and values; a logarithmic axis has no place for those that are not positive."""
+    return [
+        (each["step"], each[_SECONDS], each[key]) for each in metrics if key in each and not (logarithmic and each[key] <= 0)
+    ]
 
 
-def _lines(metrics: Metrics, panel: Panel) -> go.Figure:
-    drawn = [key for key in panel.metrics if _points(metrics, key, panel.logarithmic)]
-    figure = _figure(showlegend=len(drawn) > 1)
-    for color, key in zip(_LINES * 3, drawn, strict=False):
-        _add_band(figure, metrics, key, color)
-        steps, values = zip(*_points(metrics, key, panel.logarithmic), strict=True)
-        mode = "lines" if len(steps) > 40 else "lines+markers"
-        line, marker = {"color": color, "width": 1.6}, {"color": color, "size": 4}
-        figure.add_trace(go.Scatter(x=steps, y=values, name=panel.metrics[key], mode=mode, line=line, marker=marker))
-    if panel.logarithmic:
-        figure.update_yaxes(type="log", exponentformat="e")
-    elif min(min(trace.y) for trace in figure.data) >= 0:
-        figure.update_yaxes(rangemode="nonnegative")
-    return figure
+def _lines(runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]]) -> tuple[list[Trace], dict[str, Any]]:
+    """A line a run and metric: of one run each metric has a colour, of several each run, and metrics are told by dashes."""
+    traces: list[Trace] = []
+    layout = {"showlegend": len(drawn) > 1, "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {}}
+    for place, (run, records) in enumerate(runs.items()):
+        for number, key in enumerate(key for key in panel.metrics if (run, key) in drawn):
+            color = _LINES[(place if len(runs) > 1 else number) % len(_LINES)]
+            if len(runs) == 1:
+                traces += _band(records, key, color)
+            points = _points(records, key, panel.logarithmic)
+            dash = _DASHES[number % len(_DASHES)] if len(runs) > 1 else "solid"
+            metric = panel.metrics[key] if len(panel.metrics) > 1 or not run else ""
+            name = escape(" ".join(part for part in (run, metric) if part), quote=False)
+            line = {"color": color, "width": 1.6, "dash": dash}
+            mode = "lines" if len(points) > 40 else "lines+markers"
+            x, seconds, y = (list(column) for column in zip(*points, strict=True))
+            traces.append({"type": "scatter", "name": name, "mode": mode, "x": x, "seconds": seconds, "y": y, "line": line})
+            traces[-1]["marker"] = {"color": color, "size": 4}
+    if not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
+        layout["yaxis"] = {"rangemode": "nonnegative"}
+    return traces, layout
 
 
-def _add_band(figure: go.Figure, metrics: Metrics, key: str, color: str) -> None:
+def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
     """The interval of a metric that has one, or a standard deviation to either side of the mean."""
     low, high, spread = f"{key}_low", f"{key}_high", f"{key.removesuffix('/mean')}/std"
     bounds = []
     for each in metrics:
         if key.endswith("/mean") and key in each and spread in each:
-            bounds.append((each["step"], each[key] - each[spread], each[key] + each[spread]))
+            bounds.append((each["step"], each[_SECONDS], each[key] - each[spread], each[key] + each[spread]))
         elif not key.endswith("/mean") and low in each and high in each:
-            bounds.append((each["step"], each[low], each[high]))
-    if bounds:
-        steps, lower, upper = (list(column) for column in zip(*bounds, strict=True))
-        area = {"fill": "toself", "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:]))}
-        hidden = {"mode": "none", "hoverinfo": "skip", "showlegend": False}
-        figure.add_trace(go.Scatter(x=steps + steps[::-1], y=upper + lower[::-1], **area, **hidden))
+            bounds.append((each["step"], each[_SECONDS], each[low], each[high]))
+    if not bounds:
+        return []
+    steps, seconds, lower, upper = (list(column) for column in zip(*bounds, strict=True))
+    area = {"fill": "toself", "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:]))}
+    places = {"x": steps + steps[::-1], "seconds": seconds + seconds[::-1], "y": upper + lower[::-1]}
+    return [{"type": "scatter", **places, **area, "mode": "none", "hoverinfo": "skip", "showlegend": False}]
 
 
-def _step_times(metrics: Metrics) -> go.Figure:
+def _step_times(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     phases = [key for key in metrics[0] if key.startswith("time/") and key != "time/step"]
     seconds = {phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases}
     rest = [max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics]
     named = {PHASES.get(phase, phase): values for phase, values in {**seconds, "other": rest}.items()}
-    return _stacked(metrics, named, {name: _ACTIVITIES.get(name, _OTHER) for name in named})
+    return _stacked(metrics, named, [_ACTIVITIES.get(name, _OTHER) for name in named]), _BARS_LAYOUT
 
 
-def _staleness_shares(metrics: Metrics) -> go.Figure:
+def _staleness_shares(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     lags = sorted(int(key.removeprefix(_SHARE)) for key in metrics[0] if key.startswith(_SHARE))
     percent = {str(lag): [100 * record[f"{_SHARE}{lag}"] for record in metrics] for lag in lags}
-    colors = sample_colorscale([_FRESH, _STALE], [place / max(1, len(lags) - 1) for place in range(len(lags))])
-    figure = _stacked(metrics, percent, dict(zip(percent, colors, strict=True)))
-    return figure.update_yaxes(range=[0, 100], ticksuffix=" %")
+    places = [place / max(1, len(lags) - 1) for place in range(len(lags))]
+    mixed = [[round(a + place * (b - a)) for a, b in zip(_FRESH, _STALE, strict=True)] for place in places]
+    colors = ["rgb({}, {}, {})".format(*color) for color in mixed]
+    return _stacked(metrics, percent, colors), {**_BARS_LAYOUT, "yaxis": {"range": [0, 100], "ticksuffix": " %"}}
 
 
-def _length_counts(metrics: Metrics) -> go.Figure:
+def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     """What was drawn beside what was learned from: a length at which they differ is one that is lost."""
-    figure = _figure(barmode="group", bargap=0.2, showlegend=True)
+    traces = []
     whole = _with_every("response/", metrics)
     edges = sorted({int(key.split("_to_")[1]) for key in whole[0] if key.startswith(tuple(_LENGTHS))})
     for color, (prefix, name) in zip(_LINES, _LENGTHS.items(), strict=False):
         counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in whole) for edge in edges]
         labels = [str(edge) if edge < 3 else f"{edge // 2 + 1}-{edge}" for edge in edges]
-        figure.add_trace(go.Bar(x=labels, y=counts, name=name, marker={"color": color, "line": {"width": 0}}))
-    return figure.update_xaxes(title="tokens", type="category")
+        traces.append({"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}})
+    axis = {"title": {"text": "tokens"}, "type": "category"}
+    return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, "xaxis": axis}
 
 
-def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> go.Figure:
+def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Sequence[str]) -> list[Trace]:
     """A bar a record, of what its parts add up to."""
-    figure = _figure(barmode="stack", bargap=0.15, showlegend=True)
     steps = [record["step"] for record in metrics]
-    for name, values in parts.items():
-        figure.add_trace(go.Bar(x=steps, y=values, name=name, marker={"color": colors[name], "line": {"width": 0}}))
-    return figure
+    return [
+        {"type": "bar", "x": steps, "y": list(values), "name": escape(name, quote=False), "marker": {"color": color}}
+        for (name, values), color in zip(parts.items(), colors, strict=True)
+    ]
 
 
-def _utilization(shares: Mapping[str, Mapping[str, float]]) -> go.Figure:
+def _utilization(shares: Mapping[str, Mapping[str, float]]) -> tuple[list[Trace], dict[str, Any]]:
     roles = list(shares)[::-1]
-    figure = _figure(barmode="stack", bargap=0.35, height=34 * len(roles) + 80, showlegend=True)
+    traces = []
     for name in _activities(name for own in shares.values() for name in own):
         percent = [100 * shares[role].get(name, 0.0) for role in roles]
-        figure.add_trace(_row_bar(name, " %{x:.1f} %", x=percent, y=roles))
-    for role in roles:
-        where = {"x": 1, "xref": "paper", "xanchor": "left", "y": role, "showarrow": False}
-        figure.add_annotation(text=f"<b>{100 * sum(shares[role].values()):.0f} %</b>", **where)
-    figure.update_layout(margin_r=52)
-    figure.update_xaxes(range=[0, 100], ticksuffix=" %", title=None)
-    figure.update_yaxes(showgrid=False, ticksuffix="  ")
-    return figure
+        traces.append(_row_bar(name, " %{x:.1f} %", x=percent, y=roles))
+    beside = {"x": 1, "xref": "paper", "xanchor": "left", "showarrow": False}
+    sums = [{"text": f"<b>{100 * sum(shares[role].values()):.0f} %</b>", "y": role, **beside} for role in roles]
+    layout = {"barmode": "stack", "bargap": 0.35, "height": 34 * len(roles) + 80, "showlegend": True, "annotations": sums}
+    axes = {"xaxis": {"range": [0, 100], "ticksuffix": " %", "title": {"text": ""}}, "yaxis": _ROWS_AXIS}
+    return traces, {**layout, **axes, "margin": {"r": 52}}
 
 
 def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
     begin, end = window
     inside = [span for span in spans if span.end > begin and span.start < end]
     rows, left_out = _rows(inside)
-    figure = _figure(barmode="overlay", bargap=0.25, height=26 * len(rows) + 120, showlegend=True)
-    figure.update_layout(margin_t=54, legend={"yref": "container", "yanchor": "top", "y": 1})  # above the steps' numbers
+    traces, lines, labels = [], [], []
     cut = [span for row in rows for span in innermost(span for span in inside if _row(span) == row)]
     for name in _activities(span.name for span in cut):
         own = [span for span in cut if span.name == name]
         bars = {"base": [(span.start - begin) / 1e6 for span in own], "x": [(span.end - span.start) / 1e6 for span in own]}
         about = [[span.step, (span.about or {}).get("rows", "-")] for span in own]
         hover = "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}"
-        figure.add_trace(_row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars))
+        traces.append(_row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars))
     for step, (start, _) in step_bounds(inside).items():
         at = (start - begin) / 1e6
-        figure.add_vline(at, line={"color": _INK, "width": 0.8, "dash": "dot"})
+        stroke = {"color": _OTHER, "width": 0.8, "dash": "dot"}
+        lines.append({"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": stroke})
         above = {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left", "showarrow": False}
-        figure.add_annotation(text=f"step {step}", font={"size": 11}, **above)
-    figure.update_xaxes(range=[0, (end - begin) / 1e6], title="seconds")
-    figure.update_yaxes(showgrid=False, ticksuffix="  ", categoryorder="array", categoryarray=rows[::-1])
+        labels.append({"text": f"step {step}", "font": {"size": 11}, **above})
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "height": 26 * len(rows) + 120,
+        "showlegend": True,
+        "margin": {"t": 54},
+        "legend": {"yref": "container", "yanchor": "top", "y": 1},  # above the steps' numbers
+        "shapes": lines,
+        "annotations": labels,
+        "xaxis": {"range": [0, (end - begin) / 1e6], "title": {"text": "seconds"}},
+        "yaxis": {**_ROWS_AXIS, "categoryorder": "array", "categoryarray": rows[::-1]},
+    }
     note = f"{left_out} more ranks are left out" if left_out else ""
-    return Plot("timeline", "Timeline of the last steps", figure, note, wide=True)
+    return Plot("timeline", "Timeline of the last steps", traces, layout, note, wide=True)
 
 
-def _row_bar(activity: str, hover: str, **data: Any) -> go.Bar:
+def _row_bar(activity: str, hover: str, **data: Any) -> Trace:
+    name = escape(activity, quote=False)
     marker = {"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}}
-    hover = "%{y}: " + activity + hover + "<extra></extra>"
-    return go.Bar(name=activity, orientation="h", marker=marker, hovertemplate=hover, **data)
+    hover = "%{y}: " + name + hover + "<extra></extra>"
+    return {"type": "bar", "name": name, "orientation": "h", "marker": marker, "hovertemplate": hover, **data}
 
 
 def _row(span: Span) -> str:
-    return f"{span.role} {span.rank} {span.thread}".rstrip()
+    return escape(f"{span.role} {span.rank} {span.thread}".rstrip(), quote=False)
 
 
 def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:
@@ -290,23 +350,7 @@ def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:
     return shown, sum(map(len, threads.values())) - len(shown)
 
 
-def _activities(names: Iterator[str]) -> list[str]:
+def _activities(names: Iterable[str]) -> list[str]:
     """Each name once, those that are known first and in their order."""
     found = set(names)
     return [*(name for name in _ACTIVITIES if name in found), *sorted(found - _ACTIVITIES.keys())]
-
-
-def _figure(**layout: Any) -> go.Figure:
-    figure = go.Figure()
-    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True}
-    figure.update_layout(
-        template="none",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": _INK},
-        margin={"l": 8, "r": 12, "t": 32 if layout.get("showlegend") else 12, "b": 8},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "traceorder": "normal"},
-        xaxis={**axis, "title": "step"},
-        yaxis={**axis},
-        hovermode="closest",
-        **{"height": 250, "showlegend": False, **layout},
-    )
-    return figure

@@ -1,0 +1,37 @@
+"""`aligner view` and `aligner report`: runs in a browser."""
+
+import argparse
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+
+from aligner.errors import ConfigError
+from aligner.view.rendering import require_packages
+from aligner.view.saved_page import write_report
+
+_RUNS = Path("runs")
+
+
+def view(parsed: argparse.Namespace) -> None:
+    """Serve the runs below some directories until Ctrl-C; the link is printed first."""
+    require_packages("aligner view")
+    if missing := [directory for directory in parsed.directories if not directory.is_dir()]:
+        raise ConfigError(
+            f"{missing[0]}: no such directory; give run directories or directories with some, or none for ./{_RUNS}"
+        )
+    from aligner.view.web_server import HOST, serve
+
+    try:
+        listening = socket.create_server((HOST, parsed.port))
+    except OSError as error:
+        raise ConfigError(f"--port {parsed.port}: {error.strerror}; give another, or none for one that is free") from error
+    key = secrets.token_urlsafe(24)
+    with contextlib.suppress(KeyboardInterrupt), listening:
+        print(f"http://{HOST}:{listening.getsockname()[1]}/?key={key}", flush=True)
+        serve(parsed.directories or [_RUNS], key, listening)
+
+
+def report(parsed: argparse.Namespace) -> None:
+    """Write a run's page, and print where it is."""
+    print(write_report(parsed.run_directory, parsed.output))

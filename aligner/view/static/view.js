@@ -1,0 +1,245 @@
+// What pages do in the browser: plots drawn and redrawn, parts that go on with the run, tokens coloured.
+"use strict";
+
+const POLL_MS = 3000;
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+async function load(source) {
+  // A saved page holds its data; a page that is served asks for it.
+  const kept = [...document.querySelectorAll("script[data-source]")].find((each) => each.dataset.source === source);
+  if (kept) return kept.textContent;
+  const answer = await fetch(source, { cache: "no-cache" });
+  if (!answer.ok) throw new Error(answer.statusText);
+  return answer.text();
+}
+
+// Plots
+
+function smoothed(values, weight) {
+  let mean = 0, total = 0;
+  return values.map((value) => {
+    mean = mean * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return mean / total;
+  });
+}
+
+function tracesOf(plot, settings) {
+  const units = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
+  const longest = Math.max(0, ...plot.traces.map((trace) => (trace.seconds || [0]).at(-1)));
+  const [unit, name] = units.find(([seconds]) => longest >= 2 * seconds) || units[3];
+  const byTime = settings.x === "time" && plot.traces.every((trace) => trace.seconds);
+  const traces = plot.traces.flatMap((trace) => {
+    const shown = byTime ? { ...trace, x: trace.seconds.map((seconds) => seconds / unit) } : trace;
+    if (!settings.smoothing || trace.type !== "scatter") return [shown];
+    if (trace.fill) return [];
+    const raw = { ...shown, mode: "lines", opacity: 0.25, showlegend: false, hoverinfo: "skip" };
+    return [raw, { ...shown, mode: "lines", y: smoothed(trace.y, settings.smoothing) }];
+  });
+  return [traces, byTime ? `${name} in steps` : "step"];
+}
+
+function layoutOf(plot, horizontal) {
+  const own = plot.layout;
+  const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule"), automargin: true };
+  return {
+    height: 250, showlegend: false, hovermode: "closest", ...own,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
+    hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
+    margin: { l: 8, r: 12, t: own.showlegend ? 32 : 12, b: 8, ...own.margin },
+    legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, traceorder: "normal", ...own.legend },
+    xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, ...own.yaxis },
+  };
+}
+
+function element(name, text, ...classes) {
+  const made = document.createElement(name);
+  made.textContent = text;
+  made.classList.add(...classes);
+  return made;
+}
+
+function plotsOf(section) {
+  const groups = section.querySelector("[data-groups]"), empty = section.querySelector("[data-empty]");
+  const controls = section.querySelector("[data-controls]");
+  const cards = new Map();
+  const settings = { search: "", smoothing: 0, x: "step" };
+  let last = null;
+
+  const draw = (card) => {
+    if (!card.visible || !card.plot) return;
+    const [traces, horizontal] = tracesOf(card.plot, settings);
+    card.target.style.minHeight = `${card.plot.layout.height || 250}px`;
+    Plotly.react(card.target, traces, layoutOf(card.plot, horizontal), { displayModeBar: false, responsive: true });
+  };
+  const watcher = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      const card = cards.get(target.dataset.key);
+      if (!card || card.visible === isIntersecting) continue;
+      card.visible = isIntersecting;
+      draw(card);
+    }
+  }, { rootMargin: "300px" });
+
+  const groupOf = (name) => {
+    const known = [...groups.children].find((each) => each.dataset.group === name);
+    if (known) return known.lastChild;
+    const whole = element("section", "");
+    whole.dataset.group = name;
+    whole.append(element("h2", name, ...(name === "overview" ? ["hidden"] : [])), element("div", "", "group"));
+    groups.append(whole);
+    return whole.lastChild;
+  };
+  const cardOf = (plot) => {
+    if (cards.has(plot.key)) return cards.get(plot.key);
+    const figure = element("figure", "", "card", ...(plot.wide ? ["wide"] : [])), target = element("div", "", "plot");
+    figure.style.margin = 0;
+    const title = element("h3", plot.title), note = element("span", "", "soft");
+    target.id = `plot-${plot.key}`;
+    target.setAttribute("role", "img");
+    target.setAttribute("aria-label", plot.title);
+    figure.dataset.key = plot.key;
+    title.append(" ", note);
+    figure.append(title, target);
+    groupOf(plot.group).append(figure);
+    cards.set(plot.key, { figure, target, note, visible: false });
+    watcher.observe(figure);
+    return cards.get(plot.key);
+  };
+  const filter = () => {
+    for (const card of cards.values()) {
+      card.figure.hidden = !`${card.plot.title} ${card.plot.about}`.toLowerCase().includes(settings.search);
+    }
+    for (const group of groups.children) group.hidden = [...group.lastChild.children].every((figure) => figure.hidden);
+    const none = [...groups.children].every((group) => group.hidden);
+    if (cards.size) empty.textContent = "No metric is called so.";
+    empty.hidden = !none || !empty.textContent;
+  };
+  const refresh = async () => {
+    const text = await load(section.dataset.plots);
+    if (text === last) return;
+    last = text;
+    for (const plot of JSON.parse(text)) {
+      const card = cardOf(plot);
+      card.plot = plot;
+      card.note.textContent = plot.note;
+      draw(card);
+    }
+    filter();
+  };
+  if (controls) {
+    controls.addEventListener("submit", (event) => event.preventDefault());
+    controls.addEventListener("input", ({ target }) => {
+      settings[target.name] = target.name === "smoothing" ? Number(target.value) : target.value.toLowerCase();
+      if (target.name === "smoothing") controls.querySelector("output").value = Number(target.value).toFixed(2);
+      if (target.name === "search") filter();
+      else for (const card of cards.values()) draw(card);
+    });
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => cards.forEach(draw));
+  return refresh;
+}
+
+// Parts of the page that change while the run goes on
+
+function liveOf(region) {
+  toEnd(region);
+  return async () => {
+    const page = new DOMParser().parseFromString(await load(region.dataset.live || location.href), "text/html");
+    const fresh = page.getElementById(region.id);
+    if (!fresh || fresh.innerHTML === region.dataset.last) return;
+    const marked = [...region.querySelectorAll("input:checked")].map((input) => input.id);
+    const focused = region.contains(document.activeElement) ? document.activeElement.id : "";
+    const log = region.querySelector("[data-at-end]");
+    const isAtEnd = !log || log.scrollTop + log.clientHeight > log.scrollHeight - 40;
+    if (region.contains(document.activeElement) && !focused && !log) return;
+    region.dataset.last = fresh.innerHTML;
+    region.replaceChildren(...fresh.childNodes);
+    for (const id of marked) if (document.getElementById(id)) document.getElementById(id).checked = true;
+    if (focused) document.getElementById(focused)?.focus();
+    if (isAtEnd) toEnd(region);
+  };
+}
+
+function toEnd(region) {
+  for (const log of region.querySelectorAll("[data-at-end]")) log.scrollTop = log.scrollHeight;
+}
+
+// Tokens
+
+async function showTokens(section) {
+  const { id, text, columns } = JSON.parse(await load(section.dataset.tokens));
+  const select = section.querySelector("select"), holder = section.querySelector("[data-text]");
+  const legend = section.querySelector("[data-legend]"), inspector = section.querySelector("[data-inspector]");
+  const spans = text.map((each) => element("span", each));
+  let current = -1;
+  holder.append(...spans);
+  for (const name of Object.keys(columns)) select.append(new Option(name, name));
+  const shade = (share) => `rgba(${share < 0 ? "224, 120, 30" : "50, 120, 220"}, ${(0.5 * Math.min(1, Math.abs(share))).toFixed(3)})`;
+  const paint = () => {
+    const values = columns[select.value] || [], base = select.value === "weight version" ? Math.min(...values) : 0;
+    const sizes = values.filter((value) => value !== null).map((value) => Math.abs(value - base)).sort((a, b) => a - b);
+    const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+    spans.forEach((span, place) => {
+      const value = values[place];
+      span.style.background = value === null || value === undefined ? "none" : shade((value - base) / largest);
+    });
+    const entry = (value, share) => {
+      const swatch = element("i", ""), whole = element("span", "");
+      swatch.style.background = shade(share);
+      whole.append(swatch, shortened(value));
+      return whole;
+    };
+    const has = (sign) => values.some((value) => value !== null && Math.sign(value - base) === sign);
+    legend.replaceChildren(...(has(-1) ? [entry(base - largest, -1)] : []), entry(base, 0), ...(has(1) ? [entry(base + largest, 1)] : []));
+  };
+  const inspect = (place) => {
+    if (place < 0 || place >= spans.length) return;
+    spans[current]?.classList.remove("current");
+    current = place;
+    spans[place].classList.add("current");
+    const rows = [["token", `${place + 1} of ${spans.length}`], ["id", id[place]], ["text", JSON.stringify(text[place])]];
+    for (const [name, values] of Object.entries(columns)) rows.push([name, shortened(values[place])]);
+    inspector.replaceChildren(...rows.map(([name, value]) => {
+      const row = element("div", "");
+      row.append(element("dt", name), element("dd", value ?? "–"));
+      return row;
+    }));
+  };
+  select.addEventListener("change", paint);
+  holder.addEventListener("pointerover", (event) => inspect(spans.indexOf(event.target)));
+  holder.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    inspect(Math.max(0, Math.min(spans.length - 1, current + step)));
+    spans[current].scrollIntoView({ block: "nearest" });
+  });
+  paint();
+  inspect(0);
+}
+
+function shortened(value) {
+  if (value === null || value === undefined) return "–";
+  return Number.isInteger(value) ? String(value) : Math.abs(value) >= 0.001 ? value.toFixed(4) : value.toExponential(2);
+}
+
+// All of a page
+
+async function start() {
+  const refreshes = [...document.querySelectorAll("[data-plots]")].map(plotsOf);
+  if (location.protocol !== "file:") refreshes.push(...[...document.querySelectorAll("[data-live]")].map(liveOf));
+  for (const section of document.querySelectorAll("[data-tokens]")) showTokens(section);
+  const all = () => Promise.allSettled(refreshes.map((refresh) => refresh()));
+  await all();
+  document.documentElement.dataset.ready = "true";
+  if (!document.querySelector("[data-live]")) return;
+  const again = async () => {
+    if (!document.hidden) await all();
+    setTimeout(again, POLL_MS);
+  };
+  setTimeout(again, POLL_MS);
+}
+
+start();
