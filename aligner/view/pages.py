@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.observability.trace import read_spans
 from aligner.view.figures import Plot, curves, metric_plots, timeline_plots
 from aligner.view.rendering import STATIC, configuration, plotly_script, render
-from aligner.view.run_index import Overview, RunIndex, ViewedRun, stamp_of
+from aligner.view.run_index import UNREADABLE, Overview, RunIndex, ViewedRun, stamp_of
 from aligner.view.run_summary import differences, key_figures, left_out, log_end, log_files
 from aligner.view.sample_table import PAGE, SampleFilter, SampleTable
 from aligner.view.shown_text import printable, token_columns, turns
@@ -312,8 +312,8 @@ def _plots(plots: Sequence[Plot]) -> Response:
 
 def _sorted(runs: Sequence[Overview], column: str, descending: bool) -> list[Overview]:
     """Those without a value come last, whatever the direction."""
-    known = [run for run in runs if getattr(run, column) not in (None, "")]
-    missing = [run for run in runs if getattr(run, column) in (None, "")]
+    known = [run for run in runs if run.state != UNREADABLE and getattr(run, column) not in (None, "")]
+    missing = [run for run in runs if run not in known]
     return sorted(known, key=lambda run: getattr(run, column), reverse=descending) + missing
 
 

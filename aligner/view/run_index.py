@@ -73,14 +73,14 @@ class ViewedRun:
         with self._lock:
             if not self.paths.metrics.exists():
                 return []
-            file = self.paths.metrics.stat().st_ino
+            size, read = self.paths.metrics.stat().st_size, self._metrics
             try:
-                if self._metrics is None or self._metrics[0] != file:
-                    self._metrics = file, FileFollower(self.paths.metrics), []
-                self._metrics = *self._metrics[:2], with_records(self._metrics[2], self._metrics[1].new_records())
-            except AlignerError:  # where the run was begun again the place that was read to may be in the middle of a line
+                if read is None or size < read[0]:  # a run that goes on from a checkpoint cuts the file back to it
+                    read = 0, FileFollower(self.paths.metrics), []
+                self._metrics = size, read[1], with_records(read[2], read[1].new_records())
+            except AlignerError:  # by now it may be longer again, and where it was read to in the middle of a line
                 follower = FileFollower(self.paths.metrics)
-                self._metrics = file, follower, with_records([], follower.new_records())
+                self._metrics = size, follower, with_records([], follower.new_records())
             return list(self._metrics[2])
 
     def status(self) -> RunStatus:

@@ -74,6 +74,6 @@ def token_columns(tokens: Mapping[str, Any]) -> dict[str, Any]:
         if any(None not in pair for pair in pairs):
             columns[name] = [None if a is None or b is None else a - b for a, b in pairs]
     if "drawn" in columns:
-        columns["given"] = [int(not value) for value in columns.pop("drawn")]
+        columns["given"] = [int(not value) for value in columns.pop("drawn")]  # by the environment, not drawn
     texts = [printable(text or "") for text in tokens.get("text") or ()]
     return {"id": tokens.get("token_id") or [], "text": texts, "columns": columns}

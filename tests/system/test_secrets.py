@@ -8,10 +8,10 @@ import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.observability.metrics import MetricsWriter
-from aligner.observability.report import write_report
 from aligner.observability.sinks import open_sinks
 from aligner.paths import run_paths
 from aligner.training.run_checkpoints import RunCheckpoints
+from aligner.view.saved_page import write_report
 from tests.training.test_run_checkpoints import commit
 
 SECRET = "not-for-others"

@@ -105,7 +105,7 @@ def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{page}\n", "")
     plots = {"utilization", "timeline", "reward", "kl", "length", "policy_loss", "value_loss", "mismatch", "staleness"}
-    assert plots <= set(re.findall(r'<div id="plot-(\w+)"', page.read_text()))
+    assert plots <= set(re.findall(r'"key":"(\w+)"', page.read_text()))
 
 
 @pytest.mark.slow

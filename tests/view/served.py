@@ -1,0 +1,71 @@
+"""`aligner view` as a process of its own, and the one who asks it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class Viewer:
+    """Asks the server at a link, with its cookie once `open` was called."""
+
+    def __init__(self, link: str) -> None:
+        self.link, parts = link, urlsplit(link)
+        self.host, self._cookie = parts.netloc, ""
+
+    def open(self) -> Answer:
+        answer = self.get("/?" + urlsplit(self.link).query)
+        self._cookie = answer.headers["set-cookie"].split(";")[0]
+        return answer
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        connection = http.client.HTTPConnection(self.host, timeout=60)
+        try:
+            given = {"Cookie": self._cookie, **{name.replace("_", "-"): value for name, value in headers.items()}}
+            connection.request(method, path, headers=given)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, text)
+        finally:
+            connection.close()
+
+
+@contextmanager
+def serving(*directories: Path) -> Iterator[Viewer]:
+    """The server of some directories; ended as Ctrl-C does."""
+    command = [sys.executable, "-m", "aligner", "view", *map(str, directories)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        link = process.stdout.readline().strip()
+        assert link.startswith("http://127.0.0.1:"), process.communicate()
+        yield Viewer(link)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
