@@ -24,7 +24,7 @@ COPY pyproject.toml constraints.txt ./
 COPY container/pins.py container/
 # megatron-core goes in without its dependencies: for torch pip would replace the base image's build by a release of its own.
 RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
-    && python3 container/pins.py held.txt requirements.txt sentiment verify tensorrt_llm wandb mlflow report \
+    && python3 container/pins.py held.txt requirements.txt sentiment verify tensorrt_llm wandb mlflow view \
     && pip install --no-cache-dir --constraint held.txt --requirement requirements.txt
 ENTRYPOINT ["aligner"]
 CMD ["--help"]

@@ -23,7 +23,7 @@ VERSIONS = {"megatron-core": "0.16.", "numpy": "1.", "hydra-core": "1.3."}
 """What versions must begin with; numpy below 2 is nvidia-pytriton's bound, kept everywhere."""
 EVERYWHERE = (
     *("torch", "hydra", "safetensors", "tokenizers", "jinja2", "tritonclient.grpc", "rich", "tensorboard", "psutil", "xxhash"),
-    *("vaderSentiment", "math_verify", "wandb", "mlflow.tracking", "plotly.offline", "aligner.cli", "aligner.config.compose"),
+    *("vaderSentiment", "math_verify", "wandb", "mlflow.tracking", "duckdb", "aligner.cli", "aligner.config.compose"),
 )
 OF_TARGET = {"trainer": ("aligner.launch.local",), "server": ("pytriton.triton",)}
 

@@ -27,7 +27,7 @@ MODULES = {
     "verify": "math_verify",
     "wandb": "wandb",
     "mlflow": "mlflow.tracking",
-    "report": "plotly.offline",
+    "view": "duckdb",
 }
 
 

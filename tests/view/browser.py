@@ -1,0 +1,77 @@
+"""A real headless browser without a network but this machine's, and what it has to complain of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+WIDTH, HEIGHT = 1400, 900
+_READY_MS = 120_000
+
+
+@dataclass
+class Tab:
+    """A page, and what became of it."""
+
+    page: Page
+    console: list[str] = field(default_factory=list)
+    """Messages, errors, dialogs and requests that failed."""
+    requests: list[str] = field(default_factory=list)
+
+    def open(self, address: str) -> None:
+        """Go there, and wait until all is drawn that is in sight."""
+        self.page.goto(address)
+        self.page.wait_for_selector("html[data-ready=true]", state="attached", timeout=_READY_MS)
+
+    def photograph(self, file: Path) -> None:
+        """Of the whole page."""
+        self.page.screenshot(path=file, full_page=True)
+
+    def violations(self) -> list[str]:
+        """What axe finds that keeps someone from using the page: labels, contrast, order, roles."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        found = Axe().run(self.page).response["violations"]
+        return [f"{rule['id']}: {rule['nodes'][0]['html'][:200]}" for rule in found]
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """Chromium, ended with the block; skips the test where there is none."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium on PATH (Debian: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    rules = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu", rules])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def tab(browser: Browser, scheme: str = "light", height: int = HEIGHT) -> Iterator[Tab]:
+    """A tab with cookies of its own."""
+    context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    context.set_default_timeout(_READY_MS)
+    found = Tab(context.new_page())
+    found.page.on("console", lambda message: found.console.append(message.text))
+    found.page.on("pageerror", lambda error: found.console.append(str(error)))
+    found.page.on("dialog", lambda dialog: (found.console.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    found.page.on("request", lambda request: found.requests.append(request.url))
+    try:
+        yield found
+    finally:
+        context.close()

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aligner.observability.metrics import MetricsWriter, read_metrics
+from aligner.observability.trace import read_spans
+from aligner.view.figures import PANELS, metric_plots, timeline_plots
+from aligner.view.saved_page import write_report
+from tests.view.browser import browsing, tab
+from tests.view.served import Viewer, serving
+from tests.view.test_view import paths_of, runs
+from tests.view.written_runs import HOSTILE, begin, write_metrics, write_samples, write_timeline
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.slow
+__all__ = ["runs"]
+"""The fixture of the tests without a browser."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_silent_and_can_be_used_by_all(browser: Browser, runs: Path, tmp_path: Path, scheme: str) -> None:
+    """Of finished, failed, hostile and damaged runs, of two that are compared, and where there is none."""
+    (tmp_path / "empty").mkdir()
+    found = {}
+    with serving(runs) as viewer, serving(tmp_path / "empty") as empty:
+        viewer.open()
+        pages = paths_of(viewer.get("/"))
+        hostile = next(path for name, path in pages.items() if "script" in name)
+        finished, failed = pages["finished"], pages["failed"]
+        below = ("", "/timeline", "/configuration", "/logs", "/health", "/samples", "/samples?by=prompt")
+        of_samples = ("/samples/4/0", "/samples/3/0", "/samples/20/0/over-time")
+        paths = {
+            "runs": "/",
+            "compare": f"/compare?run={finished[6:]}&run={failed[6:]}",
+            "samples_none": f"{finished}/samples?q=none",
+        }
+        paths |= {f"finished{path}": finished + path for path in (*below, *of_samples)}
+        paths |= {
+            f"hostile{path}": hostile + path for path in (*below, "/samples/1/0", "/samples/2/0", "/samples/1/0/over-time")
+        }
+        paths |= {f"failed{path}": failed + path for path in ("", "/logs", "/health", "/samples")}
+        with tab(browser, scheme) as opened:
+            opened.open(empty.link)
+            opened.photograph(tmp_path / "empty.png")
+            found["empty"] = [*opened.console, *opened.violations()]
+            for name, path in {"link": viewer.link[viewer.link.index("/?") :], **paths}.items():
+                opened.console.clear()
+                opened.open(f"http://{viewer.host}{path}")
+                opened.photograph(tmp_path / f"{name.replace('/', '_')}.png")
+                found[name] = [*opened.console, *opened.violations()]
+            assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in opened.requests)
+    assert not {name: problems for name, problems in found.items() if problems}
+
+
+def test_the_keyboard_reaches_everything_and_its_place_is_seen(browser: Browser, runs: Path) -> None:
+    with serving(runs) as viewer, tab(browser) as opened:
+        page = opened.page
+        opened.open(viewer.link)
+        order = []
+        for _ in range(16):
+            page.keyboard.press("Tab")
+            style, place = page.evaluate(
+                "[getComputedStyle(document.activeElement).outlineStyle,"
+                " document.activeElement.textContent.trim().slice(0, 20) || document.activeElement.name]"
+            )
+            assert style == "solid", place
+            order.append(place)
+        assert order[:4] == ["Skip to the content", "aligner", "q", "anyfailedfinishedunr"[:20]]
+        assert order[4] == "Filter" and "run" in order
+        viewer.open()
+        opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['finished']}/samples/4/0")
+        page.focus(".tokens-text")
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+        assert "3 of 5" in page.inner_text("[data-inspector]") and '"one"' in page.inner_text("[data-inspector]")
+        page.select_option(".tokens select", label="given")
+        assert page.inner_text(".legend").split() == ["0", "1"]
+
+
+def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(browser: Browser, tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo")
+    write_metrics(paths, ["reward/mean", "odd/metric"], steps=5)
+    with serving(tmp_path) as viewer, tab(browser) as opened:
+        page = opened.page
+        viewer.open()
+        opened.open(viewer.link)
+        opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['run']}")
+        drawn = "document.getElementById('plot-reward').data"
+        assert page.evaluate(f"{drawn}.map((trace) => trace.x.length)") == [5]
+        page.fill("[name=search]", "ODD/")
+        assert [each.inner_text() for each in page.query_selector_all("figure h3") if each.is_visible()] == ["odd/metric"]
+        page.fill("[name=search]", "")
+        page.fill("[name=smoothing]", "0.9")
+        assert page.evaluate(f"{drawn}.length") == 2
+        page.select_option("[name=x]", "time")
+        assert page.evaluate(f"{drawn}[1].x") == [1.5, 3, 4.5, 6, 7.5]
+        MetricsWriter(paths).write(6, {"reward/mean": 0.5, "time/step": 1.5})
+        page.wait_for_selector("text=6 / 30")
+        page.wait_for_timeout(4000)  # what waits for an expression evaluates it in the page, which may not
+        assert page.evaluate(f"{drawn}[1].x.length") == 6
+        assert opened.console == []
+
+
+def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo", name=HOSTILE)
+    bounds = [f"eval/score{end}" for end in ("_low", "_high")]
+    write_metrics(paths, [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds])
+    write_timeline(paths, 30)
+    write_samples(paths, 1, [{"prompt": HOSTILE, "response": HOSTILE, "score": 0.5}])
+    write_report(paths.root)
+    expected = {
+        plot.key: len(plot.traces) for plot in [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
+    }
+    with tab(browser, height=20_000) as opened:
+        opened.open(paths.report.as_uri())
+        opened.page.wait_for_timeout(1000)
+        counts = "[...document.querySelectorAll('.plot')].map((plot) => [plot.id.slice(5), (plot.data || []).length])"
+        assert dict(opened.page.evaluate(counts)) == expected
+        assert len(opened.page.query_selector_all(".plot .main-svg")) >= len(expected)
+        opened.photograph(tmp_path / "report.png")
+        assert opened.console == [] and opened.violations() == []
+        assert all(url.startswith(("file:", "data:")) for url in opened.requests)
+
+
+def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo")
+    rows = [{"prompt": f"what is {n % 50}, and why", "response": f"it is {n} " * 20, "score": n / 500} for n in range(500)]
+    for step in range(1, 2001):
+        write_samples(paths, step, rows, tokens=False)
+    with serving(tmp_path) as viewer:
+        viewer.open()
+        samples = f"{paths_of(viewer.get('/'))['run']}/samples"
+        assert min(timed(viewer, samples) for _ in range(3)) < 1
+        assert min(timed(viewer, f"{samples}?sort=-score&page=100") for _ in range(3)) < 2
+
+
+def timed(viewer: Viewer, path: str) -> float:
+    """Seconds until the page is there."""
+    began = time.monotonic()
+    assert "of 1,000,000 samples" in viewer.get(path).text
+    return time.monotonic() - began
