@@ -41,15 +41,17 @@ function tracesOf(plot, settings) {
 
 function layoutOf(plot, horizontal) {
   const own = plot.layout;
-  const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule"), automargin: true };
+  const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule") };
+  // Margins that follow the labels of a value axis may never come to rest; names of rows have to fit.
+  const left = plot.wide && own.yaxis ? 8 : 56;
   return {
     height: 250, showlegend: false, hovermode: "closest", ...own,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
     hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
-    margin: { l: 8, r: 12, t: own.showlegend ? 32 : 12, b: 8, ...own.margin },
+    margin: { l: left, r: 12, t: own.showlegend ? 32 : 12, b: 42, ...own.margin },
     legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, traceorder: "normal", ...own.legend },
-    xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, ...own.yaxis },
+    xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, automargin: left === 8, ...own.yaxis },
   };
 }
 
