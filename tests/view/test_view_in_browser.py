@@ -80,7 +80,7 @@ def test_the_keyboard_reaches_everything_and_its_place_is_seen(browser: Browser,
             )
             assert style == "solid", place
             order.append(place)
-        assert order[:5] == ["Skip to the content", "aligner", "q", "state", "Filter"] and {"run", "finished"} <= {*order}
+        assert order[:5] == ["Skip to the content", "aligner", "q", "state", "Filter"] and {"run", "failed"} <= {*order}
         viewer.open()
         opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['finished']}/samples/4/0")
         page.focus(".tokens-text")
@@ -125,7 +125,7 @@ def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_p
     expected = {
         plot.key: len(plot.traces) for plot in [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
     }
-    with tab(browser, height=20_000) as opened:
+    with tab(browser, height=8_000) as opened:
         opened.open(paths.report.as_uri())
         opened.page.wait_for_timeout(1000)
         counts = "[...document.querySelectorAll('.plot')].map((plot) => [plot.id.slice(5), (plot.data || []).length])"
@@ -147,7 +147,7 @@ def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> N
     with serving(tmp_path) as viewer:
         viewer.open()
         samples = f"{paths_of(viewer.get('/'))['run']}/samples"
-        assert min(timed(viewer, samples) for _ in range(3)) < 1
+        assert min(timed(viewer, samples) for _ in range(5)) < 1
         assert min(timed(viewer, f"{samples}?sort=-score&page=100") for _ in range(3)) < 2
 
 
