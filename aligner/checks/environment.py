@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from aligner.extras import lacking
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
@@ -35,6 +36,8 @@ def _agent_problems(config: Config) -> Iterator[str]:
     if not settings.has_agent:
         return
     key = "environment.agent" if settings.agent is not None else "environment.agent_command"
+    if lack := lacking("agents"):
+        yield f"{key}: the endpoint that answers agents: {lack}"
     given = [name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None]
     if len(given) > 1:
         yield f"environment.{' and environment.'.join(given)}: one of them answers the policy; give null for the others"

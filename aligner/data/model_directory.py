@@ -15,6 +15,7 @@ from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
 from aligner.data.weight_files import TensorEntry, assemble, weight_problems, write_safetensors
 from aligner.errors import ConfigError
+from aligner.extras import lacking
 from aligner.files import new_directory
 from aligner.models.model_source import directory_shape, gguf_file, model_directory
 from aligner.models.shape import ModelShape
@@ -115,10 +116,10 @@ def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
 
 def _write_converted(directory: Path, file: Path) -> None:
     """A GGUF file's weights as float32 safetensors, with its tokenizer and configuration."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(f"model.source=gguf needs the packages of aligner's `demo` extra: {error}") from error
+    if lack := lacking("demo", "transformers", "gguf", "accelerate"):
+        raise ConfigError(f"model.source=gguf: {lack}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

@@ -110,12 +110,8 @@ def _journal(config: Config, process: str) -> EpisodeJournal | None:
 
 
 def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> "AgentEngine":
-    try:
-        from aligner.engines.agents import AgentEngine
-    except ImportError as error:
-        raise ConfigError(
-            "environment.agent: their endpoint needs starlette, uvicorn and pydantic; install the agents extra,"
-            f" pip install 'aligner[agents]': {error}"
-        ) from error
+    # What the agents extra brings, which `aligner.checks.environment` asks for.
+    from aligner.engines.agents import AgentEngine
+
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return AgentEngine.begin(engine, tokenizer, config.environment, config.seed, context, _journal(config, process))

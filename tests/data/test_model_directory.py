@@ -17,6 +17,7 @@ from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.tokenizer import CHARACTERS, Tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.weight_slices import weight_table
+from aligner.paths import cache_directory
 from aligner.schema import Config
 from tests.small_disk import small_disk
 
@@ -246,6 +247,7 @@ def test_a_file_that_is_no_tokenizer_is_named(copy, content):
 @pytest.mark.slow
 def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
+    (tmp_path / "packages").symlink_to(cache_directory() / "packages")  # where `make` has fetched its package
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))
     config = compose_config(["experiment=smollm2_sentiment"])
     directory = prepare_model(config)

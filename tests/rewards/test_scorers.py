@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import os
 import signal
 import sys
@@ -52,16 +51,10 @@ def test_sentiment_reads_prompt_and_response_together():
 
 
 def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
-    original = builtins.__import__
-
-    def without_vader(name, *args, **kwargs):
-        if name.startswith("vaderSentiment"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
     scorers._sentiment_analyzer.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", without_vader)
-    with pytest.raises(ConfigError, match=r"reward\.function=sentiment.*demo extra"):
+    for module in ("vaderSentiment", "vaderSentiment.vaderSentiment"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"reward\.function=sentiment: vaderSentiment is not.*aligner\[sentiment\]"):
         resolve_scorer("sentiment")
 
 

