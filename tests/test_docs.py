@@ -1,0 +1,127 @@
+"""The pages of docs/: what they name exists, what they have one type is tested or listed here, and they make a site."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.cli.command_table import COMMANDS
+from aligner.config.compose import group_options
+from aligner.schema.keys import schema_keys
+
+REPOSITORY = Path(__file__).parents[1]
+DOCS = REPOSITORY / "docs"
+PAGES = (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md")))
+
+PROGRAMS = (
+    "aligner",
+    "uvx",
+    "uv",
+    "pip",
+    "python",
+    "make",
+    "docker",
+    "eval",
+    "wandb",
+    "scancel",
+    "curl",
+    "grep",
+    "tar",
+    "sbatch",
+)
+# `aligner launch` and `validate` of an experiment are composed by tests/config/test_unread_keys.py.
+COMPOSED = re.compile(r"(PYTHONPATH=\. )?aligner (launch|validate) .*experiment=")
+ELSEWHERE = {
+    r"make|\.ci/run": "the checks themselves",
+    r"pip ": "tests/system/test_install.py installs a wheel; tests/test_extras.py knows the extras",
+    r"python -m benchmarks\.": "minutes, and figures that depend on the machine",
+    r"python -m aligner\.config\.reference_page": "tests/config/test_reference_page.py",
+    r"uvx? ": "uv is not in the test environment; tried by hand, and the wheel with pip by tests/system/test_install.py",
+    r"docker |python container/": "no container engine: tests/test_dockerfile.py reads the recipe",
+    r"wandb |curl |scancel |grep |eval ": "another program's command, or one line of a shell",
+    r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": "what a command's arguments are, to be filled in",
+    r"aligner (launch|validate) ": "models, data or files of the reader's own: tests/cli/test_first_run.py runs the like",
+    r"aligner (generate|evaluate|convert|report|status|plan|new|fetch|completion|--version|--help|view)": (
+        "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and tests/planner run it"
+    ),
+    r"aligner:? ": "what it prints",
+}
+"""Commands that no test runs as they stand, by how they begin, and why."""
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each command of the pages' indented or fenced blocks, on one line, with its page."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", " ", page.read_text())
+        for line in re.findall(r"^(?: {4}|\t)(\S.*)$", text, re.MULTILINE):
+            if re.match(rf"(\w+=\S+ )*({'|'.join(PROGRAMS)}|\.ci/run) ", line):
+                found.append((page.name, re.sub(r"\s+", " ", line.partition("  #")[0]).strip()))
+    return found
+
+
+def test_every_command_of_the_pages_is_composed_by_a_test_or_listed_with_a_reason() -> None:
+    all_commands = commands()
+    assert len(all_commands) > 100
+    assert not [
+        (page, command)
+        for page, command in all_commands
+        if not COMPOSED.match(command) and not any(re.match(rf"(\w+=\S+ )*({begins})", command) for begins in ELSEWHERE)
+    ]
+
+
+def test_the_pages_commands_and_options_are_those_of_the_command_line() -> None:
+    options = {name: options_of(name) for name in COMMANDS}
+    wrong = []
+    for page, command in commands():
+        words = shlex.split(command, comments=True)
+        if "aligner" not in words or words[-1] == "aligner" or command.startswith(("aligner:", "uv", "docker", "pip", "eval")):
+            continue
+        name, *rest = words[words.index("aligner") + 1 :]
+        given = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        if not name.startswith("-") and (name not in COMMANDS or not given <= options[name]):
+            wrong.append((page, command))
+    assert not wrong
+
+
+def options_of(name: str) -> set[str]:
+    """The options of a command."""
+    parser = argparse.ArgumentParser()
+    for add in COMMANDS[name].arguments:
+        add(parser)
+    return set(parser._option_string_actions)
+
+
+def test_what_settings_of_other_systems_are_called_here_exists() -> None:
+    keys, groups = schema_keys(), group_options()
+    named = set()
+    for line in (DOCS / "migrating.md").read_text().splitlines():
+        cells = line.split(" | ")
+        if len(cells) >= 3 and not line.startswith("| ---"):
+            named |= set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=[^`]+)?)`", cells[1] + (cells[2] if "`" in cells[2] else "")))
+    named = {name for name in named if "." in name or "=" in name}
+    assert len(named) > 50
+    for name in named - {"data.train_batch_size"}:  # verl's
+        key, _, value = name.partition("=")
+        if key in groups:
+            assert value in groups[key], name
+        else:
+            assert key in keys or key == "reward.sources", name
+            assert not value or not keys[key].choices or value in keys[key].choices, name
+
+
+@pytest.mark.slow
+def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    assert "kl_coefficient" in (site / "searchindex.js").read_text()
+    for page in site.glob("*.html"):
+        assert not re.search(r"""<(script|link|img|iframe)[^>]+(src|href)=["'](https?:)?//""", page.read_text()), page.name
