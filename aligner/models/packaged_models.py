@@ -59,7 +59,8 @@ def fetch_package(requirement: str) -> Path:
 
 def _installer() -> list[str]:
     """The environments that uv makes have no pip, and uv names itself to what it runs."""
-    if importlib.util.find_spec("pip") is not None:
+    # Not find_spec, of which setuptools' own finder concludes that this process is pip.
+    if next(iter(metadata.distributions(name="pip")), None) is not None:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
