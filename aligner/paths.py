@@ -65,7 +65,7 @@ class RunPaths:
         self.mlflow = root / "mlruns"
         """MLflow's store, where it is not elsewhere."""
         self.status = root / "status.json"
-        """The launcher's word on its processes: `aligner.launch.launcher_state`."""
+        """The launcher's word on its processes: `aligner.launcher.launcher_state`."""
         self.job_script = root / "job.sh"
         """What `sbatch` is given, of a run that is a Slurm job."""
         self.checkpoints = root / "checkpoints"

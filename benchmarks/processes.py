@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.environment_variables import environment as with_environment
-from aligner.launch.rank_environment import library_environment
-from aligner.launch.server_ports import FreePorts
+from aligner.launcher.rank_environment import library_environment
+from aligner.launcher.server_ports import FreePorts
 
 
 @dataclass(frozen=True)

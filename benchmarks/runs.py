@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from aligner.launch.failure import log_tail
+from aligner.launcher.failure import log_tail
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.triton_cleanup import kill_processes, remove_triton_files

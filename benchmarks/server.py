@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
-from aligner.launch.server_ports import FreePorts
+from aligner.launcher.server_ports import FreePorts
 from aligner.placement.addresses import Endpoint, run_access
 from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError

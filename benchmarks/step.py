@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from aligner.launch.server_ports import FreePorts
+from aligner.launcher.server_ports import FreePorts
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model, write_tokenizer
 from benchmarks.peer_environment import peer_python

@@ -25,7 +25,7 @@ EVERYWHERE = (
     *("torch", "hydra", "safetensors", "tokenizers", "jinja2", "tritonclient.grpc", "rich", "tensorboard", "psutil", "xxhash"),
     *("vaderSentiment", "math_verify", "wandb", "mlflow.tracking", "duckdb", "aligner.cli", "aligner.config.compose"),
 )
-OF_TARGET = {"trainer": ("aligner.launch.local",), "server": ("pytriton.triton",)}
+OF_TARGET = {"trainer": ("aligner.launcher.local",), "server": ("pytriton.triton",)}
 
 
 def problems(target: str, held: Mapping[str, str], *, gpu: bool) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from aligner.launch.server_ports import FreePorts
+from aligner.launcher.server_ports import FreePorts
 
 MAX_WORLD = 4
 

@@ -1,7 +1,7 @@
 """Ranks as forks of a process that has imported for all of them: `python -m aligner.cli.fork_server CONFIG ROLE…`.
 
 To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A request is a line of JSON on
-the input, of `aligner.launch.forks`; the answer is the rank's process id. The end of the input ends this process.
+the input, of `aligner.launcher.forks`; the answer is the rank's process id. The end of the input ends this process.
 """
 
 import gc

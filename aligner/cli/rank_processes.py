@@ -11,8 +11,8 @@ from aligner.config.compose import load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import STOP_SIGNAL
-from aligner.launch.heartbeats import show_life
-from aligner.launch.rank_environment import adopt_environment
+from aligner.launcher.heartbeats import show_life
+from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config

@@ -14,11 +14,11 @@ from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.environments.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
-from aligner.launch.dry_run_launch import launch_dry_run, validate_dry_run
-from aligner.launch.local import launch as launch_here
-from aligner.launch.slurm.job import supervise as supervise_job
-from aligner.launch.slurm.submit import checked_script, submit
-from aligner.launch.status import OVER, describe_status, read_status
+from aligner.launcher.dry_run_launch import launch_dry_run, validate_dry_run
+from aligner.launcher.local import launch as launch_here
+from aligner.launcher.slurm.job import supervise as supervise_job
+from aligner.launcher.slurm.submit import checked_script, submit
+from aligner.launcher.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.roles import describe_model, placement_table

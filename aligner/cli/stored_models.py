@@ -18,7 +18,7 @@ from aligner.data.records import Record
 from aligner.engines.generate import Progress as Generated
 from aligner.engines.generate import generate, plan_job
 from aligner.errors import ConfigError
-from aligner.launch.processes import end_with_launcher
+from aligner.launcher.processes import end_with_launcher
 from aligner.observability.console import metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource

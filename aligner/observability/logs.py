@@ -55,7 +55,7 @@ def launcher_line(format: str, role: str, rank: int, message: str) -> str:
     """What the launcher adds to a rank's log, as the rank would have written it."""
     if format == "text":
         return f"--- {message} ---\n"
-    record = logging.LogRecord("aligner.launch", logging.INFO, "", 0, message, None, None)
+    record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, message, None, None)
     return _JsonFormatter(role, rank).format(record) + "\n"
 
 

@@ -189,5 +189,5 @@ def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
 def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:
     program = "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
-    program = "import sys, aligner.launch.local; print([m for m in ('torch', 'numpy', 'tensorboard') if m in sys.modules])"
+    program = "import sys, aligner.launcher.local; print([m for m in ('torch', 'numpy', 'tensorboard') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

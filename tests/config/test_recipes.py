@@ -12,7 +12,7 @@ from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
-from aligner.launch.slurm.submit import render_script
+from aligner.launcher.slurm.submit import render_script
 from aligner.models.model_source import absent_inputs
 from aligner.models.packaged_models import package_directory
 from aligner.models.shape import ModelShape

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.exit_codes import RESUMABLE
-from aligner.launch.processes import LAUNCHER_PID, end_with_launcher
+from aligner.launcher.processes import LAUNCHER_PID, end_with_launcher
 
 RANK = int(os.environ["RANK"])
 
@@ -34,7 +34,7 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def serve(role: str, run: Path) -> None:
-    from aligner.launch.server_ports import SERVED_MODELS
+    from aligner.launcher.server_ports import SERVED_MODELS
 
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
     Ready.model = SERVED_MODELS[role.partition(".")[0]]
@@ -44,7 +44,7 @@ def serve(role: str, run: Path) -> None:
 def live(role: str, run: Path) -> None:
     """Touch the rank's file, as real ranks do."""
     from aligner.config.compose import load_config
-    from aligner.launch.heartbeats import show_life
+    from aligner.launcher.heartbeats import show_life
 
     show_life(load_config(run / "config.yaml"), role)
 

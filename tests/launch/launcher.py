@@ -10,7 +10,7 @@ from aligner.config.compose import compose_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, Interrupted, Stopped
 from aligner.exit_codes import exit_code
-from aligner.launch.local import launch
+from aligner.launcher.local import launch
 
 ROLE = Path(__file__).with_name("fake_role.py")
 

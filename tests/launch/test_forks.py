@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from aligner.config.compose import compose_config, save_config
-from aligner.launch.processes import Processes
-from aligner.launch.rank_environment import library_environment, role_command
+from aligner.launcher.processes import Processes
+from aligner.launcher.rank_environment import library_environment, role_command
 
 root = Path(sys.argv[1])
 file, told = root / "config.yaml", root / "told.json"

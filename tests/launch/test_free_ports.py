@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.launch.server_ports import FreePorts
+from aligner.launcher.server_ports import FreePorts
 
-_CLAIMS = "from aligner.launch.server_ports import FreePorts; ports = FreePorts(candidates=[{}]); print(next(ports)); input()"
+_CLAIMS = (
+    "from aligner.launcher.server_ports import FreePorts; ports = FreePorts(candidates=[{}]); print(next(ports)); input()"
+)
 
 
 def pick(count: int) -> list[int]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.data import claim
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.run_directory import run_directory
+from aligner.launcher.run_directory import run_directory
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from tests import other_user

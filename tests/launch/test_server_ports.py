@@ -7,7 +7,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launch.server_ports import free_ports, is_healthy, local_hosts, pick_endpoints
+from aligner.launcher.server_ports import free_ports, is_healthy, local_hosts, pick_endpoints
 from aligner.placement.addresses import Endpoint, replicas
 from aligner.schema import Config
 

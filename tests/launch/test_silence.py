@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.launch.heartbeats import LifeWatch
-from aligner.launch.launcher_state import read_state
-from aligner.launch.ranks import Rank, Ranks
-from aligner.launch.status import read_status
+from aligner.launcher.heartbeats import LifeWatch
+from aligner.launcher.launcher_state import read_state
+from aligner.launcher.ranks import Rank, Ranks
+from aligner.launcher.status import read_status
 from tests.launch.test_launch import finish, processes_of, read_until, start, wait_for
 
 LIVE = {"critic": "live", "reward": "serve", "trainer": "live"}
@@ -107,7 +107,7 @@ def test_nothing_outlives_a_killed_launcher_not_even_a_stopped_rank_or_what_hide
 def test_a_launchers_watcher_ends_with_it(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
-    (watcher,) = [child for child in psutil.Process(launcher.pid).children() if "aligner.launch.orphans" in child.cmdline()]
+    (watcher,) = [child for child in psutil.Process(launcher.pid).children() if "aligner.launcher.orphans" in child.cmdline()]
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, run)
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -145,7 +145,7 @@ class Killed(Ranks):
 
 def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now, names = 0.0, ("new", "ended", "lives", "silent")
-    monkeypatch.setattr("aligner.launch.heartbeats.time.monotonic", lambda: now)
+    monkeypatch.setattr("aligner.launcher.heartbeats.time.monotonic", lambda: now)
     config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=60"])
     ranks = {name: Rank("trainer", place, tmp_path / "log", 0, 0) for place, name in enumerate(names)}
     (tmp_path / "heartbeats").mkdir()

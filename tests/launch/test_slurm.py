@@ -12,12 +12,12 @@ import pytest
 from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.failure import rank_error
-from aligner.launch.rank_environment import DEVICES, IS_TASK, adopt_environment
-from aligner.launch.slurm import submit as submitting
-from aligner.launch.slurm.job_steps import Nodes, Step, TaskRank, configured_environment, read_allocation, srun_command
-from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
-from aligner.launch.slurm.submit import render_script, submit
+from aligner.launcher.failure import rank_error
+from aligner.launcher.rank_environment import DEVICES, IS_TASK, adopt_environment
+from aligner.launcher.slurm import submit as submitting
+from aligner.launcher.slurm.job_steps import Nodes, Step, TaskRank, configured_environment, read_allocation, srun_command
+from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
+from aligner.launcher.slurm.submit import render_script, submit
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 from tests.launch.stand_ins import stand_in

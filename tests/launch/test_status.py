@@ -16,8 +16,8 @@ import pytest
 
 from aligner.config.compose import compose_config, save_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.launcher_state import LauncherState, RoleState, read_state
-from aligner.launch.status import RoleStatus, describe_status, read_status
+from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
+from aligner.launcher.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launch.stand_ins import stand_in
 from tests.launch.test_launch import finish, given, processes_of, start, wait_for
@@ -170,7 +170,7 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, requeue: bool, state: str, note: str, exit_code: int | None
 ) -> None:
     stand_in(tmp_path, monkeypatch, "squeue", squeue)
-    monkeypatch.setattr("aligner.launch.status._SLURM_S", 1.0)
+    monkeypatch.setattr("aligner.launcher.status._SLURM_S", 1.0)
     now = time.time()
     stopped = LauncherState(
         1, None, "node-17", now - 500, {}, "4242", now if exit_code else None, exit_code, "stopped by SIGTERM"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from aligner.launch.failure import log_tail, reported_error, root_failure
+from aligner.launcher.failure import log_tail, reported_error, root_failure
 from aligner.observability.logs import launcher_line
 
 SPEAKS = """

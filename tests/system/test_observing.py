@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.launch.status import read_status
+from aligner.launcher.status import read_status
 from benchmarks.runs import Launch, run_to_end
 from tests.observability.tracker_readers import mlflow_steps, wandb_steps
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.launch.slurm.submit import render_script
-from aligner.launch.status import read_status
+from aligner.launcher.slurm.submit import render_script
+from aligner.launcher.status import read_status
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
@@ -234,13 +234,13 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
-from aligner.launch.slurm.job_steps import configured_environment, read_allocation, srun_command, task_environment
+from aligner.launcher.slurm.job_steps import configured_environment, read_allocation, srun_command, task_environment
 
 paths = RunPaths(Path(sys.argv[1]))
 config = load_config(paths.config)
 layout = slurm_layout(config)
 allocation = read_allocation(layout)
-look = "import os; from aligner.launch.rank_environment import adopt_environment; adopt_environment()"
+look = "import os; from aligner.launcher.rank_environment import adopt_environment; adopt_environment()"
 look += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
     place, nodes = layout.places[role], allocation.nodes[role]

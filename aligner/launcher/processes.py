@@ -16,9 +16,9 @@ import psutil
 
 from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
-from aligner.launch.forks import AdoptedProcess, ForkServer
-from aligner.launch.orphans import START
-from aligner.launch.ranks import Rank
+from aligner.launcher.forks import AdoptedProcess, ForkServer
+from aligner.launcher.orphans import START
+from aligner.launcher.ranks import Rank
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
@@ -48,7 +48,7 @@ class Processes:
     """Ranks that are processes of this machine.
 
     It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as tritonserver, is still ended.
-    Where this process is killed, what is left by `stop_timeout_s` is killed by `aligner.launch.orphans`.
+    Where this process is killed, what is left by `stop_timeout_s` is killed by `aligner.launcher.orphans`.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
@@ -59,7 +59,7 @@ class Processes:
         # Other launchers may have had this process's number, and other containers do: a kill by mark must not reach theirs.
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._watcher = subprocess.Popen(
-            [sys.executable, "-m", "aligner.launch.orphans", self._mark, str(stop_timeout_s)],
+            [sys.executable, "-m", "aligner.launcher.orphans", self._mark, str(stop_timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

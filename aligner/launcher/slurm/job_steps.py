@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launch.rank_environment import DEVICES, IS_TASK, role_command, world_environment
-from aligner.launch.ranks import Rank, Ranks, log_of
-from aligner.launch.server_ports import FreePorts
-from aligner.launch.slurm.slurm_commands import host_names, node_addresses, slurm_command
+from aligner.launcher.rank_environment import DEVICES, IS_TASK, role_command, world_environment
+from aligner.launcher.ranks import Rank, Ranks, log_of
+from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.slurm.slurm_commands import host_names, node_addresses, slurm_command
 from aligner.paths import run_paths
 from aligner.placement.roles import configured_threads, role_ranks
 from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, numbers, slurm_role

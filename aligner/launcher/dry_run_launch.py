@@ -10,7 +10,7 @@ from rich.console import Console
 
 from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import RunPlan
-from aligner.launch.local import launch
+from aligner.launcher.local import launch
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
 from aligner.paths import run_paths

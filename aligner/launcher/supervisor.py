@@ -13,13 +13,13 @@ from rich.console import Console
 from aligner.checks.server import check_certificate
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
-from aligner.launch.failure import describe_end, failure_error, rank_error, reported_error
-from aligner.launch.interrupts import Interrupts
-from aligner.launch.launcher_state import StateRecorder
-from aligner.launch.rank_groups import GRACE_S, ServerGroup, TrainerGroup
-from aligner.launch.ranks import Rank, Ranks
-from aligner.launch.run_directory import run_directory
-from aligner.launch.server_ports import FreePorts, free_ports, pick_endpoints
+from aligner.launcher.failure import describe_end, failure_error, rank_error, reported_error
+from aligner.launcher.interrupts import Interrupts
+from aligner.launcher.launcher_state import StateRecorder
+from aligner.launcher.rank_groups import GRACE_S, ServerGroup, TrainerGroup
+from aligner.launcher.ranks import Rank, Ranks
+from aligner.launcher.run_directory import run_directory
+from aligner.launcher.server_ports import FreePorts, free_ports, pick_endpoints
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower

@@ -1,4 +1,4 @@
-"""Ends what a launcher that was killed has left: `python -m aligner.launch.orphans MARK SECONDS`, at the end of its input.
+"""Ends what a launcher that was killed has left: `python -m aligner.launcher.orphans MARK SECONDS`, at the end of its input.
 
 The kernel sends ranks SIGTERM when their launcher dies, so that they end in order; one that is stopped or deaf, and what it
 has started, would stay. So a launcher has this process beside it, whose input is a pipe that ends with the launcher.

@@ -11,7 +11,7 @@ from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, dated, is_unused, settled
 from aligner.data.claim import take_run
 from aligner.errors import AlignerError, ConfigError, Stopped
-from aligner.launch.lock import locked
+from aligner.launcher.lock import locked
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace

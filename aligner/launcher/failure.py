@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launch.ranks import Rank
+from aligner.launcher.ranks import Rank
 from aligner.observability.logs import REPORTED, text_lines
 
 TAIL_LINES = 15

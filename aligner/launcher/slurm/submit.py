@@ -15,8 +15,8 @@ from aligner.config.resume import check_directory, dated
 from aligner.errors import AlignerError, ConfigError
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.files import write_file
-from aligner.launch.lock import locked, refuse_locked
-from aligner.launch.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
+from aligner.launcher.lock import locked, refuse_locked
+from aligner.launcher.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import PRIVATE, RunPaths, cache_directory, run_paths
 from aligner.placement.addresses import create_access_key

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aligner.environment_variables import OPENMP_WAITS
 from aligner.errors import AlignerError
-from aligner.launch.processes import end_with_launcher
+from aligner.launcher.processes import end_with_launcher
 from aligner.placement.addresses import WORLD_SECRET
 
 Command = Callable[[str, Path], tuple[str, ...]]

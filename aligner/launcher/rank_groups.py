@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from aligner.config.compose import save_config
 from aligner.exit_codes import FINISHED, RESUMABLE
-from aligner.launch.failure import describe_end, missed_others, rank_error, root_failure
-from aligner.launch.heartbeats import LifeWatch
-from aligner.launch.ranks import Rank, Ranks, max_restarts
-from aligner.launch.server_ports import is_healthy
+from aligner.launcher.failure import describe_end, missed_others, rank_error, root_failure
+from aligner.launcher.heartbeats import LifeWatch
+from aligner.launcher.ranks import Rank, Ranks, max_restarts
+from aligner.launcher.server_ports import is_healthy
 from aligner.paths import can_resume, run_paths
 from aligner.placement.addresses import Endpoint
 from aligner.schema import Config

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launch.interrupts import Interrupts
-from aligner.launch.slurm.job_steps import SlurmSteps, read_allocation
-from aligner.launch.slurm.slurm_commands import PATIENT, slurm_command
-from aligner.launch.supervisor import Supervisor
+from aligner.launcher.interrupts import Interrupts
+from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
+from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
+from aligner.launcher.supervisor import Supervisor
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 
@@ -23,7 +23,7 @@ _PENDING = "Job is pending execution"
 
 
 def supervise(directory: Path) -> None:
-    """Run what a run directory's configuration says on the job's nodes; raises what `aligner.launch.local.launch` does.
+    """Run what a run directory's configuration says on the job's nodes; raises what `aligner.launcher.local.launch` does.
 
     It resumes where it can. Told to stop, it takes a checkpoint and has the job queued again, unless cluster.slurm.requeue is
     false; so it does, without a checkpoint, where Slurm has ended the trainer.

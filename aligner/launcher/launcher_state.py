@@ -14,7 +14,7 @@ from typing import Any
 from aligner.errors import AlignerError
 from aligner.exit_codes import exit_code
 from aligner.files import write_file
-from aligner.launch.processes import process_start
+from aligner.launcher.processes import process_start
 from aligner.paths import run_paths
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config
@@ -42,7 +42,7 @@ class LauncherState:
     pid: int
     """The launcher's, on its host."""
     pid_start: int | None
-    """When that process was started (`aligner.launch.processes.process_start`)."""
+    """When that process was started (`aligner.launcher.processes.process_start`)."""
     host: str
     started: float
     """Seconds since the epoch, as are the other times."""

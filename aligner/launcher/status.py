@@ -11,9 +11,9 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.exit_codes import FINISHED, RESUMABLE, is_stopped
-from aligner.launch.launcher_state import LauncherState, RoleState, read_state
-from aligner.launch.server_ports import is_healthy
-from aligner.launch.slurm.slurm_commands import is_in_queue
+from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
+from aligner.launcher.server_ports import is_healthy
+from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW, Pace, describe_step
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths, can_resume, run_paths

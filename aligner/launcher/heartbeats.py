@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.launch.processes import LAUNCHER_PID
-from aligner.launch.rank_environment import IS_TASK
-from aligner.launch.ranks import Rank, Ranks
-from aligner.launch.server_ports import is_healthy
+from aligner.launcher.processes import LAUNCHER_PID
+from aligner.launcher.rank_environment import IS_TASK
+from aligner.launcher.ranks import Rank, Ranks
+from aligner.launcher.server_ports import is_healthy
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.placement.roles import server_ranks

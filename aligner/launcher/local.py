@@ -13,14 +13,14 @@ from rich.console import Console
 from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError
 from aligner.files import new_directory
-from aligner.launch.failure import failure_error
-from aligner.launch.interrupts import Interrupts
-from aligner.launch.lock import LockedError, locked, refuse_locked
-from aligner.launch.processes import Processes, RankProcess
-from aligner.launch.rank_environment import Command, library_environment, role_command, world_environment
-from aligner.launch.ranks import Ranks, log_of
-from aligner.launch.server_ports import FreePorts, local_hosts
-from aligner.launch.supervisor import Supervisor
+from aligner.launcher.failure import failure_error
+from aligner.launcher.interrupts import Interrupts
+from aligner.launcher.lock import LockedError, locked, refuse_locked
+from aligner.launcher.processes import Processes, RankProcess
+from aligner.launcher.rank_environment import Command, library_environment, role_command, world_environment
+from aligner.launcher.ranks import Ranks, log_of
+from aligner.launcher.server_ports import FreePorts, local_hosts
+from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import LOOPBACK
