@@ -36,3 +36,15 @@ def exit_code(error: BaseException | None) -> int:
 def is_stopped(code: int) -> bool:
     """Whether it is the code of what was stopped from outside, by word or by signal, and has not failed."""
     return code == RESUMABLE or code > _SIGNALED
+
+
+def error_of(code: int, message: str) -> Exception:
+    """The error that ends a process with this code, other than 0: what `exit_code` gives of it is the code again."""
+    if code == REFUSED:
+        return ConfigError(message)
+    if code == RESUMABLE:
+        return Stopped(message)
+    number = -code if code < 0 else code - _SIGNALED  # Python has the signals that ended a child below 0
+    if number > 0 and number in {each.value for each in signal.Signals}:
+        return Interrupted(number)
+    return AlignerError(message)

@@ -12,6 +12,9 @@ RESPONSES = "responses.jsonl"
 LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
 
+RECORDS = "data.jsonl"
+"""In a run's directory before it is launched: records that were given to `aligner.launch` as such."""
+
 PRIVATE = 0o700
 """Mode of a run directory that a launch makes: prompts, samples and what the environment keeps secret are in it."""
 
@@ -28,6 +31,8 @@ class RunPaths:
         self.root = root
         self.config = root / "config.yaml"
         """The resolved configuration."""
+        self.records = root / RECORDS
+        """What the run learns from, where that was no file."""
         self.endpoints = root / "endpoints.json"
         """Addresses of the run's servers."""
         self.access_key = root / "access_key"

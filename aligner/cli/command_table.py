@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aligner
 from aligner.environment_variables import OPENMP_WAITS
 from aligner.planner.command import add_plan_arguments
+from aligner.version import __version__
 
 _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a Hugging Face directory"
 OVERRIDES_COMPLETION = "_aligner_overrides"
@@ -50,7 +50,7 @@ class Command:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR).")
-    parser.add_argument("--version", action="version", version=f"aligner {aligner.__version__}")
+    parser.add_argument("--version", action="version", version=f"aligner {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         its_parser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)

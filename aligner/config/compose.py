@@ -26,7 +26,7 @@ from aligner.schema import Config
 from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value_at
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_AUTOMATIC = "automatic"
+AUTOMATIC = "automatic"
 """The root of a run without an experiment, and its name."""
 _OWN = "or, without one, your own: model.path=DIRECTORY_OR_NAME algorithm=grpo data.path=FILE reward.function=NAME"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -51,11 +51,11 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     options = _group_options(directories)
     parsed = [parse_override(text, options) for text in overrides]
     keys = {override.key_or_group for override in parsed}
-    experiment = next((str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"), _AUTOMATIC)
+    experiment = next((str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"), AUTOMATIC)
     if "experiment" not in keys and not keys & {"model", "model.path"}:
         raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}; {_OWN}")
     named = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group in options]
-    config = _compose("config" if "experiment" in keys else _AUTOMATIC, overrides, directories, named)
+    config = _compose("config" if "experiment" in keys else AUTOMATIC, overrides, directories, named)
     check_read(config, parsed, options, directories)
     if "experiment" not in keys and config.algorithm.generates and not any(key.startswith("reward") for key in keys):
         raise ConfigError("reward.function=NAME is missing: what is to be learned; docs/rewards.md has what else scores")
@@ -272,6 +272,11 @@ def _first_key(section: str) -> str:
     return next(name for name in schema_keys() if name.startswith(section + "."))
 
 
+def default_name(experiment: str = AUTOMATIC) -> str:
+    """A run's name where nobody gives one."""
+    return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
 def _with_names(config: Config, experiment: str) -> Config:
     """Fill in the names that depend on the command line and the clock."""
     run = config.run
@@ -280,7 +285,7 @@ def _with_names(config: Config, experiment: str) -> Config:
     started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
         raise ConfigError(f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and give run.dir")
-    name = run.name or started or (Path(run.dir).name if run.dir else f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}")
+    name = run.name or started or (Path(run.dir).name if run.dir else default_name(experiment))
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: allowed are letters, digits and . _ - + =")
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links

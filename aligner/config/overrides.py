@@ -73,7 +73,7 @@ def check_read(
         elif known_key(key) is not None:
             idle = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
         else:
-            keys = _flat(f"{key}.", value) if isinstance(value, dict) else {}
+            keys = flat_keys(f"{key}.", value) if isinstance(value, dict) else {}
             idle = {f"{name}={value_text(entry)}": _unmet_by(config, name) for name, entry in keys.items()}
         for shown, terms in idle.items():
             if terms:
@@ -95,7 +95,7 @@ def option_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     content = yaml.safe_load(text) or {}
     defaults = [default for default in content.pop("defaults", []) if isinstance(default, str) and default != "_self_"]
     first = {key: value for default in defaults for key, value in option_values(directories, group, default).items()}
-    return first | _flat("" if text.startswith("# @package _global_") else f"{group}.", content)
+    return first | flat_keys("" if text.startswith("# @package _global_") else f"{group}.", content)
 
 
 def given_keys(
@@ -113,7 +113,9 @@ def given_keys(
             chosen[key] = str(value)
         else:
             given |= (
-                set(_flat(f"{key}.", value)) if isinstance(value, dict) and known_key(key) is None else {known_key(key) or key}
+                set(flat_keys(f"{key}.", value))
+                if isinstance(value, dict) and known_key(key) is None
+                else {known_key(key) or key}
             )
     for group, name in chosen.items():
         given |= set(option_values(directories, group, name))
@@ -133,12 +135,12 @@ def _chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, s
     return found
 
 
-def _flat(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
+def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of nested sections with their values; a mapping of the user's own entries is one value."""
     found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
-        found |= _flat(f"{key}.", value) if isinstance(value, dict) and known_key(key) is None else {key: value}
+        found |= flat_keys(f"{key}.", value) if isinstance(value, dict) and known_key(key) is None else {key: value}
     return found
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import aligner
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.config.resume import resume_problems
@@ -23,6 +22,7 @@ from aligner.models.shape import ModelShape
 from aligner.paths import PREFERENCES, RESPONSES, cache_directory
 from aligner.schema import Config
 from aligner.schema.references import Reference, map_paths, parse_reference
+from aligner.version import __version__
 
 _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
@@ -182,7 +182,7 @@ class _Planner:
         made_from = dataclasses.asdict(map_paths(config, self._identity))
         content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
-        content["aligner"] = aligner.__version__
+        content["aligner"] = __version__
         for role in ("critic", "engine", "reward"):
             del content[role]["ports"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
-from aligner.paths import LOCK, RunPaths, can_resume, run_paths
+from aligner.paths import LOCK, RECORDS, RunPaths, can_resume, run_paths
 from aligner.schema import Config
 from aligner.schema.keys import schema_keys, schema_sections, value_at
 
@@ -106,10 +106,10 @@ def dated(config: Config) -> Config:
 
 
 def is_unused(paths: RunPaths) -> bool:
-    """Whether there is nothing in the run directory yet, if there is one; a lock does not count."""
+    """Whether there is nothing in the run directory yet, if there is one; a lock and its records do not count."""
     if not paths.root.is_dir():
         return not paths.root.exists()
-    return all(file.name == LOCK for file in paths.root.iterdir())
+    return all(file.name in (LOCK, RECORDS) for file in paths.root.iterdir())
 
 
 def _changes(config: Config, started: Config) -> Iterator[str]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import aligner
 from aligner.data.checkpoint_files import (
     MANIFEST,
     MOMENTS,
@@ -45,6 +44,7 @@ from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
 from aligner.models.weight_slices import cut_shape
 from aligner.schema import ActorConfig, TrainedModelConfig
+from aligner.version import __version__
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class CheckpointedModel:
         adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
         units, index = _assign_writers(runner, adam if adam_steps else None)
         manifest = Manifest(
-            aligner=aligner.__version__,
+            aligner=__version__,
             model=self._config,
             head=runner.head,
             source=portable_source(self._source, directory),

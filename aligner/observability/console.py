@@ -48,12 +48,13 @@ class Pace:
     """How fast a run of so many steps goes: the mean of its newest ones."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._done = steps, 0
+        self.steps, self.done = steps, 0
+        """Of the run, and of those the ones that it has done."""
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Take another step's metrics."""
-        self._done = int(metrics["step"])
+        self.done = int(metrics["step"])
         if "time/step" in metrics:
             self._recent.append(metrics["time/step"])
 
@@ -66,7 +67,7 @@ class Pace:
     def seconds_left(self) -> float | None:
         """To the run's last step."""
         pace = self.seconds_per_step
-        return None if pace is None else pace * (self._steps - self._done)
+        return None if pace is None else pace * (self.steps - self.done)
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """What the step has learned, and pace and time left; what it did not measure is left out."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aligner
 from aligner.data.checkpoint_files import FORMAT, MANIFEST, damaged_files, read_manifest, read_manifest_file
 from aligner.data.checksums import DamagedError, FileRecord, file_record, sealed
 from aligner.data.claim import writing
@@ -20,6 +19,7 @@ from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.schema.keys import shown
+from aligner.version import __version__
 
 _log = logging.getLogger(__name__)
 _PARTS = {
@@ -107,7 +107,7 @@ class RunCheckpoints:
         directory = self._directory / f"step_{state.step}"
         content = {
             "format": FORMAT,
-            "aligner": aligner.__version__,
+            "aligner": __version__,
             "state": asdict(state),
             "metric": None if metric is None else {"name": self._settings.best_metric, "value": metric},
             "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,

@@ -11,7 +11,7 @@ import yaml
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError
-from aligner.launch.status import OVER, RunStatus, status_of
+from aligner.launcher.status import OVER, RunStatus, status_of
 from aligner.observability.metrics import FileFollower, read_newest_metrics, with_records
 from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.files import asked_for, write_file
-from aligner.launch.status import status_of
+from aligner.launcher.status import status_of
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths

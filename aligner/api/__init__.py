@@ -1,0 +1,1 @@
+"""What `import aligner` gives: the commands, as functions of Python."""

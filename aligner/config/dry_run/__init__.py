@@ -1,0 +1,1 @@
+"""Dry runs: a run's roles and layouts with a tiny model on this machine."""
