@@ -79,6 +79,8 @@ class RunPaths:
         """What starts have left that came to no checkpoint, in a directory 1, 2, … each."""
         self.initial_model = root / "initial_model"
         """A randomly initialised model (model.source=random)."""
+        self.stages = root / "stages"
+        """What each role is at while it starts, a file a role: `aligner.observability.stages`."""
         self.logs = root / "logs"
         """What the run's processes print, a file a process."""
 

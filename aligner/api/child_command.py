@@ -59,6 +59,14 @@ class ChildCommand:
             last = (printed.splitlines() or [f"ended with exit code {code}"])[-1]
             raise error_of(code, error or otherwise or last)
 
+    def finish(self) -> None:
+        """Wait for its end, and end it where the waiting is interrupted. Raises as `raise_error` does."""
+        try:
+            self._process.wait()
+        finally:
+            self.end()
+        self.raise_error()
+
     def end(self) -> None:
         """End it if it still runs, as Ctrl-C does, and wait for that."""
         if self.exit_code is None:

@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from aligner.api.arguments import json_lines
 from aligner.api.child_command import ChildCommand
 from aligner.api.run_handle import Run
-
-_POLL_S = 0.1
 
 
 def generate(
@@ -38,13 +35,7 @@ def generate(
             file.write_text(json_lines(records), encoding="utf-8")
         model = source.directory if isinstance(source, Run) else source
         asked = [os.fspath(model), "--prompts", str(file), "--output", str(output), *_flags(options), *overrides]
-        command = ChildCommand(["generate", *asked])
-        try:
-            while command.exit_code is None:
-                time.sleep(_POLL_S)
-        finally:
-            command.end()
-        command.raise_error()
+        ChildCommand(["generate", *asked]).finish()
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 

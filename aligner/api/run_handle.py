@@ -142,6 +142,14 @@ class Run:
         records = read_records(self._paths.samples)
         return pandas.DataFrame([record for record in records if steps is None or record["step"] in steps])
 
+    def export(self, output: str | os.PathLike[str]) -> Path:
+        """Write the policy of its last checkpoint as a Hugging Face directory, as `aligner convert` does; returns that.
+
+        Raises ConfigError where there is no checkpoint, or `output` exists.
+        """
+        ChildCommand(["convert", str(self.directory), os.fspath(output)]).finish()
+        return Path(output)
+
     def wait(self, timeout_s: float | None = None) -> "Run":
         """Wait for the run's end and return it; what it prints is shown meanwhile.
 

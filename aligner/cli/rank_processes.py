@@ -14,6 +14,7 @@ from aligner.exit_codes import STOP_SIGNAL
 from aligner.launcher.heartbeats import show_life
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
+from aligner.observability.stages import tell_stage
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 
@@ -39,6 +40,7 @@ def train(parsed: argparse.Namespace) -> None:
     config = _start(parsed)
     configure_logs(config.logging.format, "trainer")
     show_life(config, "trainer")
+    tell_stage(config, "trainer", "importing libraries")
     is_finished = load(ROLES["trainer"])(config)
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
     if not is_finished:
@@ -54,6 +56,7 @@ def serve(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
     configure_logs(config.logging.format, groups[0])
     show_life(config, groups[0])
+    tell_stage(config, groups[0], "reading its model, if it has one")
     role = groups[0].partition(".")[0]
     replica = groups if role == "reward" else ()
     load(ROLES[role])(config, *replica)

@@ -12,6 +12,7 @@ from aligner.config.resume import check_directory, dated, is_unused, settled
 from aligner.data.claim import take_run
 from aligner.errors import AlignerError, ConfigError, Stopped
 from aligner.launcher.lock import locked
+from aligner.launcher.next_steps import next_steps
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
@@ -51,7 +52,10 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
                 write_trace(paths)
             except (AlignerError, OSError) as error:  # the run does not fail for want of it
                 print_line(console, f"{paths.trace} was not written: {error}")
-        print_summary(read_metrics(paths.metrics), paths, console)
+        metrics = read_metrics(paths.metrics)
+        print_summary(metrics, paths, console)
+        for line in next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
+            print_line(console, line)
         if stopped is not None:
             raise stopped
 

@@ -12,6 +12,7 @@ from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.exit_codes import FINISHED, RESUMABLE, is_stopped
 from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
+from aligner.launcher.next_steps import resume_command
 from aligner.launcher.server_ports import is_healthy
 from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW, Pace, describe_step
@@ -189,11 +190,7 @@ def _note(config: Config, launcher: LauncherState | None, state: str, resumable:
         log = paths.job_log("*" if launcher is None else str(launcher.job))
         return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
     elif state in ("failed", "stopped"):
-        if config.cluster.kind == "slurm":
-            command = f"sbatch {shlex.quote(str(paths.job_script))}"
-        else:
-            launched = config.run.command or f"aligner launch experiment={config.run.experiment}"
-            command = f"{launched} {shlex.quote(f'run.dir={paths.root}')} run.resume=auto"
+        command = f"sbatch {shlex.quote(str(paths.job_script))}" if config.cluster.kind == "slurm" else resume_command(config)
         how = f"{'resume it' if resumable else 'start it again'} with: {command}"
         if in_queue is None:
             how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"

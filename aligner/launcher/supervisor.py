@@ -23,6 +23,7 @@ from aligner.launcher.server_ports import FreePorts, free_ports, pick_endpoints
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
+from aligner.observability.stages import StageWatch, forget_stages
 from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.tls import renew_certificate
@@ -89,7 +90,7 @@ class Supervisor:
         (rank,) = self._ranks.start("prepare")
         what = "checking" if directory.exists() else "making"
         print_line(self.console, f"{what} the model: {directory}")
-        deadline = time.monotonic() + timeout
+        deadline = (began := time.monotonic()) + timeout
         while rank.exit_code is None:
             self._tick()
             self.interrupts.check_before_training()
@@ -102,11 +103,13 @@ class Supervisor:
             self._stop_if_ended_from_outside([rank])
             raise failure_error([rank])
         self._ranks.kill([rank])  # and what came of it
+        print_line(self.console, f"the model and the data are ready after {time.monotonic() - began:.1f} s")
         self.interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
         """Start every role, and wait for the trainer's end."""
         save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
+        forget_stages(run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
             for name, endpoint in endpoints.items():
                 self._servers.append(ServerGroup(name, endpoint, self.config, self._ranks, view.note))
@@ -221,19 +224,26 @@ class RunView:
         self._checkpoints = paths.checkpoints
         self._set_aside = set(self._damaged())
         self._waiting: list[str] | None = None
+        self._began, self._stages = time.monotonic(), StageWatch(paths, self.note)
         self._pending: list[dict[str, Any]] = []
 
     def waiting_for(self, roles: list[str]) -> None:
         """Tell which servers are not healthy yet, when that has changed."""
-        if roles != self._waiting:
-            self._waiting = roles
-            self._progress.status(f"waiting for {', '.join(roles)}" if roles else "all servers are healthy")
+        if roles == self._waiting:
+            return
+        is_first, self._waiting = self._waiting is None, roles
+        text = f"waiting for {', '.join(roles)}" if roles else "all servers are healthy"
+        if is_first:
+            self._progress.status(text if roles else "starting the trainer; the run has no servers")
+        else:
+            self._progress.status(f"{text} after {time.monotonic() - self._began:.1f} s")
 
     def update(self) -> None:
         """Show what is new."""
         for file in sorted(set(self._damaged()) - self._set_aside):
             self._set_aside.add(file)
             self.note(f"a checkpoint was damaged, and is set aside as {file.parent}: {file.read_text().strip()}")
+        self._stages.poll()
         for record in self._metrics.new_records():
             self._progress.step(record)
         more = self._samples.new_records()

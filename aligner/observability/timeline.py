@@ -108,8 +108,13 @@ class PhaseTimer:
     """Adds up seconds by phase over a step; different phases may overlap. `listener` gets each block's name and times."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, listener: Callable[[str, float, float], None] | None = None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        listener: Callable[[str, float, float], None] | None = None,
+        begins: Callable[[str], None] | None = None,
     ) -> None:
+        self.begins = begins
+        """Is told the name of each block at its start."""
         self._clock, self._listener = clock, listener
         self._open: set[str] = set()
         self._seconds: dict[str, float] = {}
@@ -123,6 +128,8 @@ class PhaseTimer:
         if name in self._open:
             raise ValueError(f"phase {name!r} is already being timed")
         self._open.add(name)
+        if self.begins is not None:
+            self.begins(name)
         start = self._clock()
         try:
             yield

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
+from aligner.observability.stages import tell_stage
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
 from aligner.placement.addresses import create_access_key, group_ports, interface_address, load_endpoints, run_access
@@ -110,8 +111,10 @@ def serve_role(
     _on_stop_signals(stop_early)
     try:
         with contextlib.suppress(_StoppedEarly):
+            tell_stage(config, role, "starting Triton")
             host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
             _on_stop_signals(executor.shutdown)
+            tell_stage(config, role, None)
             _log.info("%s: ready at %s", role, host.endpoint)
         executor.run()  # returns at once, on every rank, after an early stop
     finally:

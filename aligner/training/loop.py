@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 
 import torch
@@ -14,6 +15,7 @@ from aligner.data.transcripts import branch_texts, transcript
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron.world import World
 from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.stages import tell_phase, tell_stage
 from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import Config
@@ -140,8 +142,9 @@ class TrainingLoop:
         first = self._resume()
         if self.stop.is_early_after(first):
             return
+        tell_stage(self.config, "trainer", "sending the weights to the engine")
         self.begin(first)
-        timer = PhaseTimer(listener=self.timeline.add)
+        timer = PhaseTimer(listener=self.timeline.add, begins=partial(tell_phase, self.config))
         self._evaluate_beforehand(first, timer)
         for step in range(first, self.stop.last):
             done = step + 1
@@ -154,6 +157,9 @@ class TrainingLoop:
                 # What is measured hangs on steps alone: a checkpoint for the time that has passed has no part in it.
                 result.metrics.update(self._evaluate(done, timer, saves=saves))
             self._record(done, result, timer.take())
+            if timer.begins is not None:  # how long steps take is known from here on
+                timer.begins = None
+                tell_stage(self.config, "trainer", None)
             self._finish_save(timer)  # one that was begun a step ago
             if saves:
                 self._begin_save(done, result.metrics, timer)

@@ -21,6 +21,7 @@ from aligner.models.model_source import model_directory
 from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
+from aligner.observability.stages import tell_stage
 from aligner.observability.timeline import Timeline, open_timeline
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints, replicas, run_access
@@ -57,6 +58,7 @@ from aligner.training.step_samples import SampleRecorder
 
 def train(config: Config) -> bool:
     """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
+    tell_stage(config, "trainer", "reading the data")
     tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
@@ -70,7 +72,9 @@ def train(config: Config) -> bool:
     write_as(config, claim)
     if config.run.resumes:
         RunCheckpoints(config).set_damaged_aside(world.rank)
+    tell_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
+    tell_stage(config, "trainer", "reading the model's weights")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools)
         with recording(None if trainer.recorder is None else trainer.recorder.metrics, config.logging):

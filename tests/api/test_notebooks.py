@@ -1,0 +1,59 @@
+"""The notebooks do what they say, executed as Jupyter does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def executed(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A notebook's cells with all that they show as text, by their code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH", "")]))
+    book = nbformat.read(NOTEBOOKS / name, as_version=4)
+    client = NotebookClient(book, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(directory)}})
+    client.execute()
+    shown = {}
+    for cell in book.cells:
+        outputs = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", ())]
+        shown[cell.source] = "\n".join(outputs)
+    return shown
+
+
+def behind(shown: dict[str, str], text: str) -> str:
+    """What the cell showed that has this text."""
+    return next(output for code, output in shown.items() if text in code)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_first_run_makes_a_model_and_its_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = executed("first_run.ipynb", tmp_path, monkeypatch)
+    progress = behind(shown, 'reward="gsm8k"')
+    assert "step 30/30  reward" in progress and "aligner: chosen" not in progress[-2000:]
+    change = next(line for line in progress.splitlines() if line.startswith("│ reward "))
+    assert float(change.split("│")[4]) > 0.05, change
+    assert "Figure" in behind(shown, "plot") and "9+9=" in behind(shown, "aligner.generate")
+    assert "answer" in behind(shown, "run.samples()") or "response" in behind(shown, "run.samples()")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_own_reward_and_an_own_environment_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = executed("own_reward_and_agent.ipynb", tmp_path, monkeypatch)
+    for code in ("reward=vowels", 'reward="environment"'):
+        change = next(line for line in behind(shown, code).splitlines() if line.startswith("│ reward "))
+        assert float(change.split("│")[4]) > 0, change
+    assert "%%writefile my_reward.py" in behind(shown, "reward=lambda")
+
+
+@pytest.mark.parametrize("name", [path.name for path in NOTEBOOKS.glob("*.ipynb")])
+def test_notebooks_are_kept_without_outputs(name: str) -> None:
+    book = nbformat.read(NOTEBOOKS / name, as_version=4)
+    nbformat.validate(book)
+    assert not [cell for cell in book.cells if cell.get("outputs") or cell.get("execution_count")]
