@@ -21,11 +21,11 @@ def commands(run: Path, step: int, *overrides: str) -> list[list[str]]:
 
 
 def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained_on(tmp_path: Path) -> None:
-    run = tmp_path / "my run"
+    run = tmp_path / "my runs" / "run"
     (run / "checkpoints" / "step_4").mkdir(parents=True)
     (run / "checkpoints" / "step_4" / "manifest.json").touch()
     (prompts := tmp_path / PROMPTS).write_text('{"prompt": "hello"}\n')
-    found = commands(run, 4, f"data.path='{prompts}'", "data.prompts=[]")
+    found = commands(run, 4, f"data.path='{prompts}'")
     assert [words[:2] for words in found[:4]] == [[name, str(run)] for name in ("report", "generate", "evaluate", "convert")]
     assert found[1][2:4] == ["--prompts", str(prompts)] and found[2][4:6] == ["--function", "digit_fraction"]
     on = found[4]
