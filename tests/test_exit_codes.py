@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from aligner.errors import AlignerError, ConfigError, Interrupted, Stopped, TransientError, UnavailableError
-from aligner.exit_codes import exit_code, is_stopped
+from aligner.exit_codes import error_of, exit_code, is_stopped
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,13 @@ def test_an_error_that_an_interrupt_caused_has_the_interrupts_code() -> None:
     with pytest.raises(AlignerError) as raised:
         raise AlignerError("interrupted: the job may be queued") from KeyboardInterrupt()
     assert exit_code(raised.value) == 130
+
+
+@pytest.mark.parametrize("code", [1, 2, 75, 130, 143])
+def test_a_code_stands_for_an_error_that_has_it(code: int) -> None:
+    error = error_of(code, "why")
+    assert exit_code(error) == code and ("why" in str(error) or isinstance(error, Interrupted))
+
+
+def test_a_child_that_a_signal_ended_was_interrupted() -> None:
+    assert exit_code(error_of(-signal.SIGKILL, "")) == 137

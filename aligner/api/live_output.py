@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from aligner.api.child_command import ChildCommand
@@ -92,11 +93,14 @@ def notebook_bundle(printed: str, paths: RunPaths | None, lines: int) -> dict[st
         pace = Pace(load_config(paths.config).run.steps)
         for record in metrics[-WINDOW:]:
             pace.add(record)
-        parts += [Text(f"step {pace.done}/{pace.steps}  {pace.describe(metrics[-1])}")]
-        parts += [ProgressBar(total=pace.steps, completed=pace.done, width=60)]
+        parts.append(Text(f"step {pace.done}/{pace.steps}  {pace.describe(metrics[-1])}"))
+        bar = Table.grid()  # which ends its line
+        bar.add_row(ProgressBar(total=pace.steps, completed=pace.done, width=60))
+        parts.append(bar)
     parts.append(Text("\n".join(printed.splitlines()[-lines:])))
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
-    console.print(Group(*parts))
+    for part in parts:
+        console.print(part)
     html = console.export_html(inline_styles=True, clear=False, code_format="<pre style='line-height:1.2'>{code}</pre>")
     return {"text/html": html, "text/plain": console.export_text()}
 

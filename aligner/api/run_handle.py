@@ -1,5 +1,6 @@
 """`aligner.launch` and `aligner.load_run`: a run as an object, whose processes are those of `aligner launch`."""
 
+import contextlib
 import os
 import signal
 import time
@@ -63,7 +64,8 @@ def launch(
     except ConfigError:
         if file is not None and file.exists() and not RunPaths(file.parent).config.exists():
             file.unlink()
-            file.parent.rmdir()
+            with contextlib.suppress(OSError):  # something else is there
+                file.parent.rmdir()
         raise
 
 
@@ -102,10 +104,13 @@ class Run:
         self._paths, self._command, self._output = RunPaths(directory), command, output
 
     def __repr__(self) -> str:
-        return f"<Run {self.directory}: {self._describe()}>"
+        has_files = self._paths.config.is_file()
+        return f"<Run {self.directory}: {describe_status(self.status()) if has_files else 'no files of a run'}>"
 
-    def _describe(self) -> str:
-        return describe_status(self.status()) if self._paths.config.is_file() else self.state
+    @property
+    def _is_launched_here(self) -> bool:
+        """Whether its launcher is this process's child, and goes on."""
+        return self._command is not None and self._command.exit_code is None
 
     @property
     def config(self) -> Config:
@@ -115,9 +120,9 @@ class Run:
     @property
     def state(self) -> str:
         """queued, starting, running, finished, failed or stopped."""
-        code = None if self._command is None else self._command.exit_code
+        goes_on = self._is_launched_here  # first: its last word is there once it has ended
         if self._command is not None and not self._paths.config.is_file():  # before it is prepared, or refused
-            return "starting" if code is None else "failed"
+            return "starting" if goes_on else "failed"
         return self.status().state
 
     def status(self) -> RunStatus:
@@ -159,19 +164,20 @@ class Run:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            if self._command is None or self._output is None:
-                self._watch(deadline)
-                return self
-            while self._command.exit_code is None:
-                self._output.update()
-                self._check(deadline)
-                time.sleep(_POLL_S)
+            if self._command is not None and self._output is not None:
+                while self._is_launched_here:
+                    self._output.update()
+                    self._check(deadline)
+                    time.sleep(_POLL_S)
+                self._output.close()
+                state = read_state(self._paths.status)
+                self._command.raise_error(None if state is None else state.why_ended)
+                if self.state in OVER:
+                    return self
+            self._watch(deadline)  # another process has started it, or Slurm will
         except KeyboardInterrupt:
             print(f"the run goes on; run.stop() ends it, and aligner.load_run({str(self.directory)!r}) finds it again")
             raise
-        self._output.close()
-        state = read_state(self._paths.status)
-        self._command.raise_error(None if state is None else state.why_ended)
         return self
 
     def _watch(self, deadline: float | None) -> None:
@@ -200,16 +206,15 @@ class Run:
         Raises AlignerError where its launcher is not on this machine.
         """
         number = signal.SIGTERM if now else STOP_SIGNAL
-        if self._command is not None:
-            if self._command.exit_code is None:
-                os.kill(self._command.pid, number)
+        if self._command is not None and self._is_launched_here:
+            os.kill(self._command.pid, number)
         elif self.state not in OVER:
             state = read_state(self._paths.status)
             if state is None or state.job is not None or state.host != os.uname().nodename:
                 job = "JOB" if state is None or state.job is None else state.job
                 raise AlignerError(f"{self.directory}: not on this machine; a Slurm job: scancel --batch --signal=USR1 {job}")
             os.kill(state.pid, number)
-        while (self.state not in OVER) if self._command is None else (self._command.exit_code is None):
+        while self._is_launched_here or self.state not in OVER:
             time.sleep(_POLL_S)
 
 
