@@ -16,7 +16,7 @@ from aligner.launcher.heartbeats import LifeWatch
 from aligner.launcher.launcher_state import read_state
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.status import read_status
-from tests.launch.test_launch import finish, processes_of, read_until, start, wait_for
+from tests.launcher.test_launch import finish, processes_of, read_until, start, wait_for
 
 LIVE = {"critic": "live", "reward": "serve", "trainer": "live"}
 

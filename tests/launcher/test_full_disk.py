@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.launch.test_launch import finish, start
+from tests.launcher.test_launch import finish, start
 from tests.small_disk import small_disk
 
 

@@ -20,7 +20,7 @@ from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launcher.slurm.submit import render_script, submit
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
-from tests.launch.stand_ins import stand_in
+from tests.launcher.stand_ins import stand_in
 
 GENEROUS = (
     *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),

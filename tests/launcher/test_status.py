@@ -19,8 +19,8 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
 from aligner.launcher.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
-from tests.launch.stand_ins import stand_in
-from tests.launch.test_launch import finish, given, processes_of, start, wait_for
+from tests.launcher.stand_ins import stand_in
+from tests.launcher.test_launch import finish, given, processes_of, start, wait_for
 
 
 def resumed(run: Path, *overrides: str) -> str:

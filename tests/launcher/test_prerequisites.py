@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.test_launch import HEALTHY, LAUNCHER, finish, processes_of, wait_for
+from tests.launcher.test_launch import HEALTHY, LAUNCHER, finish, processes_of, wait_for
 
 PAIRS = """# @package _global_
 defaults:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aligner.launcher.lock import LockedError, locked, refuse_locked
-from tests.launch.test_launch import finish, processes_of, start, wait_for
+from tests.launcher.test_launch import finish, processes_of, start, wait_for
 
 HOLD = """import sys, time; from pathlib import Path; from aligner.launcher.lock import locked
 with locked(Path(sys.argv[1])):

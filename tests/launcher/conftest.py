@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
     """A run directory to be; what was started for it, and is left, is killed."""
-    from tests.launch.test_launch import processes_of
+    from tests.launcher.test_launch import processes_of
 
     directory = tmp_path / "run"
     yield directory

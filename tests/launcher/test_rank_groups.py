@@ -8,7 +8,7 @@ import pytest
 
 from aligner.config.compose import load_config
 from aligner.launcher.launcher_state import read_state
-from tests.launch.test_launch import finish, start
+from tests.launcher.test_launch import finish, start
 
 
 def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_the_servers_stay(run: Path) -> None:
