@@ -134,18 +134,20 @@ class Run:
         frame = _pandas("run.metrics()").DataFrame(read_metrics(self._paths.metrics))
         return frame.astype({"step": int}).set_index("step") if len(frame) else frame
 
-    def samples(self, *, steps: Collection[int] | None = None, tokens: bool = False) -> "pd.DataFrame":
+    def samples(
+        self, *, steps: Collection[int] | None = None, tokens: bool = False, columns: Sequence[str] | None = None
+    ) -> "pd.DataFrame":
         """A row a sample, of these steps or of all that are kept; also while it runs. docs/observing.md has the columns.
 
-        With `tokens` what there is of each response token, as lists. A run that keeps no sample files has those of
+        With `tokens` what there is of each response token, as lists; `columns` are those that are wanted. A run that keeps no sample files has those of
         `samples.jsonl`. Raises ConfigError where pandas is missing.
         """
         pandas = _pandas("run.samples()")
         if tokens or sample_steps(self.directory):
-            table = read_samples(self.directory, tokens=tokens, steps=steps)
+            table = read_samples(self.directory, tokens=tokens, steps=steps, columns=columns)
             return table.to_pandas(maps_as_pydicts="strict")
         records = read_records(self._paths.samples)
-        return pandas.DataFrame([record for record in records if steps is None or record["step"] in steps])
+        return pandas.DataFrame([record for record in records if steps is None or record["step"] in steps], columns=columns)
 
     def export(self, output: str | os.PathLike[str]) -> Path:
         """Write the policy of its last checkpoint as a Hugging Face directory, as `aligner convert` does; returns that.

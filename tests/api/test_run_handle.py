@@ -64,6 +64,8 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
     metrics = run.metrics()
     assert list(metrics.index) == [1, 2, 3] and metrics["reward/mean"].notna().all()
     assert len(run.samples(steps=[1])) and set(run.samples(steps=[1])["prompt"]) <= {"hello", "numbers"}
+    tokens = run.samples(steps=[2], tokens=True, columns=["text", "trainer_logprob"])
+    assert list(tokens.columns) == ["text", "trainer_logprob"] and len(tokens["text"][0]) == len(tokens["trainer_logprob"][0])
     again = aligner.load_run("run")
     assert again.wait().state == "finished" and "step 3/3" in repr(again) and again.config.run.steps == 3
     (one, two) = aligner.generate(run, ["hello", "numbers"], max_new_tokens=4, greedy=True)
