@@ -139,8 +139,8 @@ class Run:
     ) -> "pd.DataFrame":
         """A row a sample, of these steps or of all that are kept; also while it runs. docs/observing.md has the columns.
 
-        With `tokens` what there is of each response token, as lists; `columns` are those that are wanted. A run that keeps no sample files has those of
-        `samples.jsonl`. Raises ConfigError where pandas is missing.
+        With `tokens` what there is of each response token, as lists; `columns` are those that are wanted. A run that keeps no
+        sample files has those of `samples.jsonl`. Raises ConfigError where pandas is missing, KeyError for an unknown column.
         """
         pandas = _pandas("run.samples()")
         if tokens or sample_steps(self.directory):
