@@ -31,6 +31,8 @@ from aligner.schema import Config
 
 _POLL_S = 0.1
 _TELL_AGAIN_S = 5.0  # A trainer rank that is still starting does not hear that it should stop: it is told again
+_STILL_S = 15.0
+"""How often a person is told that the model is still being prepared."""
 _SHORTEN_S = 5.0
 """How often it is looked whether a log is too long."""
 _FOLLOW_S = 3.0
@@ -90,11 +92,14 @@ class Supervisor:
         (rank,) = self._ranks.start("prepare")
         what = "checking" if directory.exists() else "making"
         print_line(self.console, f"{what} the model: {directory}")
-        deadline = (began := time.monotonic()) + timeout
+        began = told = time.monotonic()
         while rank.exit_code is None:
             self._tick()
             self.interrupts.check_before_training()
-            if time.monotonic() > deadline:
+            if (now := time.monotonic()) - told > _STILL_S:
+                told = now
+                print_line(self.console, f"still {what} the model, and reading the data: {now - began:.0f} s so far")
+            if now - began > timeout:
                 raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
         if rank.exit_code == REFUSED:
             raise ConfigError(reported_error(rank))

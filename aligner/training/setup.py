@@ -74,7 +74,7 @@ def train(config: Config) -> bool:
         RunCheckpoints(config).set_damaged_aside(world.rank)
     tell_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
-    tell_stage(config, "trainer", "reading the model's weights")
+    tell_stage(config, "trainer", "reading the model's weights and building the engine")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools)
         with recording(None if trainer.recorder is None else trainer.recorder.metrics, config.logging):
