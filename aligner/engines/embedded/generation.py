@@ -186,14 +186,8 @@ class EmbeddedGeneration:
         if not width:
             return
         both = torch.tensor([tokens, positions], device=device)
-        step = Step(
-            tokens=both[0],
-            positions=both[1],
-            columns=max(positions) + 1,
-            width=width,
-            rows=[response.row for response in returning],
-            scores=False,
-        )
+        rows = [response.row for response in returning]
+        step = Step(both[0], both[1], columns=max(positions) + 1, width=width, rows=rows, scores=False)
         try:
             with torch.inference_mode():
                 self._machine.forward(step, self._machine.cache)
