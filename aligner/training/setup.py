@@ -100,20 +100,20 @@ def build_trainer(
         task = build_task(config, world, data)
         parts = _loop_parts(config, world, tokenizer, timeline)
         return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
-    is_learning, directory = config.algorithm.trainer == "online", model_directory(config)
+    settings, directory = config.algorithm, model_directory(config)
     policy = Policy(
         read_shape(directory),
         world,
         config.actor,
         directory,
         config.rollout.temperature,
-        total_updates=policy_updates(config) if is_learning else 1,
-        with_reference=is_learning,
+        total_updates=policy_updates(config) if settings.trainer == "online" else 1,
+        with_reference=settings.trainer == "online",
         exact=config.engine.exact,
     )
     sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add, tools)
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
-    if not is_learning:
+    if settings.trainer != "online":
         return PreferenceSampler(
             publisher=publisher,
             builder=builder,
@@ -136,7 +136,6 @@ def build_trainer(
         policy.runner.shape.pad_token_id,
         interrupts=config.engine.in_flight == "interrupt",
     )
-    settings = config.algorithm
     return OnlineTrainer(
         policy=policy,
         pipeline=pipeline,

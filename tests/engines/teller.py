@@ -30,13 +30,16 @@ class Teller:
 class Caller:
     """Goes on in chat messages."""
 
+    def __init__(self, turns: int = 3) -> None:
+        self._turns = turns
+
     async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, str]]:
         self._had = 0
         return []
 
     async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
         self._had += 1
-        return [{"role": "user", "content": f"n{self._had}"}], 0.5, self._had == 3
+        return [{"role": "user", "content": f"n{self._had}"}], 0.5, self._had == self._turns
 
 
 class Conversant:
