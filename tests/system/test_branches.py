@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from aligner.data.collectives import samples_from_tensors
+from aligner.data.types import Sample
 from benchmarks.runs import Finished, Launch, run_to_end
 from tests.engines.test_branches import forgetful_model
 from tests.system.environment_workers import kill_environments
@@ -19,15 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OVERRIDES = (
     *("algorithm=grpo", "algorithm.minibatches=1", "algorithm.kl_coefficient=0.01", "reward.function=digit_fraction"),
     *("model.source=directory", "data.max_prompt_tokens=12", "data.long_prompts=error"),
-    *("environment.target=tests.engines.teller:Caller", "environment.max_turn_tokens=20", "environment.max_turns=4"),
-    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=80"),
-    *(
-        "environment.retries=3",
-        "rollout.stop_at_eos=true",
-        "engine.exact=true",
-        "evaluation.every=0",
-        "actor.optimizer.warmup_steps=0",
-    ),
+    *("environment.target=tests.engines.teller:Caller", "environment.max_turn_tokens=20", "environment.max_turns=6"),
+    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=100"),
+    *("environment.retries=3", "environment.deadline_s=40", "+environment.arguments.turns=5"),
+    *("rollout.stop_at_eos=true", "engine.exact=true", "evaluation.every=0", "actor.optimizer.warmup_steps=0"),
     *("checkpoint.every=2", "logging.samples_every=1", "logging.tensorboard=false", "run.steps=6"),
 )
 BESIDE = (
@@ -57,9 +53,8 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
     assert all(step["mismatch/logprob_abs"] == 0 for step in expected.metrics[: 1 if beside else None])
     assert logs(expected).count("begins a new branch, as others may") == 1
     if beside:
-        under_way = load_file(expected.paths.checkpoint(4, "rollouts") / "rollouts.safetensors")
-        left = {name.removeprefix("under_way."): part for name, part in under_way.items() if name.startswith("under_way.")}
-        assert any(sample.branches and sample.finish_reason == "unfinished" for sample in samples_from_tensors(left))
+        left = [sample for file in expected.paths.checkpoints.rglob("rollouts.safetensors") for sample in under_way(file)]
+        assert any(sample.branches and sample.finish_reason == "unfinished" for sample in left)
     with Launch(tmp_path / "run", *given, *beside) as launch:
         launch.wait_for_step(3)
         assert kill_environments(launch)
@@ -69,6 +64,12 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
     assert run.code == 0, run.report()
     assert_identical(run, expected)
     assert run.paths.samples.read_text() == expected.paths.samples.read_text()
+
+
+def under_way(file: Path) -> list[Sample]:
+    tensors = load_file(file).items()
+    left = {name.removeprefix("under_way."): part for name, part in tensors if name.startswith("under_way.")}
+    return samples_from_tensors(left)
 
 
 def logs(run: Finished) -> str:
