@@ -56,7 +56,7 @@ def serve(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
     configure_logs(config.logging.format, groups[0])
     show_life(config, groups[0])
-    tell_stage(config, groups[0], "reading its model, if it has one")
+    tell_stage(config, groups[0], "loading")
     role = groups[0].partition(".")[0]
     replica = groups if role == "reward" else ()
     load(ROLES[role])(config, *replica)
