@@ -12,6 +12,7 @@ from typing import Any
 
 from aligner.observability.timeline import PHASES
 from aligner.observability.trace import Span, busy_shares, innermost, roles_of, step_bounds, steps_window
+from aligner.view.shown_text import printable
 
 Metrics = Sequence[Mapping[str, float]]
 Trace = dict[str, Any]
@@ -45,6 +46,7 @@ _LENGTHS = {"response/drawn_to_": "drawn", "response/learned_to_": "learned from
 _OWN_PLOTS = (*_LENGTHS, _SHARE)
 _SECONDS = "seconds"  # no metric: those have a / in their names
 _POINTS, _BARS = 1000, 200
+_LONGEST_NAME = 120
 _BARS_LAYOUT = {"barmode": "stack", "bargap": 0.15, "showlegend": True}
 _ROWS_AXIS = {"showgrid": False, "ticksuffix": "  "}
 _UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
@@ -132,13 +134,13 @@ def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
     keys = dict.fromkeys(key for records in shown.values() for record in records for key in record)
     in_panels = {key for panel in PANELS for key in panel.metrics} | {"step", _SECONDS}
     left = [key for key in sorted(keys) if key not in in_panels and not key.startswith(_OWN_PLOTS)]
-    alone = [Panel(key, key, {key: key}) for key in left]
+    alone = [Panel(key, printable(key, _LONGEST_NAME), {key: key}) for key in left]
     for panel in (*PANELS, *alone):
         drawn = {
             (run, key) for run, records in shown.items() for key in panel.metrics if _points(records, key, panel.logarithmic)
         }
         if drawn:
-            group = OVERVIEW if panel in PANELS else panel.key.partition("/")[0]
+            group = OVERVIEW if panel in PANELS else panel.title.partition("/")[0]
             yield Plot(panel.key, panel.title, *_lines(shown, panel, drawn), note, group=group, about=" ".join(panel.metrics))
 
 
@@ -216,7 +218,7 @@ def _lines(runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]
             points = _points(records, key, panel.logarithmic)
             dash = _DASHES[number % len(_DASHES)] if len(runs) > 1 else "solid"
             metric = panel.metrics[key] if len(panel.metrics) > 1 or not run else ""
-            name = escape(" ".join(part for part in (run, metric) if part), quote=False)
+            name = _label(" ".join(part for part in (run, metric) if part))
             line = {"color": color, "width": 1.6, "dash": dash}
             mode = "lines" if len(points) > 40 else "lines+markers"
             x, seconds, y = (list(column) for column in zip(*points, strict=True))
@@ -278,7 +280,7 @@ def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Seq
     """A bar a record, of what its parts add up to."""
     steps = [record["step"] for record in metrics]
     return [
-        {"type": "bar", "x": steps, "y": list(values), "name": escape(name, quote=False), "marker": {"color": color}}
+        {"type": "bar", "x": steps, "y": list(values), "name": _label(name), "marker": {"color": color}}
         for (name, values), color in zip(parts.items(), colors, strict=True)
     ]
 
@@ -331,14 +333,19 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
 
 
 def _row_bar(activity: str, hover: str, **data: Any) -> Trace:
-    name = escape(activity, quote=False)
+    name = _label(activity)
     marker = {"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}}
     hover = "%{y}: " + name + hover + "<extra></extra>"
     return {"type": "bar", "name": name, "orientation": "h", "marker": marker, "hovertemplate": hover, **data}
 
 
+def _label(text: str) -> str:
+    """As plotly shows it, which takes some elements of HTML."""
+    return escape(printable(text, _LONGEST_NAME), quote=False)
+
+
 def _row(span: Span) -> str:
-    return escape(f"{span.role} {span.rank} {span.thread}".rstrip(), quote=False)
+    return _label(f"{span.role} {span.rank} {span.thread}".rstrip())
 
 
 def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:

@@ -31,8 +31,8 @@ class Answer:
 class Viewer:
     """Asks the server at a link, with its cookie once `open` was called."""
 
-    def __init__(self, link: str) -> None:
-        self.link, parts = link, urlsplit(link)
+    def __init__(self, link: str, pid: int | None = None) -> None:
+        self.link, self.pid, parts = link, pid, urlsplit(link)
         self.host, self._cookie = parts.netloc, ""
 
     def open(self) -> Answer:
@@ -62,7 +62,7 @@ def serving(*directories: Path) -> Iterator[Viewer]:
         assert process.stdout is not None
         link = process.stdout.readline().strip()
         assert link.startswith("http://127.0.0.1:"), process.communicate()
-        yield Viewer(link)
+        yield Viewer(link, process.pid)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 0

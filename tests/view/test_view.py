@@ -231,7 +231,7 @@ def test_what_models_tools_and_people_write_is_text_on_every_page(viewer: Viewer
         if not path.endswith(".json"):
             assert "<script>alert" not in page.text and "<img" not in page.text, path
     (evil,) = (plot for plot in viewer.get(f"{run}/curves.json").json() if plot["group"] == "evil")
-    assert "<" not in evil["traces"][0]["name"]
+    assert "<" not in evil["traces"][0]["name"] and "\u202e" not in evil["title"] + evil["traces"][0]["name"]
 
 
 def test_a_damaged_or_missing_run_has_a_page_that_says_so(viewer: Viewer, pages: dict[str, str]) -> None:

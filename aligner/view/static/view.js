@@ -232,7 +232,7 @@ function shortened(value) {
 async function start() {
   const refreshes = [...document.querySelectorAll("[data-plots]")].map(plotsOf);
   if (location.protocol !== "file:") refreshes.push(...[...document.querySelectorAll("[data-live]")].map(liveOf));
-  for (const section of document.querySelectorAll("[data-tokens]")) showTokens(section);
+  await Promise.allSettled([...document.querySelectorAll("[data-tokens]")].map(showTokens));
   const all = () => Promise.allSettled(refreshes.map((refresh) => refresh()));
   await all();
   document.documentElement.dataset.ready = "true";
