@@ -26,7 +26,7 @@ def next_steps(config: Config, step: int) -> list[str]:
 
 def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     run, algorithm = shlex.quote(str(run_paths(config).root)), config.algorithm
-    yield f"aligner report {run}", "its metrics, timeline and samples as a page"
+    yield f"aligner view {run}", "its metrics, timeline and samples in a browser"
     has_model = algorithm.trainer != "preferences" and can_resume(config)
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
         prompts = f"--prompts {shlex.quote(_prompts(config))}"

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from aligner.config.compose import config_text
 from aligner.errors import ConfigError
+from aligner.extras import lacking
 from aligner.placement.roles import placements
 from aligner.schema import Config
 from aligner.schema.keys import shown
@@ -20,16 +21,12 @@ from aligner.view.run_summary import NONE, differences
 from aligner.view.shown_text import printable
 
 STATIC = Path(__file__).with_name("static")
-_NEEDED = ("starlette", "uvicorn", "duckdb", "plotly")
 
 
 def require_packages(command: str) -> None:
     """Raises ConfigError where a package of the `view` extra is missing."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"{command} needs packages that are not installed: {', '.join(missing)};"
-            " install the view extra: pip install 'aligner[view]'"
-        )
+    if lack := lacking("view"):
+        raise ConfigError(f"{command}: {lack}")
 
 
 def plotly_script() -> Path:

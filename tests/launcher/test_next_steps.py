@@ -26,7 +26,7 @@ def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained
     (run / "checkpoints" / "step_4" / "manifest.json").touch()
     (prompts := tmp_path / PROMPTS).write_text('{"prompt": "hello"}\n')
     found = commands(run, 4, f"data.path='{prompts}'")
-    assert [words[:2] for words in found[:4]] == [[name, str(run)] for name in ("report", "generate", "evaluate", "convert")]
+    assert [words[:2] for words in found[:4]] == [[name, str(run)] for name in ("view", "generate", "evaluate", "convert")]
     assert found[1][2:4] == ["--prompts", str(prompts)] and found[2][4:6] == ["--function", "digit_fraction"]
     on = found[4]
     assert on[0] == "launch" and on[-3:] == ["run.steps=8", f"run.dir={run}", "run.resume=auto"]
@@ -35,7 +35,7 @@ def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained
 
 def test_a_run_without_a_checkpoint_says_how_it_is_started_again(tmp_path: Path) -> None:
     found = commands(tmp_path, 2)
-    assert [words[0] for words in found] == ["report", "launch"] and found[1][-2:] == [
+    assert [words[0] for words in found] == ["view", "launch"] and found[1][-2:] == [
         f"run.dir={tmp_path}",
         "run.resume=auto",
     ]

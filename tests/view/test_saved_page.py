@@ -179,4 +179,4 @@ def test_what_is_no_run_or_has_no_place_is_refused_by_name(
         write_report(paths.root)
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(paths.root)])
-    assert "aligner: error: aligner report needs packages that are not installed: duckdb" in capsys.readouterr().err
+    assert "aligner: error: aligner report: duckdb is not installed; install the view extra" in capsys.readouterr().err
