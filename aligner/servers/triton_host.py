@@ -105,7 +105,7 @@ class TritonHost:
         try:
             with private_children():  # requests and answers are in Triton's shared memory
                 self._triton._run_server()
-            with _interrupted_when_triton_ends():
+            with self._interrupted_when_triton_ends():
                 self._load_models(triton_sockets(sockets)["grpc"])
             close_triton_memory()  # where the kernel has no filters
             _await_gateway(gateway)
@@ -188,6 +188,24 @@ class TritonHost:
                 client.load_model(model.model_name, config=json.dumps(model.get_model_config()), files=files)
                 model.setup()
 
+    @contextlib.contextmanager
+    def _interrupted_when_triton_ends(self) -> Iterator[None]:
+        """Raise _TritonEnded inside soon after a Triton ends: PyTriton would ask it for two minutes more. Main thread only."""
+
+        def look(*_: object) -> None:
+            found = _triton_processes()
+            self._processes = [*{*found, *self._processes}]
+            if not any(map(is_alive, found[:1])):
+                raise _TritonEnded("it ended by itself")
+
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
     def check(self) -> None:
         """Raise AlignerError when Triton has ended, or one of its helpers.
 
@@ -212,7 +230,11 @@ class TritonHost:
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind: its requests have been drained before."""
         time.sleep(max(0.0, self._last_answer + _LAST_ANSWERS_S - time.monotonic()))
-        kill_processes(_triton_processes())  # its own end would take two seconds
+        # Its own end would take two seconds. What had ended by itself has left stubs that are nobody's children by now, and
+        # that take it for alive until it was waited for.
+        servers = _triton_processes()
+        kill_processes([*{*servers, *self._processes}])
+        psutil.wait_procs(servers[:1], timeout=_LOOK_S)
         if self._gateway is not None:
             self._gateway.kill()
             self._gateway.communicate()
@@ -229,23 +251,6 @@ def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
 
 class _TritonEnded(BaseException):
     """Triton ended while it was started; nothing in between may swallow it."""
-
-
-@contextlib.contextmanager
-def _interrupted_when_triton_ends() -> Iterator[None]:
-    """Raise _TritonEnded inside soon after a Triton ends: PyTriton would go on asking it for two minutes. Main thread only."""
-
-    def look(*_: object) -> None:
-        if not any(map(is_alive, _triton_processes()[:1])):
-            raise _TritonEnded("it ended by itself")
-
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _bound(spec: TensorSpec, batching: bool) -> Any:

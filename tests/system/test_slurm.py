@@ -16,7 +16,7 @@ from aligner.config.compose import compose_config, load_config, save_config
 from aligner.launcher.slurm.submit import render_script
 from aligner.launcher.status import read_status
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths
+from aligner.paths import RunPaths, complete_steps
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
@@ -39,6 +39,13 @@ _TIMEOUT_S = 300
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    """A test that fails is not to fail those after it."""
+    yield
+    slurm.command("scancel", "--user=root")
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,13 @@ class Job:
         while len(read_metrics(self.paths.metrics)) < step:
             assert time.monotonic() < deadline, self.log
             assert self.slurm.state(self.number)["JobState"] in ("PENDING", "RUNNING"), self.log
+            time.sleep(0.05)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until there is one that a resumed run would go on from: it is written beside the steps that follow it."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not complete_steps(self.paths.checkpoints):
+            assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
 
 
@@ -128,6 +142,7 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
 ) -> None:
     job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2")
     job.wait_for_step(3)
+    job.wait_for_checkpoint()
     slurm.command("sbatch", "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
     assert re.search(r"\ntrainer rank [01] was ended by SIGTERM, which came from outside\n", job.log), job.log
