@@ -250,16 +250,21 @@ class MlflowSink:
             self._log(step, record)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Log what the store lacks, and drop what was done after it. A server drops nothing: there the first values stay."""
+        """Log what the store lacks, and drop what was done after it. A server drops nothing: there the first values stay.
+
+        A file store may have a part of the step in which the run was killed: it writes a file a metric.
+        """
         last = int(kept[-1]["step"]) if kept else -1
         if self._files is not None:
             _cut_after(next(self._files.glob(f"*/{self._id}")) / "metrics", last)
         keys = self._client.get_run(self._id).data.metrics
-        found = {metric.step for key in keys for metric in self._client.get_metric_history(self._id, key)}
+        found = {(metric.step, key) for key in keys for metric in self._client.get_metric_history(self._id, key)}
         for record in kept:
-            if (step := int(record["step"])) not in found:
-                self._log(step, {key: value for key, value in record.items() if key != "step"})
-        self._last = max([last, *found])
+            step = int(record["step"])
+            lacking = {key: value for key, value in record.items() if (step, metric_name(key)) not in found and key != "step"}
+            if lacking:
+                self._log(step, lacking)
+        self._last = max([last, *(step for step, _ in found)])
 
     def close(self, failed: bool) -> None:
         """Say that the run has ended."""

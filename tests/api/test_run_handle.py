@@ -57,7 +57,7 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
     assert run.directory == place / "run" and run.state in ("starting", "running")
     assert run.wait() is run and run.state == "finished"
     out = capsys.readouterr().out
-    assert "step 3/3  reward" in out and "next:" in out and f"aligner report {run.directory}" in out
+    assert "step 3/3  reward" in out and "next:" in out and f"aligner view {run.directory}" in out
     stored = yaml.safe_load((place / "run" / "config.yaml").read_text())
     assert stored["reward"]["function"] == f"{scorers.__name__}:raising" and stored["run"]["steps"] == 3
     assert (place / "run" / "data.jsonl").read_text().splitlines() == ['{"prompt": "hello"}', '{"prompt": "numbers"}']

@@ -205,6 +205,21 @@ def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_be
     assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
 
 
+def test_a_step_of_which_a_killed_run_has_recorded_a_part_is_completed(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", ON[1])
+    paths = run_paths(config)
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        for step in (1, 2):
+            writer.write(step, metrics(step))
+    for key in ("reward/mean", "time/step"):  # killed between the files
+        (file,) = paths.mlflow.glob(f"*/*/metrics/{key}")
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:1]))
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        writer.truncate_after(2)
+        writer.write(3, metrics(3))
+    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 3
+
+
 def in_tensorboard(step: int, more: float = 0.0) -> dict[str, float]:
     """Metrics that 32 bits hold."""
     return {"reward/mean": step + more, "policy/loss": -0.5}
