@@ -12,7 +12,6 @@ from rich.console import Console
 from aligner.cli.compositions import composed
 from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
-from aligner.environments.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
 from aligner.launcher.dry_run_launch import launch_dry_run, validate_dry_run
 from aligner.launcher.local import launch as launch_here
@@ -55,8 +54,11 @@ def validate(parsed: argparse.Namespace) -> None:
     for first in plan.prerequisites:
         done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
         print(f"experiment {first.name}: {first.gives}; {done}")
-    for line in describe_tools(plan.config.environment):
-        print(line)
+    if plan.config.environment.has_tools:
+        from aligner.environments.tool_catalogue import describe_tools  # imports torch
+
+        for line in describe_tools(plan.config.environment):
+            print(line)
     console = Console()
     console.print(placement_table(plan.config))
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))

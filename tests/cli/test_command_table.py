@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -26,3 +28,11 @@ def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(arguments)
     assert ended.value.code == 2
+
+
+def test_a_configuration_is_checked_without_torch() -> None:
+    """It takes seconds to import, which whoever has made a mistake would wait for."""
+    code = "import sys; from aligner.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch'"
+    arguments = ["validate", "experiment=tiny_ppo"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "trainer" in done.stdout, done.stderr
