@@ -8,6 +8,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
+from aligner.placement.local_devices import local_devices
 from aligner.placement.roles import has_generator
 from aligner.placement.slurm_layout import Layout, container_mounts, slurm_layout, slurm_role
 from aligner.schema import Config
@@ -18,9 +19,13 @@ _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with a Slurm job, as far as the machine that submits it can tell."""
+    """What is wrong with the places of roles on this machine, or with a Slurm job as far as who submits it can tell."""
     slurm = config.cluster.slurm
     if config.cluster.kind != "slurm":
+        try:
+            local_devices(config)
+        except ConfigError as error:
+            yield str(error)
         return
     try:
         yield from _replica_problems(config, slurm_layout(config))

@@ -20,7 +20,8 @@ from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
 from aligner.placement.memory.role_memory import memory_needs, memory_table
-from aligner.placement.roles import describe_model, placement_table
+from aligner.placement.placement_table import placement_table
+from aligner.placement.roles import describe_model
 
 _WATCH_S = 5.0
 

@@ -10,8 +10,9 @@ from aligner.config.situation import Choice, Situation
 from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.models.model_source import critic_shape, reward_shapes
+from aligner.placement.device_lists import describe_devices
 from aligner.placement.memory.role_memory import GIB, memory_needs
-from aligner.placement.roles import role_ranks
+from aligner.placement.roles import computes_on_devices, role_ranks
 from aligner.schema import Config
 from aligner.schema.derived import longest_sequence, rows_together
 from aligner.schema.keys import is_read, with_values
@@ -128,7 +129,16 @@ def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
     if has_reward_model(config.reward):
         engine["reward.parallel.tensor"] = tensor
     sleeps = {} if config.engine.placement == "server" else {"engine.sleep": True}
-    return values | distributed | engine | sleeps
+    return values | distributed | engine | sleeps | _shared_devices(config, tensor, tensor * pipeline * data)
+
+
+def _shared_devices(config: Config, tensor: int, ranks: int) -> Values:
+    """Where several roles have models on this machine's GPUs they share them; nobody else's are free."""
+    on_devices = [group for group in role_ranks(config) if computes_on_devices(config, group)]
+    if config.cluster.kind != "local" or len(on_devices) == 1:
+        return {}
+    sizes = {"trainer": ranks, "critic": ranks, "reward": tensor}
+    return {f"cluster.devices.{role}": describe_devices(tuple(range(size))) for role, size in sizes.items()}
 
 
 def _memory(config: Config, effort: Effort, needed: int) -> Values:
@@ -182,7 +192,7 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
         placed = f"{tried.actor.parallel.ranks} GPUs for {situation.billions}, cut into no more parts than memory asks for"
     held = f"a rank holds up to {fullest:.1f} GiB; there are {_memory_of(situation)}"
     for key, value in values.items():
-        is_layout = "parallel" in key or key in ("cluster.threads_per_rank", "engine.sleep")
+        is_layout = "parallel" in key or key.startswith("cluster.") or key == "engine.sleep"
         yield Choice(key, value, placed if is_layout else held)
 
 

@@ -14,7 +14,8 @@ from aligner.launcher.local import launch
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
 from aligner.paths import run_paths
-from aligner.placement.roles import describe_model, has_generator, placement_table, placements
+from aligner.placement.placement_table import placement_table, placements
+from aligner.placement.roles import describe_model, has_generator
 from aligner.schema import Config
 
 _CONNECT_S = 2.0

@@ -1,5 +1,6 @@
 """`aligner launch` on one machine: a process a rank, after the experiments whose results the run needs."""
 
+import os
 import shutil
 import sys
 import time
@@ -11,7 +12,7 @@ from functools import partial
 from rich.console import Console
 
 from aligner.config.prerequisites import Prerequisite, RunPlan
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.files import new_directory
 from aligner.launcher.failure import failure_error
 from aligner.launcher.interrupts import Interrupts
@@ -24,7 +25,8 @@ from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import LOOPBACK
-from aligner.placement.roles import role_ranks, threads_per_rank, uses_gpus
+from aligner.placement.local_devices import local_devices
+from aligner.placement.roles import PRETENDED_GPUS, role_ranks, threads_per_rank, uses_gpus, visible_gpus
 from aligner.schema import Config
 
 _POLL_S = 0.1
@@ -37,6 +39,8 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
     behind, AlignerError when a role fails, Stopped when told to stop, with a checkpoint, and Interrupted when told to end
     at once; by then every process has ended.
     """
+    if told := os.environ.get(PRETENDED_GPUS):
+        raise ConfigError(f"{PRETENDED_GPUS}={told}: with GPUs that it is told of aligner validates, and launches nothing")
     root, console = run_paths(plan.config).root, Console()
     print(f"run directory: {root}", flush=True)
     refuse_locked(root)
@@ -122,7 +126,14 @@ class LocalRanks(Processes, Ranks):
         command = self._command(role, run_paths(self._config).config)
         world = world_environment(ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config))
         for rank in range(ranks):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **world}
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **world, **self._visible_to(role)}
             log = log_of(self._config, role, rank, restarts)
             started.append(self.spawn(role, rank, command, environment, log, restarts))
         return started
+
+    def _visible_to(self, group: str) -> dict[str, str]:
+        """What has CUDA show a role's ranks its own devices, which they count from 0."""
+        devices, visible = local_devices(self._config).get(group), visible_gpus()
+        if devices is None:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) if visible is None else visible[device] for device in devices)}

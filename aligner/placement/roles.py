@@ -1,21 +1,43 @@
-"""The roles of a run: ranks, layout, device, threads."""
+"""The roles of a run: ranks, devices, threads, sizes of models."""
 
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
+from aligner.errors import ConfigError
 from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, weight_table
-from aligner.schema import Config, ParallelConfig
-from aligner.schema.reward_sources import describe_sources, has_reward_model, reward_sources
+from aligner.schema import Config
+from aligner.schema.reward_sources import has_reward_model
+
+PRETENDED_GPUS = "ALIGNER_GPUS"
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that may be used: asking the driver's files costs nothing, asking torch costs its import.
+
+    ALIGNER_GPUS says of how many configurations are checked on a machine that has others, or none.
+    """
+    if told := os.environ.get(PRETENDED_GPUS):
+        if not told.isdecimal():
+            raise ConfigError(f"{PRETENDED_GPUS}={told}: allowed is a number of GPUs")
+        return int(told)
+    # Some sandboxes have no files of the driver's, but all have the devices.
+    driver, devices = Path("/proc/driver/nvidia/gpus").glob("*"), Path("/dev").glob("nvidia[0-9]*")
+    found, visible = len([*driver]) or len([*devices]), visible_gpus()
+    return found if visible is None else min(found, len(visible))
+
+
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None where it is not set, which leaves all visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [name for name in visible.split(",") if name]
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU to use: asking the driver's files costs nothing, asking torch costs its import."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    """Whether this machine has a GPU to use."""
+    return gpu_count() > 0
 
 
 def uses_gpus(config: Config) -> bool:
@@ -42,33 +64,6 @@ def device_of(config: Config, precision: str) -> Device:
     return Device(gpus, 2 if precision == "bf16" or (precision == "auto" and gpus) else 4)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """One role's processes."""
-
-    role: str
-    ranks: int
-    layout: str
-    runs: str
-    device: str
-    threads: int | None
-
-
-def describe_layout(parallel: ParallelConfig) -> str:
-    """A layout in the field's abbreviations; what is not cut is left out, but for TP, PP and DP."""
-    parts = [f"TP{parallel.tensor}" + ("+SP" if parallel.sequence else ""), f"PP{parallel.pipeline}"]
-    if parallel.virtual_pipeline > 1:
-        parts.append(f"VPP{parallel.virtual_pipeline}")
-    if parallel.context > 1:
-        parts.append(f"CP{parallel.context}")
-    parts.append(f"DP{parallel.data}")
-    if parallel.expert > 1:
-        parts.append(f"EP{parallel.expert}")
-    if parallel.expert_tensor is not None:
-        parts.append(f"ETP{parallel.expert_tensor}")
-    return " ".join(parts)
-
-
 def has_generator(config: Config) -> bool:
     """Whether the engine is a role of its own."""
     return config.algorithm.generates and config.engine.placement == "server"
@@ -90,6 +85,16 @@ def role_ranks(config: Config) -> dict[str, int]:
     return {**server_ranks(config), "trainer": config.actor.parallel.ranks}
 
 
+def role_of(group: str) -> str:
+    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so in the trainer's place."""
+    return "trainer" if group == "prepare" else group.partition(".")[0]
+
+
+def computes_on_devices(config: Config, group: str) -> bool:
+    """Whether the ranks of a role, or a server group, have models; a scoring function needs no device."""
+    return role_of(group) != "reward" or has_reward_model(config.reward)
+
+
 def threads_per_rank(config: Config) -> int:
     """OpenMP threads of each process of a run on this machine: as configured, else this process's cores over all ranks."""
     ranks = sum(role_ranks(config).values())
@@ -99,50 +104,6 @@ def threads_per_rank(config: Config) -> int:
 def configured_threads(config: Config) -> int | None:
     """OpenMP threads of a rank where the configuration decides them."""
     return 1 if config.engine.exact else config.cluster.threads_per_rank
-
-
-def placements(config: Config) -> tuple[Placement, ...]:
-    """Every role of the run."""
-    engine = config.engine
-    engine_layout, generates = f"TP{engine.parallel.tensor} DP{engine.parallel.data}", has_generator(config)
-    colocated = config.algorithm.generates and not generates
-    with_engine = f", {engine.kind} engine" if colocated else ""
-    runs = {
-        "online": f"policy, reference{with_engine}",
-        "preferences": f"policy{with_engine}",
-        "sft": "policy",
-        "dpo": "policy, reference",
-        "reward_model": "reward model",
-    }
-    sources, has_model = describe_sources(reward_sources(config.reward)), has_reward_model(config.reward)
-    device = "cuda" if uses_gpus(config) else "cpu"
-    # A job's nodes are not known yet: their cores over the ranks there.
-    is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
-    threads = threads_per_rank(config) if is_known else None
-    ranks = role_ranks(config)
-
-    def place(role: str, layout: str, runs: str, device: str = device) -> Placement:
-        return Placement(role, ranks[role], layout, runs, device, threads)
-
-    layout = describe_layout(config.actor.parallel) + (f", engine {engine_layout}" if colocated else "")
-    found = [place("trainer", layout, runs[config.algorithm.trainer])]
-    if generates:
-        found.append(place("generator", engine_layout, f"{engine.kind} engine"))
-    if "critic" in ranks:
-        values = f"value model, {sources}" if config.critic_scores else "value model"
-        found.append(place("critic", describe_layout(config.critic.parallel), values))
-    scorer = (describe_layout(config.reward.parallel), sources) if has_model else ("-", sources, "cpu")
-    return (*found, *(place(group, *scorer) for group in ranks if group.startswith("reward")))
-
-
-def placement_table(config: Config) -> Table:
-    """The roles as a table."""
-    table = Table(title=f"{config.run.experiment}: {sum(role_ranks(config).values())} processes", title_justify="left")
-    for column in ("role", "ranks", "layout", "runs", "device", "threads"):
-        table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
-    for place in placements(config):
-        table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
-    return table
 
 
 def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:

@@ -1,14 +1,13 @@
 """Which nodes and devices of a Slurm job each role has: arithmetic on the configuration alone."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory, run_paths
-from aligner.placement.roles import role_ranks
+from aligner.placement.device_lists import device_list
+from aligner.placement.roles import computes_on_devices, role_of, role_ranks
 from aligner.schema import Config, SlurmRoleConfig
-from aligner.schema.reward_sources import has_reward_model
 
 
 def container_mounts(config: Config) -> list[str]:
@@ -63,18 +62,6 @@ class Layout:
         return sum(place.meets(other) for other in self.places.values()) > 1
 
 
-def role_of(group: str) -> str:
-    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so in the trainer's place."""
-    return "trainer" if group == "prepare" else group.partition(".")[0]
-
-
-def numbers(text: str) -> Iterator[int]:
-    """Those of a list as Slurm writes them, such as 0-2,5."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
-
-
 def slurm_role(config: Config, group: str) -> SlurmRoleConfig:
     """The settings of a group's role."""
     settings: SlurmRoleConfig = getattr(config.cluster.slurm.roles, role_of(group))
@@ -123,18 +110,11 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
 
 
 def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
-    """The devices that a list such as 0-3,6 names. Raises ConfigError for what is no list, and for those a node lacks."""
+    """The devices that a role names. Raises ConfigError for what is no list, and for those a node lacks."""
     text, most = slurm_role(config, role).devices, config.cluster.devices_per_node
     if text is None:
         return None
-    key = f"cluster.slurm.roles.{role}.devices"
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
-    is_known = all(int(end) < most for end in re.findall(r"\d+", text))  # first of all: a range may be too long to write out
-    found = list(numbers(text)) if is_known else []
-    if not found or len(set(found)) < len(found):
-        raise ConfigError(f"{key}={text}: allowed are different ones from 0 to {most - 1} (cluster.devices_per_node={most})")
-    return tuple(found)
+    return device_list(f"cluster.slurm.roles.{role}.devices", text, most, f"cluster.devices_per_node={most}")
 
 
 def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
@@ -200,8 +180,7 @@ def _check_shared(config: Config, host: str, places: Mapping[str, Place]) -> Non
 
 
 def _needs_device(config: Config, group: str) -> bool:
-    is_function = role_of(group) == "reward" and not has_reward_model(config.reward)
-    return config.cluster.slurm.gpus != "none" and not is_function
+    return config.cluster.slurm.gpus != "none" and computes_on_devices(config, group)
 
 
 def _component(config: Config, host: str, places: Mapping[str, Place]) -> Component:

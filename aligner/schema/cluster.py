@@ -80,6 +80,18 @@ class SlurmConfig:
 
 
 @dataclass
+class LocalDevicesConfig:
+    """GPUs of this machine for each role's ranks, where it has some: 0-3, or 0-1,6 in quotes. Roles may name the same ones."""
+
+    trainer: str | None = option(None, "the trainer's; the first free ones when null")
+    generator: str | None = option(None, "the generator's; the next free ones when null", read="engine.placement=server")
+    critic: str | None = option(None, "the critic's; the next free ones when null", read=TRAINED)
+    reward: str | None = option(
+        None, "of a reward model, for its replicas in turn; the next free ones when null", read=OWN_SERVER
+    )
+
+
+@dataclass
 class ClusterConfig:
     """Where the roles run."""
 
@@ -93,6 +105,7 @@ class ClusterConfig:
     device_memory_gib: float | None = option(
         None, "memory of a device: what does not fit is refused; only told when null", minimum=1
     )
+    devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
     stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
     heartbeat_timeout_s: float = option(

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from aligner.config.compose import config_text
 from aligner.errors import ConfigError
 from aligner.extras import lacking
-from aligner.placement.roles import placements
+from aligner.placement.placement_table import placements
 from aligner.schema import Config
 from aligner.schema.keys import shown
 from aligner.schema.reward_sources import describe_sources, reward_sources

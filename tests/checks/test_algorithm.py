@@ -6,7 +6,8 @@ from aligner.checks import algorithm
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.placement.roles import placements, server_ranks
+from aligner.placement.placement_table import placements
+from aligner.placement.roles import server_ranks
 from aligner.schema.derived import rows_together
 from aligner.schema.keys import with_values
 

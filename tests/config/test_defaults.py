@@ -76,7 +76,7 @@ def chosen(
     data: DataStatistics | None = DATA,
 ) -> tuple[Config, dict[str, Choice], Situation]:
     """The configuration of a run on a machine that this one need not be, and what was chosen of it."""
-    monkeypatch.setattr("aligner.placement.roles.has_gpu", lambda: machine.gpus > 0)
+    monkeypatch.setenv("ALIGNER_GPUS", str(machine.gpus))
     given = ["model.path=models/mine", "data.path=records.jsonl", "run.dir=run", *overrides]
     config = compose_config(given)
     config = replace(config, model=replace(config.model, config=MODELS[model]))

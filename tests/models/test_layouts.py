@@ -8,7 +8,7 @@ import pytest
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
 from aligner.models.weight_slices import coordinates, stage_layers, trainer_slices, weight_table
-from aligner.placement.roles import describe_layout
+from aligner.placement.placement_table import describe_layout
 from aligner.schema import ParallelConfig
 
 LLAMA = {

@@ -13,7 +13,6 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import absent_inputs, read_shape
-from aligner.placement import roles
 from aligner.placement.memory.activations import Layer, Load, Stage
 from aligner.placement.memory.model_states import engine_weights, shared_weights, trained_states, weight_census
 from aligner.placement.memory.role_memory import RoleMemory, memory_needs
@@ -143,7 +142,7 @@ def test_experts_are_cut_by_their_own_layout() -> None:
 
 @pytest.fixture
 def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "has_gpu", lambda: True)
+    monkeypatch.setenv("ALIGNER_GPUS", "8")
 
 
 def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() -> None:

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models
 from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
-from aligner.placement.roles import placements, role_ranks
+from aligner.placement.placement_table import placements
+from aligner.placement.roles import role_ranks
 from aligner.schema import Config
 from aligner.schema.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
 from aligner.servers.reward_server import build_scoring

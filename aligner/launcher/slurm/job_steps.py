@@ -17,8 +17,9 @@ from aligner.launcher.ranks import Rank, Ranks, log_of
 from aligner.launcher.server_ports import FreePorts
 from aligner.launcher.slurm.slurm_commands import host_names, node_addresses, slurm_command
 from aligner.paths import run_paths
+from aligner.placement.device_lists import numbers
 from aligner.placement.roles import configured_threads, role_ranks
-from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, numbers, slurm_role
+from aligner.placement.slurm_layout import Layout, Place, container_image, container_mounts, slurm_role
 from aligner.schema import Config
 
 _POLL_S = 0.2

@@ -1,0 +1,125 @@
+"""Which GPUs of a machine each role has; the machine is told, and need not be this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.checks.check import check
+from aligner.config.compose import compose_config
+from aligner.errors import ConfigError
+from aligner.launcher.local import LocalRanks
+from aligner.launcher.server_ports import FreePorts
+from aligner.placement import roles
+from aligner.placement.device_lists import describe_devices, numbers
+from aligner.placement.local_devices import local_devices
+from aligner.placement.placement_table import placements
+from aligner.schema import Config
+
+WIDE = ("actor.parallel.data=2", "engine.parallel.data=2", "critic.parallel.tensor=2")
+SERVED = ("engine.placement=server", "rollout.max_staleness=1", "algorithm.truncated_importance=token")
+REWARD_MODEL = ("reward.kind=model", "reward.path=models/absent", "reward.replicas=2")
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_GPUS", "8")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def configured(*overrides: str) -> Config:
+    return compose_config(["experiment=tiny_ppo", *overrides])
+
+
+def test_no_two_roles_have_a_device_in_common() -> None:
+    assert local_devices(configured(*WIDE)) == {"trainer": (0, 1), "critic": (2, 3)}
+    found = local_devices(configured(*WIDE, *SERVED, *REWARD_MODEL))
+    assert list(found) == ["trainer", "generator", "critic", "reward", "reward.1"]
+    assert [device for devices in found.values() for device in devices] == [*range(8)]
+
+
+def test_named_devices_are_a_roles_own_and_the_others_get_what_is_free() -> None:
+    config = configured(*WIDE, "cluster.devices.critic='0,5'")
+    assert local_devices(config) == {"trainer": (1, 2), "critic": (0, 5)}
+    assert {place.role: place.device for place in placements(config)} == {
+        "trainer": "cuda 1-2",
+        "critic": "cuda 0,5",
+        "reward": "cpu",
+    }
+
+
+def test_roles_that_name_the_same_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_GPUS", "1")
+    with pytest.raises(ConfigError, match=r"trainer 1, critic 1, and 1 of this machine.s 1 are free"):
+        check(configured())
+    config = configured("cluster.devices.trainer=0", "cluster.devices.critic=0")
+    check(config)
+    assert local_devices(config) == {"trainer": (0,), "critic": (0,)}
+
+
+def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
+    parts = local_devices(configured(*REWARD_MODEL, "cluster.devices.reward=6-7"))
+    assert (parts["reward"], parts["reward.1"]) == ((6,), (7,))
+    shared = local_devices(configured(*REWARD_MODEL, "cluster.devices.reward=7"))
+    assert shared["reward"] == shared["reward.1"] == (7,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["cluster.devices.critic=8"], "cluster.devices.critic=8: allowed are different ones from 0 to 7"),
+        (["cluster.devices.critic='1,1'"], "cluster.devices.critic=1,1: allowed are different ones"),
+        (["cluster.devices.critic=all"], "cluster.devices.critic=all: allowed are numbers and ranges"),
+        ([*WIDE, "cluster.devices.critic=3"], "cluster.devices.critic=3: 2 ranks need a device each"),
+        ([*SERVED, "cluster.devices.trainer=1", "cluster.devices.generator=1"], "device 1 is the trainer's, and NCCL"),
+        (["actor.parallel.data=8", "engine.parallel.data=8"], "trainer 8, critic 1, and 8 of this machine's 8 are free"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(overrides: list[str], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(configured(*overrides))
+    assert error in str(caught.value)
+
+
+def test_ranks_see_their_roles_devices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes, each of which tells what it sees."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    config = configured(*WIDE, f"run.dir={tmp_path}", "cluster.devices.critic=1-2")
+    told = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'])"
+    (tmp_path / "logs").mkdir()
+    ranks = LocalRanks(lambda role, file: (sys.executable, "-c", told), config, FreePorts())
+    try:
+        for role in ("trainer", "critic", "reward"):
+            for rank in ranks.start(role):
+                rank.process.wait(30)
+    finally:
+        ranks.close()
+    seen = {file.stem: file.read_text().split() for file in (tmp_path / "logs").iterdir()}
+    assert seen["trainer-0"] == ["GPU-a,GPU-d", "0"] and seen["trainer-1"] == ["GPU-a,GPU-d", "1"]
+    assert seen["critic-0"] == ["GPU-b,GPU-c", "0"] and seen["critic-1"] == ["GPU-b,GPU-c", "1"]
+    assert seen["reward-0"] == [os.environ["CUDA_VISIBLE_DEVICES"], "0"], "a function of the user's may use any"
+
+
+def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALIGNER_GPUS")
+    monkeypatch.setattr(roles, "Path", lambda path: tmp_path / Path(path).relative_to("/"))
+    assert roles.gpu_count() == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert roles.gpu_count() == 2, "a sandbox may show no files of the driver's"
+    for name in "abc":
+        (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
+    assert roles.gpu_count() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert roles.gpu_count() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert roles.gpu_count() == 0
+
+
+def test_a_list_of_devices_is_written_as_it_is_read() -> None:
+    for devices in ((0,), (0, 1, 2), (0, 2, 3, 7), (5, 6)):
+        assert tuple(numbers(describe_devices(devices))) == devices
