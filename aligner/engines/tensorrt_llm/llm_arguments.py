@@ -15,7 +15,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
 WORKER_EXTENSION = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
-_OPTIONAL = ("sampler_type", "cuda_graph_config", "skip_tokenizer_init", "enable_chunked_prefill")
+_OPTIONAL = ("max_input_len", "sampler_type", "cuda_graph_config", "skip_tokenizer_init", "enable_chunked_prefill")
 _KV_CACHE = "kv_cache"
 """The tag of the memory of keys and values; the others are the model's and the executor's."""
 _MEMORY_TYPES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
@@ -141,6 +141,7 @@ def llm_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
         "max_seq_len": shape.max_positions,
+        "max_input_len": shape.max_positions,  # else 1024: an interrupted response is sent again behind its prompt
         "max_batch_size": settings.batch_size,
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
         "enable_chunked_prefill": True,

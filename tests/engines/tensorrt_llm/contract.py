@@ -56,7 +56,7 @@ SYMBOLS: Final = (
             *_all(placement_groups=None, placement_bundle_indices=None, per_worker_gpu_share=None),
             *_all(model=REQUIRED, tokenizer=None, skip_tokenizer_init=False, trust_remote_code=False),
             *_all(tensor_parallel_size=1, pipeline_parallel_size=1, dtype="auto", load_format=UNCOMPARED),
-            *_all(max_seq_len=None, max_batch_size=UNCOMPARED, max_num_tokens=UNCOMPARED),
+            *_all(max_seq_len=None, max_input_len=1024, max_batch_size=UNCOMPARED, max_num_tokens=UNCOMPARED),
             *_all(kv_cache_config=UNCOMPARED, cuda_graph_config=UNCOMPARED, sampler_type=UNCOMPARED, backend=UNCOMPARED),
             *_all(enable_chunked_prefill=UNCOMPARED),
             *_all(ray_worker_extension_cls=UNCOMPARED),

@@ -321,6 +321,8 @@ class FakeLLM:
             )
         if not inputs or not all(isinstance(token, int) for token in inputs):
             raise ValueError("inputs: a prompt's token ids were expected")
+        if len(inputs) > self.arguments["max_input_len"]:
+            raise ValueError("the prompt exceeds max_input_len")
         if len(inputs) + params.max_tokens > self.arguments["max_seq_len"]:
             raise ValueError("the request exceeds max_seq_len")
         self.has_prefixes = True

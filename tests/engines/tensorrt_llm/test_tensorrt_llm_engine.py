@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.tensorrt_llm import llm_arguments, llm_client
 from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
@@ -123,6 +123,17 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
             device="cpu",
             dtype=torch.float32,
         )
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_prompt_may_be_as_long_as_the_sequence_leaves_room_for(directory):
+    """TensorRT-LLM's own bound on prompts is 1024 tokens, whatever its bound on sequences is."""
+    shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
+    engine = TensorRTLLMEngine(directory, shape, engines.SETTINGS, 0, 7, device="cpu", dtype=torch.float32)
+    publish(engine, directory, 0)
+    prompt = dataclasses.replace(prompts()[0], tokens=torch.arange(1100) % shape.vocab_size)
+    (sample,) = generate(engine, [GenerationRequest(prompt, 0)], GREEDY)
+    assert len(response(sample)) == 6
 
 
 @pytest.mark.usefixtures("newest")
