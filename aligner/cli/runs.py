@@ -20,7 +20,7 @@ from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
 from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
 from aligner.placement.memory.role_memory import memory_needs, memory_table
-from aligner.placement.placement_table import placement_table
+from aligner.placement.placement_table import layer_notes, placement_table
 from aligner.placement.roles import describe_model
 
 _WATCH_S = 5.0
@@ -64,6 +64,8 @@ def validate(parsed: argparse.Namespace) -> None:
     console.print(placement_table(plan.config))
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))
     print(describe_model(plan.config, shape))
+    for line in layer_notes(plan.config):
+        print(line)
 
 
 def supervise(parsed: argparse.Namespace) -> None:

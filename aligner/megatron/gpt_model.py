@@ -1,8 +1,8 @@
 """GPT models in megatron-core from a model's shape and a parallel layout."""
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConf
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -150,19 +151,31 @@ def build_model(
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
     config = transformer_config(shape, world.layout, dtype, recompute)
-    return [_build_chunk(shape, world, head, config, chunk, exact) for chunk in range(world.layout.virtual_pipeline)]
+    layers = partial(decoder_submodules, shape, config, exact=exact)
+    rotary = "none"  # our attention rotates by itself
+    if uses_transformer_engine(settings, dtype):
+        layers, rotary = partial(layers, transformer_engine=True), "rope"
+    chunks = range(world.layout.virtual_pipeline)
+    return [_build_chunk(shape, world, head, config, chunk, layers, rotary) for chunk in chunks]
 
 
-def _build_chunk(shape: ModelShape, world: World, head: Head, config: TransformerConfig, chunk: int, exact: bool) -> GPTModel:
+def _build_chunk(
+    shape: ModelShape,
+    world: World,
+    head: Head,
+    config: TransformerConfig,
+    chunk: int,
+    layers: Callable[[int | None], TransformerBlockSubmodules],
+    rotary: str,
+) -> GPTModel:
     chunks = world.layout.virtual_pipeline
     holds_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
-    rotary = "rope" if uses_transformer_engine() else "none"  # our attention rotates by itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
-            transformer_layer_spec=decoder_submodules(shape, config, stage, exact=exact),
+            transformer_layer_spec=layers(stage),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_positions,
             position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[shape.position],

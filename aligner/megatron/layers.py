@@ -31,6 +31,7 @@ from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
+from aligner.schema import ActorConfig, MegatronModelConfig
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:
@@ -135,19 +136,29 @@ class ExpertsLayer(TransformerLayer):
             self.mlp.router.router_replay = None
 
 
-def uses_transformer_engine() -> bool:
-    """Whether the layers are transformer-engine's; else they are megatron-core's own around our norms and attention."""
-    return HAVE_TE and torch.cuda.is_available()
+def uses_transformer_engine(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the layers are transformer-engine's; else they are megatron-core's own around our norms and attention.
+
+    Not with adapters, since its linear layers may hold the norm before them, and not in float32, for which the attention of
+    its releases up to 2.10 has no kernel over packed sequences.
+    """
+    has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
+    return HAVE_TE and torch.cuda.is_available() and dtype == torch.bfloat16 and not has_adapters
 
 
 def decoder_submodules(
-    shape: ModelShape, config: TransformerConfig, chunk: int | None = None, *, exact: bool = False
+    shape: ModelShape,
+    config: TransformerConfig,
+    chunk: int | None = None,
+    *,
+    exact: bool = False,
+    transformer_engine: bool = False,
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's where it is, or our own.
+    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's, or our own.
 
     `exact` is `engine.exact`.
     """
-    if uses_transformer_engine():
+    if transformer_engine:
         # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
         norm = TENorm

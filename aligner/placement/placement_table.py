@@ -1,5 +1,6 @@
 """The table of a run's roles: who runs what, where."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from rich.table import Table
@@ -89,3 +90,15 @@ def placement_table(config: Config) -> Table:
     for place in placements(config):
         table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
     return table
+
+
+def layer_notes(config: Config) -> Iterator[str]:
+    """Which roles' layers on GPUs are megatron-core's own around torch's attention, also where transformer-engine is."""
+    models = {"trainer": config.actor, "critic": config.critic, "reward": config.reward}
+    for role in {role_of(group): None for group in role_ranks(config) if computes_on_devices(config, group)}:
+        if role in models and uses_gpus(config):
+            why = "in float32" if models[role].precision == "fp32" else ""
+            if role == "trainer" and config.actor.lora.rank:
+                why = "with adapters"
+            if why:
+                yield f"note: {role}: {why} its layers are not transformer-engine's, which are faster"

@@ -1,0 +1,31 @@
+"""Whose layers a model is built of; transformer-engine and the GPU are pretended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aligner.config.compose import compose_config
+from aligner.megatron import layers
+from aligner.placement.placement_table import layer_notes
+from aligner.schema import ActorConfig, LoraConfig, MegatronModelConfig
+
+
+def test_transformer_engine_has_the_layers_that_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, fp32, plain, adapted = torch.bfloat16, torch.float32, ActorConfig(), ActorConfig(lora=LoraConfig(rank=8))
+    assert not layers.uses_transformer_engine(plain, bf16), "it is not here"
+    monkeypatch.setattr(layers, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert layers.uses_transformer_engine(plain, bf16) and layers.uses_transformer_engine(MegatronModelConfig(), bf16)
+    assert not layers.uses_transformer_engine(adapted, bf16), "a norm inside a linear layer changes what goes into an adapter"
+    assert not layers.uses_transformer_engine(plain, fp32), "its attention over packed sequences takes 16 bits"
+
+
+def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_GPUS", "8")
+    assert [*layer_notes(compose_config(["experiment=tiny_ppo"]))] == []
+    adapted = compose_config(["experiment=tiny_ppo", "actor.lora.rank=8", "critic.precision=fp32"])
+    critic, trainer = layer_notes(adapted)
+    assert "trainer: with adapters" in trainer and "critic: in float32" in critic
+    monkeypatch.setenv("ALIGNER_GPUS", "0")
+    assert [*layer_notes(adapted)] == []
