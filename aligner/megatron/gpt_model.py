@@ -104,9 +104,14 @@ def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelConfig, dtype: torch.dtype, recompute: str = "none"
+    shape: ModelShape,
+    layout: ParallelConfig,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    *,
+    transformer_engine: bool = False,
 ) -> TransformerConfig:
-    """megatron-core's description of the model at a layout."""
+    """megatron-core's description of the model at a layout, whose layers are transformer-engine's or not."""
     plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,10 +131,11 @@ def transformer_config(
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=not torch.cuda.is_available(),  # on a GPU it needs apex's kernels
             masked_softmax_fusion=False,
-            # On a GPU transformer-engine has its own; cpu_backend has these.
-            bias_activation_fusion=plain_swiglu and not torch.cuda.is_available(),
+            # megatron-core's, compiled where there is a GPU; cpu_backend has others.
+            bias_activation_fusion=plain_swiglu,
             bias_dropout_fusion=False,
-            apply_rope_fusion=False,
+            # Unfused, it synchronizes with the GPU in every layer of a packed micro-batch.
+            apply_rope_fusion=transformer_engine and shape.position == "rotary",
             **_layout_arguments(layout),
             **_RECOMPUTE[recompute],
         )
@@ -150,11 +156,10 @@ def build_model(
     """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
-    config = transformer_config(shape, world.layout, dtype, recompute)
-    layers = partial(decoder_submodules, shape, config, exact=exact)
-    rotary = "none"  # our attention rotates by itself
-    if uses_transformer_engine(settings, dtype):
-        layers, rotary = partial(layers, transformer_engine=True), "rope"
+    engine = uses_transformer_engine(settings, dtype)
+    config = transformer_config(shape, world.layout, dtype, recompute, transformer_engine=engine)
+    layers = partial(decoder_submodules, shape, config, exact=exact, transformer_engine=engine)
+    rotary = "rope" if engine else "none"  # our attention rotates by itself
     chunks = range(world.layout.virtual_pipeline)
     return [_build_chunk(shape, world, head, config, chunk, layers, rotary) for chunk in chunks]
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from megatron.core.models.common.embeddings import rope_utils
 
 from aligner.config.compose import compose_config
 from aligner.megatron import layers
+from aligner.megatron.gpt_model import transformer_config
+from aligner.models.hugging_face import read_config
 from aligner.placement.placement_table import layer_notes
-from aligner.schema import ActorConfig, LoraConfig, MegatronModelConfig
+from aligner.schema import ActorConfig, LoraConfig, MegatronModelConfig, ParallelConfig
+from tests.megatron import families
+
+ARCHITECTURES = {"llama2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM"}
 
 
 def test_transformer_engine_has_the_layers_that_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +26,17 @@ def test_transformer_engine_has_the_layers_that_it_can_compute(monkeypatch: pyte
     assert layers.uses_transformer_engine(plain, bf16) and layers.uses_transformer_engine(MegatronModelConfig(), bf16)
     assert not layers.uses_transformer_engine(adapted, bf16), "a norm inside a linear layer changes what goes into an adapter"
     assert not layers.uses_transformer_engine(plain, fp32), "its attention over packed sequences takes 16 bits"
+
+
+def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, object())
+    for family, swiglu in {"llama2": True, "pythia": False}.items():
+        entries = {**families.CONFIGS[family](transformers).to_dict(), "architectures": [ARCHITECTURES[family]]}
+        shape = read_config(entries, family)
+        fused = transformer_config(shape, ParallelConfig(), torch.bfloat16, transformer_engine=True)
+        assert fused.apply_rope_fusion and fused.bias_activation_fusion == swiglu
+        assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).apply_rope_fusion
 
 
 def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
