@@ -124,6 +124,7 @@ class TensorRTLLMEngine(GenerationEngine):
     def wake(self) -> None:
         """Take the model's memory back; that of keys and values follows the weights that are published next."""
         if self._asleep:
+            self._replica.gather("giving memory back", _give_back)
             self._replica.drive("waking up", lambda client: client.resume(cache=False))
             self._asleep = False
 
@@ -151,9 +152,16 @@ class TensorRTLLMEngine(GenerationEngine):
                 client.resume(cache=True)
             client.admit(version)
 
+        if self._cache_asleep:
+            self._replica.gather("giving memory back", _give_back)
         self._replica.drive("finishing the update", finish)
         self._cache_asleep = False
         self._version = version
+
+
+def _give_back() -> None:
+    """Let TensorRT-LLM's processes have what torch keeps of this one's GPU: the trainer's activations, an update's buckets."""
+    torch.cuda.empty_cache()
 
 
 def _place(device: torch.device, rank: int) -> dict[str, Any]:

@@ -61,6 +61,23 @@ def texts(engine: TensorRTLLMEngine, options: SamplingOptions = GREEDY) -> list[
     return [response(sample) for sample in generate(engine, requests(), options)]
 
 
+def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own(release, directory, monkeypatch):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+    engine.sleep()
+    order, resume = [], llm.resume
+
+    async def resumed(tags):
+        order.append("resume")
+        await resume(tags)
+
+    monkeypatch.setattr(llm, "resume", resumed)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
+    engine.wake()
+    publish(engine, directory, 1)
+    assert order == ["give back", "resume"] * 2, "for the model, then for keys and values"
+
+
 def test_every_release_gets_the_arguments_that_it_knows(release, directory, wanted):
     settings = dataclasses.replace(engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24)
     engine, llm = start(directory, settings, context=40)
