@@ -74,6 +74,7 @@ class GraphedForward:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one at a time runs: they share what they compute in
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads, such as the one that publishes, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._decoder.forward(fixed, cache)
         return _Recorded(graph, fixed, logits)
