@@ -297,15 +297,19 @@ class ModelRunner:
         own = {name: parameter.data for name, parameter in self.parameters()}
         try:
             for name, parameter in self.parameters():
-                parameter.data = other[name].to(parameter.device)
+                parameter.data = other[name].to(parameter.device, non_blocking=True)
             yield
         finally:
             for name, parameter in self.parameters():
                 parameter.data = own[name]
 
     def host_copy(self) -> dict[str, Tensor]:
-        """A copy of this rank's weights in host memory, by the names of `parameters`."""
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters()}
+        """A copy of this rank's weights in host memory, by the names of `parameters`; a GPU reads it at its own speed."""
+
+        def copied(weight: Tensor) -> Tensor:
+            return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
+
+        return {name: copied(parameter.detach()) for name, parameter in self.parameters()}
 
 
 def _attends_over_trees(shape: ModelShape, world: World) -> bool:
