@@ -6,7 +6,7 @@ installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
 pytest := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint types docs install clean
+.PHONY: demo test test-rest test-all lint types docs gpu-check install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -33,6 +33,10 @@ types: $(installed)
 # The pages of docs/ as a site, with a search that needs no server: build/docs/index.html. A warning is an error.
 docs: $(installed)
 	$(bin)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --jobs 2 docs build/docs
+
+# What works on this machine's GPU, as a table; what has passed is not run again when it is repeated.
+gpu-check: $(installed)
+	$(bin)/python -m benchmarks.gpu_check
 
 install: $(installed)
 

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from tests.worker_pool import free_port
+
+DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
+"""Where the tests compute: cpu has them run where there is no GPU, but for those that are about CUDA itself."""
+needs_device = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture

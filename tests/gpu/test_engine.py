@@ -19,9 +19,10 @@ from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineConfig, ParallelConfig
 from tests.engines.engines import generate, load_directory
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
+from tests.gpu.conftest import DEVICE, needs_cuda, needs_device
 from tests.megatron import families
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_device
 
 OPTIONS = SamplingOptions(12)
 
@@ -32,7 +33,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def make_engine(directory: Path, **settings) -> EmbeddedEngine:
-    engine = EmbeddedEngine(shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device="cuda")
+    engine = EmbeddedEngine(shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device=DEVICE)
     load_directory(engine, directory)
     return engine
 
@@ -61,6 +62,7 @@ def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precisi
     assert (difference.max() < 1e-4) if precision == "fp32" else (difference.mean() < 5e-2)
 
 
+@needs_cuda
 def test_recorded_steps_draw_what_others_draw(directory):
     recorded = make_engine(directory, precision="fp32")
     samples = generate(recorded, make_requests(4), OPTIONS)
@@ -88,6 +90,7 @@ def test_recorded_steps_see_new_weights(directory, kind):
     assert all(sample.weight_versions.tolist() == [1] * 12 for sample in after)
 
 
+@needs_cuda
 def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
     path = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
     empty = torch.cuda.memory_allocated()
@@ -104,6 +107,7 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
     ]
 
 
+@needs_cuda
 def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     """No second copy of the weights: what the publish allocates is less than a tenth of them."""
     directory = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)

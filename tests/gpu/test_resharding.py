@@ -8,14 +8,14 @@ import pickle
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-import pytest
 import torch
 from torch.distributed import TCPStore
 
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.resharding.link import Link
+from tests.gpu.conftest import needs_cuda
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 
 
 def test_a_link_on_a_gpu_moves_sums_and_agrees():

@@ -1,0 +1,173 @@
+"""What of aligner works on this machine's GPU: a table with pass, fail or absent for each check, and why.
+
+    make gpu-check                                     # or python -m benchmarks.gpu_check, where there is no make
+    ALIGNER_DEVICE=cpu python -m benchmarks.gpu_check  # the same checks on the CPU, at the same tiny sizes
+
+A check runs in a process of its own. What it came to is added to --output as it ends, and a check that has passed there is
+not run again, so that a call that was cut short is simply repeated; --limit-s ends a call between two checks. What a
+machine lacks (a GPU, transformer-engine, PyTriton, TensorRT-LLM) is told by name, and is no failure. Exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.runs import REPOSITORY
+
+DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
+GPU, CUDA = "GPU", "CUDA"
+"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in."""
+PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "transformer-engine", "nvidia-pytriton", "tensorrt-llm", "apex")
+TIMEOUT_S = 540
+_TAIL = 400
+"""Characters of what a check that failed said last."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command that succeeds where what it is named after works."""
+
+    name: str
+    command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Modules, `GPU` or `CUDA`, without which it is absent."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to."""
+
+    name: str
+    device: str
+    result: str
+    """pass, fail or absent"""
+    why: str = ""
+    seconds: float = 0.0
+
+
+def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
+    return Check(name, (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments), (GPU, *needs))
+
+
+def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
+    """A short run; {place} becomes a directory that goes with the check."""
+    return Check(name, (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"), (GPU, *needs))
+
+
+_SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
+CHECKS = (
+    _tests("families against transformers", "tests/gpu/test_parity.py"),
+    _tests("embedded engine", "tests/gpu/test_engine.py"),
+    _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
+    _run("a run without servers (SFT)", "experiment=arithmetic_sft", "run.steps=5", "actor.optimizer.warmup_steps=0"),
+    _run("a run with a reward server (GRPO)", "experiment=tiny_ppo", "algorithm=grpo", *_SHORT, needs=["pytriton"]),
+    _tests("TensorRT-LLM as it is expected", "tests/engines/tensorrt_llm/test_contract.py", needs=[CUDA, "tensorrt_llm"]),
+)
+
+
+def lacking(check: Check) -> list[str]:
+    """What of its needs is not here."""
+    modules = [need for need in check.needs if need not in (GPU, CUDA)]
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
+    return [*([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not has_cuda() else []), *missing]
+
+
+def has_cuda() -> bool:
+    """Whether torch is here and finds a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def carry_out(check: Check) -> Outcome:
+    """Run a check, or tell what it lacks."""
+    if missing := lacking(check):
+        return Outcome(check.name, DEVICE, "absent", f"no {', '.join(missing)}")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ALIGNER_DEVICE": DEVICE}
+    if DEVICE == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        command = [argument.replace("{place}", place) for argument in check.command]
+        try:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, errors="replace"
+            )
+            said, failed = f"{done.stdout}\n{done.stderr}", done.returncode != 0
+        except subprocess.TimeoutExpired:
+            said, failed = f"not over after {TIMEOUT_S} s", True
+    seconds = round(time.perf_counter() - begin, 1)
+    return Outcome(check.name, DEVICE, *(("fail", said.strip()[-_TAIL:]) if failed else ("pass", "")), seconds)
+
+
+def versions() -> str:
+    """The device, and what is installed of what matters."""
+    name = "CPU"
+    if DEVICE == "cuda" and has_cuda():
+        import torch
+
+        name = torch.cuda.get_device_name()
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} absent")
+    return f"{name}; {', '.join(found)}"
+
+
+def passed_before(output: Path) -> dict[str, Outcome]:
+    """The checks that have passed on this device, by name."""
+    lines = output.read_text().splitlines() if output.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    return {each.name: each for each in outcomes if each.result == "pass" and each.device == DEVICE}
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """One line a check."""
+    shown = Table("check", "result", "seconds", "why", title=versions(), title_justify="left")
+    for each in outcomes:
+        shown.add_row(each.name, each.result, f"{each.seconds:g}" if each.seconds else "", each.why)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.jsonl"), help="results, a line each (gpu_check.jsonl)")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="no check begins after so long (540)")
+    args = parser.parse_args(arguments)
+    before, outcomes, begin = passed_before(args.output), [], time.monotonic()
+    for check in CHECKS:
+        if check.name in before:
+            outcomes.append(before[check.name])
+            continue
+        if time.monotonic() - begin > args.limit_s:
+            outcomes.append(Outcome(check.name, DEVICE, "not run", "the time of this call is over: repeat it"))
+            continue
+        print(f"{check.name} …", file=sys.stderr, flush=True)
+        outcomes.append(carry_out(check))
+        with args.output.open("a") as file:
+            file.write(json.dumps(asdict(outcomes[-1])) + "\n")
+    Console().print(table(outcomes))
+    sys.exit(any(each.result == "fail" for each in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""`make gpu-check` where there is no GPU, and its checks on the CPU, so that none runs for the first time on a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.runs import REPOSITORY
+
+
+def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit code, and what each check came to."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--output", str(output)],
+        cwd=REPOSITORY,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    outcomes = [json.loads(line) for line in output.read_text().splitlines()]
+    return done.returncode, {each["name"]: each for each in outcomes}
+
+
+def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
+    code, outcomes = checked(tmp_path / "results.jsonl")
+    assert code == 0 and len(outcomes) == 6
+    assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
+    assert all("GPU" in each["why"] for each in outcomes.values())
+    assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
+
+
+@pytest.mark.slow
+def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    code, outcomes = checked(output, ALIGNER_DEVICE="cpu")
+    assert code == 0, outcomes
+    results = {name: each["result"] for name, each in outcomes.items()}
+    assert [*results.values()].count("pass") == 4 and "fail" not in results.values()
+    before = output.read_text()
+    checked(output, ALIGNER_DEVICE="cpu")
+    again = [json.loads(line)["name"] for line in output.read_text().removeprefix(before).splitlines()]
+    assert again == [name for name, result in results.items() if result == "absent"], "what has passed is not run again"
