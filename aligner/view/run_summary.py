@@ -8,6 +8,7 @@ from typing import Any
 from aligner.observability.console import WINDOW, window_mean
 from aligner.observability.logs import REPORTED, text_lines
 from aligner.schema import Config
+from aligner.schema.conditions import value_text
 from aligner.schema.keys import shown
 from aligner.view.shown_text import LONGEST_LINE, printable
 
@@ -27,10 +28,12 @@ _EVALUATED = {
 NONE = "\N{EN DASH}"
 """Where there is no value."""
 _LEFT_OUT = ("skipped", "lost", "failed")
-_OWN = ("run.dir", "run.name", "run.date", "run.command", "run.resume")
-"""Keys that differ between any two runs."""
+_OWN = ("run.dir", "run.name", "run.date", "run.command", "run.resume", "run.chosen")
+"""Keys that differ between any two runs, and the list of those that were chosen."""
 _LOG_BYTES = 200_000
 _SIGNS = {REPORTED: "error", "Traceback (most recent": "error", "ERROR": "error", "WARNING": "warning", "Warning:": "warning"}
+_NO_SIGNS = ("resource_tracker", "--strict-model-config")
+"""Parts of lines that Triton's processes print in every run that is well."""
 
 
 def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
@@ -91,14 +94,14 @@ def log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
 
 
 def _kind(line: str) -> str:
-    return next((kind for sign, kind in _SIGNS.items() if sign in line), "")
+    return "" if any(sign in line for sign in _NO_SIGNS) else next((kind for sign, kind in _SIGNS.items() if sign in line), "")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = printable(str(value), 500)
+            found[f"{prefix}{key}"] = printable(value_text(value), 500)
     return found
