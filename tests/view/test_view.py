@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in STEPS_WITH_SAMPLES:
         write_samples(finished, step, answers(step), tokens=step > 1)
     write_samples(finished, 4, [{**answers(4)[0], "messages": json.dumps(MESSAGES)}])
-    finished.log("reward", 0).write_text("resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked\n")
+    finished.log("reward", 0).write_text("UserWarning: resource_tracker: There appear to be 1 leaked shared_memory\n")
     finished.log("trainer", 0).write_text("first line\n" + "x" * 300_000 + "\nall is well\nWARNING: slow\n")
     end(finished)
     failed = begin(root / "below" / "failed", "experiment=tiny_ppo", "seed=7", name="failed")
