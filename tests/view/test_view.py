@@ -52,6 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_metrics(failed, ["reward/mean"], steps=3)
     failed.samples.write_text('{"step": 1, "prompt": "hello", "response": "there \\ud800", "reward": 0.5}\n{"step": 2, "pro')
     failed.log("trainer", 0).write_text("begun\naligner: error: out of memory\n")
+    raised = 'Traceback (most recent call last):\n  File "own.py", line 1, in score\nZeroDivisionError: division by zero\n'
+    failed.log("reward", 0).write_text("\x1b[1;33mready\x1b[0;39m\n" + 2 * raised)
     (failed.logs / "linked.log").symlink_to(failed.config)
     end(failed, exit_code=1, reason="trainer rank 0: out of memory")
     hostile = begin(root / "hostile", "experiment=tiny_ppo", name=HOSTILE)
@@ -223,14 +225,17 @@ def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(viewer: Viewer, p
 
 
 def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(viewer: Viewer, pages: dict[str, str]) -> None:
+    assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text  # without colours
     log = viewer.get(f"{pages['finished']}/logs").text
     assert "all is well" in log and "first line" not in log and "bytes before it are left out" in log
     for name in ("../config.yaml", "/etc/hostname", "linked.log", "%2e%2e/config.yaml"):
         assert viewer.get(f"{pages['failed']}/logs?file={name}").status == 404
     health = viewer.get(f"{pages['failed']}/health").text
-    assert "aligner: error: out of memory" in health and re.search(
-        r"critic.*?gone.*?<td class=\"number\">2</td>", health, re.DOTALL
-    )
+    assert re.findall(r'class="text error">(.*?)</td>', health) == [
+        "aligner: error: out of memory",
+        'ZeroDivisionError: division by zero <span class="tag">\N{MULTIPLICATION SIGN} 2</span>',
+    ]
+    assert re.search(r"critic.*?gone.*?<td class=\"number\">2</td>", health, re.DOTALL)
     health = viewer.get(f"{pages['finished']}/health").text
     assert "rollout/skipped" in health and "WARNING: slow" in health
     assert "leaked" not in health  # Triton's helpers say so in every run
