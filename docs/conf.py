@@ -21,4 +21,7 @@ myst_enable_extensions = ["colon_fence"]
 # Blocks without a language are commands and what they print.
 highlight_language = "none"
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
+default_role = "code"  # what docstrings have between backticks
+# Types stand in the signature, an argument a line where there are many.
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 90

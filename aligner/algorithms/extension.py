@@ -94,7 +94,9 @@ def _own(key: str, name: str) -> tuple[str, Callable[..., Any]]:
     try:
         function = imported(module, attribute)
     except ConfigError as error:
-        raise ConfigError(f"{called}: {error}; the module must be importable and have {attribute!r}") from error
+        raise ConfigError(
+            f"{called}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}"
+        ) from error
     if not callable(function):
         raise ConfigError(f"{called}: {attribute!r} is a {type(function).__name__}, must be callable")
     return called, function

@@ -18,6 +18,9 @@ from aligner.observability.logs import REPORTED, log_failure
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     parsed, ended_by = parse_arguments(arguments), None
+    # A user's modules are looked for in the working directory too, as the ranks' `python -m` does by itself.
+    if "" not in sys.path:
+        sys.path.append("")
     try:
         COMMANDS[parsed.command].run(parsed)
     except (Exception, KeyboardInterrupt) as error:

@@ -62,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """A command line's arguments, `command` among them; what is wrong with them exits with code 2."""
     parser, given = build_parser(), list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     if given and not given[0].startswith("-") and given[0] not in COMMANDS:
         close = difflib.get_close_matches(given[0], COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""

@@ -39,9 +39,16 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     absent = absent_inputs(config)
     if problems := list(data_problems(config, None, absent)):
         raise ConfigError("\n".join(problems))
-    situation = Situation(read_shape(config, absent), _measured(config), machine_of(config), given, absent)
+    data = _measured(config)
+    situation = Situation(read_shape(config, absent), data, machine_of(config), given, absent)
     config, choices = choose(config, situation)
     _tell(choices)
+    if data is not None and data.bypasses_template:
+        print(
+            "aligner: note: the model has a chat template, and prompts that are texts are given to it without: records with"
+            " messages instead are chats (docs/data.md)",
+            file=sys.stderr,
+        )
     return _with_chosen(config, [choice.key for choice in choices])
 
 

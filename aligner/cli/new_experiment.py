@@ -16,7 +16,6 @@ _FILES = {
 _NEXT = """\
 edit them, above all data.jsonl and my_reward.py, and then:
     cd {directory}
-    export PYTHONPATH=.    # where my_reward is found
     aligner validate --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME    # what is chosen, and why
     aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME
     aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME cluster=my_slurm --dry-run"""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aligner.config.layout_search import find_layout
-from aligner.config.situation import Choice, Situation
+from aligner.config.situation import Choice, Situation, counted
 from aligner.schema import Config
 from aligner.schema.derived import policy_updates
 from aligner.schema.keys import is_read, with_values
@@ -106,7 +106,8 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         usual = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
         most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where they take the time")
         wanted = min(most, max(usual, _rounded(2 * answer)))
-        why = f"{usual} to {most} {where}, twice the data's longest answer ({answer} tokens) in between"
+        known = f"twice the data's longest answer ({answer} tokens), but" if answer else "the data have no answers to go by:"
+        why = f"{known} {usual} to {most} {where}"
         key = "rollout.max_response_tokens"
     elif answer:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
@@ -130,16 +131,18 @@ def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
 
 def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     gpus, samples = situation.machine.gpus, samples_at_once(situation)
-    where = f"{gpus} GPUs" if gpus else f"{situation.machine.cores} cores"
+    where = f"on {counted(situation.machine.cores, 'core')}"
+    if gpus:
+        where = f"with {gpus} GPUs a node" if situation.machine.most_nodes > 1 else f"on {counted(gpus, 'GPU')}"
     records = situation.data.records if situation.data is not None else None
     unit = max(1, gpus)  # every rank, at any layout, has as much to do
     prompts = max(1, samples // config.rollout.samples_per_prompt)
     if records is not None and records < prompts:
         prompts = max(1, records)
-    why = f"{samples} samples a step on {where} with {situation.billions}"
+    why = f"{samples} samples a step {where} for {situation.billions}"
     yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, why)
     rows = samples // 4 if gpus else max(4, samples // 8)
-    yield Choice("data.batch_size", -(-rows // unit) * unit, f"rows of a step on {where} with {situation.billions}")
+    yield Choice("data.batch_size", -(-rows // unit) * unit, f"rows a step {where} for {situation.billions}")
 
 
 def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -157,10 +160,13 @@ def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     online = config.algorithm.trainer == "online"
     passes = 2 if config.algorithm.trainer in ("online", "sft") else 1
     rows = config.rollout.prompts_per_step if config.algorithm.generates else config.data.batch_size
-    wanted, most = max(1, math.ceil(passes * data.records / rows)), 500 if situation.machine.gpus else 50
-    steps = min(most, max(20, wanted)) if online else wanted
+    wanted = max(1, math.ceil(passes * data.records / rows))
+    least, most = (20, 500) if situation.machine.gpus else (20, 50)
+    if not situation.machine.gpus and situation.parameters <= SIZES[0].parameters:  # a step takes less than a second
+        least, most = 50, 200
+    steps = min(most, max(least, wanted)) if online else wanted
     why = f"{wanted} go through {data.records} records {'twice' if passes == 2 else 'once'}, {rows} a step"
-    yield Choice("run.steps", steps, f"{why}; 20 to {most} here" if online else why)
+    yield Choice("run.steps", steps, f"{why}; {least} to {most} here" if online else why)
 
 
 def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -170,7 +176,8 @@ def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
     why = f"for {trainer} with {situation.billions}: larger models take smaller steps" + (
         f", {_LORA:g} times that as adapters are trained" if adapted else ""
     )
-    yield Choice("actor.optimizer.learning_rate", rate * _LORA if adapted else rate, why)
+    # As a person would write it: 1e-05, not 9.999999999999999e-06.
+    yield Choice("actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if adapted else rate, why)
     yield Choice("critic.optimizer.learning_rate", size.critic, f"of a critic with {situation.billions}")
 
 

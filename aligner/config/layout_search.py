@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.situation import Choice, Situation
+from aligner.config.situation import Choice, Situation, counted
 from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.models.model_source import critic_shape, reward_shapes
@@ -63,9 +63,11 @@ def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
         return ()
     needs = memory_needs(leanest, situation.shape, situation.expected)
     roles = ", ".join(f"{role.role} {role.peak.total / GIB:.1f} and {role.host / GIB:.1f} of the host" for role in needs)
+    more = ", more nodes (cluster=slurm)" if situation.machine.gpus and situation.machine.most_nodes == 1 else ""
     raise ConfigError(
         f"{situation.billions} do not fit into {_memory_of(situation)}: at least, in GiB a rank, {roles}; give a smaller"
-        " model, shorter lengths, actor.lora.rank=16 for adapters, or all values yourself in an experiment (docs/memory.md)"
+        f" model, shorter lengths, actor.lora.rank=16 for adapters{more}, or all values yourself in an experiment"
+        " (docs/memory.md)"
     )
 
 
@@ -187,9 +189,10 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
     fullest = max(role.peak.total for role in memory_needs(tried, situation.shape, situation.expected)) / GIB
     if not machine.gpus:
         split = "a small model's cores are fastest as ranks" if situation.parameters <= _SMALL else "threads share the weights"
-        placed = f"{machine.cores} cores: {split}"
+        placed = f"{counted(machine.cores, 'core')}: {split}"
     else:
-        placed = f"{tried.actor.parallel.ranks} GPUs for {situation.billions}, cut into no more parts than memory asks for"
+        gpus = counted(tried.actor.parallel.ranks, "GPU")
+        placed = f"{gpus} for {situation.billions}, cut into no more parts than memory asks for"
     held = f"a rank holds up to {fullest:.1f} GiB; there are {_memory_of(situation)}"
     for key, value in values.items():
         is_layout = "parallel" in key or key.startswith("cluster.") or key == "engine.sleep"

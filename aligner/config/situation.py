@@ -10,6 +10,11 @@ from aligner.placement.machine import Machine
 from aligner.placement.roles import parameter_count
 
 
+def counted(number: int, what: str) -> str:
+    """So many of something, in words."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class DataStatistics:
     """What records look like, in tokens of the model's tokenizer."""
@@ -26,6 +31,8 @@ class DataStatistics:
     """Of responses, or of prompts' `answer`; 0 where there are none."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Our names of fields that records lack to those that stand for them."""
+    bypasses_template: bool = False
+    """Whether prompts are plain texts though the model has a chat template."""
 
 
 @dataclass(frozen=True)

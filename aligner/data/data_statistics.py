@@ -1,5 +1,6 @@
 """How long the records of a run are, told from some of them: the longest, and others evenly over all."""
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from aligner.data.examples import Demonstration, LabeledSteps, Preference, open_
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig
 from aligner.schema.data_sources import data_sources
 
@@ -39,7 +40,8 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
             file = Path(scratch) / "records.jsonl"
             records = convert(looked_at, lambda record: dict(record.values), "data", skip=True, fields=fields)[0]
             file.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
-            pairs = list(_lengths(config, file, Tokenizer(directory, config.run.date)))
+            tokenizer = Tokenizer(directory, config.run.date)
+            pairs = list(_lengths(config, file, tokenizer))
     except (AlignerError, OSError):
         return None
     prompts = sorted(prompt for prompt, _ in pairs)
@@ -54,7 +56,14 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         most_prompts=prompts[(len(prompts) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in pairs),
         fields=fields,
+        bypasses_template=_has_template(tokenizer) and all(isinstance(record.get("prompt"), str) for record in records),
     )
+
+
+def _has_template(tokenizer: Tokenizer) -> bool:
+    with contextlib.suppress(ConfigError):
+        return tokenizer.chat_template is not None
+    return False
 
 
 def _lines(data: DataConfig) -> list[Line]:

@@ -104,7 +104,9 @@ def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | N
             return _elsewhere(module, attribute, timeout_s)
         scorer = imported(module, attribute)
     except AlignerError as error:
-        raise ConfigError(f"{key}={name}: {error}; the module must be importable and have {attribute!r}") from error
+        raise ConfigError(
+            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}"
+        ) from error
     return _verifier(scorer) if name in RULES else scorer
 
 

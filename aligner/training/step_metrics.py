@@ -57,7 +57,7 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
         raise AlignerError(
             f"rollout.max_skipped_prompts={settings.max_skipped_prompts}, rollout.max_skipped_fraction="
             f"{settings.max_skipped_fraction:g}: {skipped} prompts of this step, which takes {settings.prompts_per_step},"
-            f" could not be drawn or scored, and {settings.skippable_prompts} may be left out; why is told above"
+            f" could not be drawn or scored, and {settings.skippable_prompts} may be left out; trainer rank 0's log says why"
         )
     kept, scores = len(samples) / len(scores), scores[~unscored]
     counts = {"rollout/skipped": float(skipped), "rollout/skipped_fraction": skipped / settings.prompts_per_step}

@@ -79,6 +79,8 @@ class Panel:
     title: str
     metrics: Mapping[str, str]
     logarithmic: bool = False
+    is_share: bool = False
+    """Whether its values are parts of a whole, from 0 to 1."""
 
 
 def _held_out(metric: str, *prefixes: str) -> dict[str, str]:
@@ -92,7 +94,7 @@ PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
     Panel("length", "Response length, tokens", {"response/length": "mean"}),
-    Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}),
+    Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}, is_share=True),
     Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
@@ -108,7 +110,7 @@ PANELS = (
     Panel("perplexity", "Evaluation: the initial model's perplexity", {"eval/reference_perplexity": "perplexity"}),
     Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
     Panel("approx_kl", "KL of an update", {"policy/approx_kl": "old to new policy"}),
-    Panel("clipped", "Clipped share", _CLIPPED),
+    Panel("clipped", "Clipped share", _CLIPPED, is_share=True),
     Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
     Panel("explained", "Explained variance of returns", {"value/explained_variance": "values"}),
     Panel(
@@ -224,7 +226,9 @@ def _lines(runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]
             x, seconds, y = (list(column) for column in zip(*points, strict=True))
             traces.append({"type": "scatter", "name": name, "mode": mode, "x": x, "seconds": seconds, "y": y, "line": line})
             traces[-1]["marker"] = {"color": color, "size": 4}
-    if not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
+    if panel.is_share and max(max(trace["y"]) for trace in traces) > 0.5:  # all of them 1 would have an axis to 2
+        layout["yaxis"] = {"range": [0, 1.05]}
+    elif not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
         layout["yaxis"] = {"rangemode": "nonnegative"}
     return traces, layout
 

@@ -17,7 +17,7 @@ from aligner.observability.trace import read_spans
 from aligner.view.figures import Plot, curves, metric_plots, timeline_plots
 from aligner.view.rendering import STATIC, configuration, plotly_script, render
 from aligner.view.run_index import UNREADABLE, Overview, RunIndex, ViewedRun, stamp_of
-from aligner.view.run_summary import differences, key_figures, left_out, log_end, log_files
+from aligner.view.run_summary import differences, key_figures, left_out, log_end, log_files, log_trouble
 from aligner.view.sample_table import PAGE, SampleFilter, SampleTable
 from aligner.view.shown_text import printable, token_columns, turns
 
@@ -179,9 +179,8 @@ class Pages:
     @_of_run
     def health(self, request: Request, run: ViewedRun) -> Response:
         """How its roles are, what was left out, and what its logs complain of."""
-        read = [(file.name, kind, line) for file in log_files(run.paths.logs) for kind, line in log_end(file)[0] if kind]
-        read.sort(key=lambda entry: entry[1] != "error")
-        about = {"status": run.status(), "left_out": left_out(run.metrics()), "trouble": read[:_MOST_TROUBLE]}
+        trouble = log_trouble(run.paths.logs)[:_MOST_TROUBLE]
+        about = {"status": run.status(), "left_out": left_out(run.metrics()), "trouble": trouble}
         return self._run_page("health.html", run, "Health", **about)
 
     @_of_run

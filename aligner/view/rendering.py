@@ -20,6 +20,7 @@ from aligner.schema.reward_sources import describe_sources, reward_sources
 from aligner.view.run_summary import NONE, differences
 from aligner.view.shown_text import printable
 
+_NOTHING = 5e-5
 STATIC = Path(__file__).with_name("static")
 
 
@@ -62,7 +63,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": printable, "duration": _duration, "number": _number, "data": _data}
+    environment.filters |= {"text": printable, "duration": _duration, "number": _number, "rounded": _rounded, "data": _data}
     return environment
 
 
@@ -75,6 +76,11 @@ def _number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return NONE
     return f"{value:.{digits}f}" if value == 0 or 10**-digits <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def _rounded(value: float | None) -> float | None:
+    """What is zero but for rounding, as advantages of equal scores are, as 0."""
+    return 0.0 if value is not None and abs(value) < _NOTHING else value
 
 
 def _data(value: Any) -> Markup:

@@ -1,6 +1,8 @@
 """What a run comes to, is set to and says: key figures, its configuration and how others differ, its logs."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 from aligner.observability.console import WINDOW, window_mean
 from aligner.observability.logs import REPORTED, text_lines
 from aligner.schema import Config
+from aligner.schema.conditions import value_text
 from aligner.schema.keys import shown
 from aligner.view.shown_text import LONGEST_LINE, printable
 
@@ -27,10 +30,13 @@ _EVALUATED = {
 NONE = "\N{EN DASH}"
 """Where there is no value."""
 _LEFT_OUT = ("skipped", "lost", "failed")
-_OWN = ("run.dir", "run.name", "run.date", "run.command", "run.resume")
-"""Keys that differ between any two runs."""
+_OWN = ("run.dir", "run.name", "run.date", "run.command", "run.resume", "run.chosen")
+"""Keys that differ between any two runs, and the list of those that were chosen."""
 _LOG_BYTES = 200_000
 _SIGNS = {REPORTED: "error", "Traceback (most recent": "error", "ERROR": "error", "WARNING": "warning", "Warning:": "warning"}
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_NO_SIGNS = ("resource_tracker", "--strict-model-config")
+"""Parts of lines that Triton's processes print in every run that is well."""
 
 
 def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
@@ -85,20 +91,37 @@ def log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - _LOG_BYTES))
         before, text = content.tell(), content.read(_LOG_BYTES).decode(errors="replace")
+    text = _COLORS.sub("", text)
     # Progress is drawn over itself: of such a line the last state.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return [(_kind(line), printable(line, LONGEST_LINE)) for line in text_lines(lines[1:] if before else lines)], before
 
 
+def log_trouble(directory: Path) -> list[tuple[str, str, str, int]]:
+    """What the ends of a run's logs complain of, errors first: a file's name, the kind, the line and how often it is there.
+
+    Of a traceback the line is its last, which says what was raised.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for file in log_files(directory):
+        lines = log_end(file)[0]
+        for place, (kind, line) in enumerate(lines):
+            if "Traceback (most recent" in line:
+                line = next((text for _, text in lines[place + 1 :] if text and not text.startswith(" ")), line)
+            if kind:
+                counts[file.name, kind, line] += 1
+    return sorted(((*what, count) for what, count in counts.items()), key=lambda entry: entry[1] != "error")
+
+
 def _kind(line: str) -> str:
-    return next((kind for sign, kind in _SIGNS.items() if sign in line), "")
+    return "" if any(sign in line for sign in _NO_SIGNS) else next((kind for sign, kind in _SIGNS.items() if sign in line), "")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = printable(str(value), 500)
+            found[f"{prefix}{key}"] = printable(value_text(value), 500)
     return found

@@ -164,7 +164,10 @@ def test_a_critic_has_to_be_told_what_to_learn():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("no_such_module:loss", "No module named 'no_such_module'; the module must be importable and have 'loss'"),
+        (
+            "no_such_module:loss",
+            "No module named 'no_such_module'; the module must be in the working directory or on PYTHONPATH, and have 'loss'",
+        ),
         (f"{HERE}:nothing", "has no attribute 'nothing'"),
         (f"{HERE}:EACH", "'EACH' is a int, must be callable"),
     ],

@@ -116,17 +116,28 @@ def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty:
     directory, model = empty / "mine", f"model.path={empty / 'model'}"
     # The tiny tokenizer has no capital letters.
     (directory / "data.jsonl").write_text((directory / "data.jsonl").read_text().replace("What is ", "what is "))
-    there = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])
     asked = ["--config-dir", ".", "experiment=my_experiment", model]
-    done = aligner(directory, "validate", *asked, PYTHONPATH=there)
+    done = aligner(directory, "validate", *asked)
     assert done.returncode == 0, done.stderr
     assert "function my_reward:score" in done.stdout and "the longest prompt of all 4 records" in done.stderr
-    done = aligner(directory, "prepare", *asked, "run.dir=run", PYTHONPATH=there)
+    done = aligner(directory, "prepare", *asked, "run.dir=run")
     assert done.returncode == 0, done.stderr
-    done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run", PYTHONPATH=there)
+    done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run")
     assert done.returncode == 0 and "#SBATCH --partition=gpu" in done.stdout, done.stderr
     done = aligner(empty, "new", "mine")
     assert done.returncode == 2 and "exists already and stays as it is" in done.stderr
+
+
+def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(empty: Path) -> None:
+    """Whose path, unlike that of `python -m`, begins with the directory that it is installed in."""
+    (empty / "bin").mkdir()
+    (empty / "bin" / "command.py").write_text("from aligner.cli import main\nmain()\n")
+    (empty / "mine.py").write_text("def score(requests):\n    return [0.5 for _ in requests]\n")
+    (empty / "asked.jsonl").write_text('{"prompt": "1+1="}\n')
+    asked = ["evaluate", "model", "--prompts", "asked.jsonl", "--function", "mine:score", "--max-new-tokens", "2", "--json"]
+    command = [sys.executable, "bin/command.py", *asked]
+    done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["eval/score"] == 0.5, done.stderr
 
 
 def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:

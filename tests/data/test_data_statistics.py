@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,28 @@ def test_records_that_cannot_be_read_are_left_to_those_who_tell_what_is_wrong(
     tmp_path: Path, records: list[dict[str, Any]]
 ) -> None:
     assert measured(tmp_path, records) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "is_told"),
+    [
+        ({"prompt": "a"}, "{{ messages[0].content }}", True),
+        ({"prompt": "a"}, None, False),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "{{ messages[0].content }}",
+            False,
+        ),
+    ],
+)
+def test_texts_for_a_model_that_expects_chats_are_noticed(
+    tmp_path: Path, record: dict[str, Any], template: str | None, is_told: bool
+) -> None:
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'records.jsonl'}"])
+    directory = tmp_path / "model"
+    shutil.copytree(prepare_model(config), directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    Path(config.data.path or "").write_text(json.dumps(record) + "\n")
+    found = measure_data(config, directory)
+    assert found is not None and found.bypasses_template == is_told

@@ -46,7 +46,7 @@ def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place
     ) as launch:
         finished = launch.finish(60)
     assert finished.code == 2
-    assert f"algorithm.loss={MODULE}:hard_clip" in finished.error and "must be importable" in finished.error
+    assert f"algorithm.loss={MODULE}:hard_clip" in finished.error and "on PYTHONPATH" in finished.error
     assert not (finished.paths.root / "logs" / "trainer-0.log").exists()
 
 

@@ -45,12 +45,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in STEPS_WITH_SAMPLES:
         write_samples(finished, step, answers(step), tokens=step > 1)
     write_samples(finished, 4, [{**answers(4)[0], "messages": json.dumps(MESSAGES)}])
+    finished.log("reward", 0).write_text("UserWarning: resource_tracker: There appear to be 1 leaked shared_memory\n")
     finished.log("trainer", 0).write_text("first line\n" + "x" * 300_000 + "\nall is well\nWARNING: slow\n")
     end(finished)
     failed = begin(root / "below" / "failed", "experiment=tiny_ppo", "seed=7", name="failed")
     write_metrics(failed, ["reward/mean"], steps=3)
     failed.samples.write_text('{"step": 1, "prompt": "hello", "response": "there \\ud800", "reward": 0.5}\n{"step": 2, "pro')
     failed.log("trainer", 0).write_text("begun\naligner: error: out of memory\n")
+    raised = 'Traceback (most recent call last):\n  File "own.py", line 1, in score\nZeroDivisionError: division by zero\n'
+    failed.log("reward", 0).write_text("\x1b[1;33mready\x1b[0;39m\n" + 2 * raised)
     (failed.logs / "linked.log").symlink_to(failed.config)
     end(failed, exit_code=1, reason="trainer rank 0: out of memory")
     hostile = begin(root / "hostile", "experiment=tiny_ppo", name=HOSTILE)
@@ -147,6 +150,19 @@ def test_every_metric_has_a_curve_with_steps_and_time(viewer: Viewer, pages: dic
     assert [plot["key"] for plot in timeline] == ["utilization", "timeline"]
 
 
+def test_keys_that_were_chosen_are_marked_and_values_are_those_of_the_command_line(tmp_path: Path) -> None:
+    begin(tmp_path / "run", "experiment=tiny_ppo", "run.chosen=[run.steps]", "algorithm.whiten_advantages=false")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with serving(tmp_path) as viewer:
+        viewer.open()
+        page = viewer.get(f"{paths_of(viewer.get('/'))['run']}/configuration").text
+    changed = dict(re.findall(r'<th scope="row" class="code">(.*?)</th><td class="code">(.*?)</td>', page))
+    marked = {re.sub("<.*", "", key).strip(): ">chosen<" in key for key in changed}
+    assert marked["run.steps"] and not marked["algorithm.whiten_advantages"]
+    assert changed["algorithm.whiten_advantages"] == "false"
+    assert "run.chosen" not in marked and "model.config" not in marked
+
+
 def test_runs_are_compared_in_curves_and_configuration(viewer: Viewer, pages: dict[str, str]) -> None:
     keys = "&".join(f"run={pages[name].rpartition('/')[2]}" for name in ("finished", "failed"))
     page = viewer.get(f"/compare?{keys}")
@@ -166,6 +182,7 @@ def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str
     assert rows(viewer.get(f"{samples}?q=100%25"))[0] == "two of 100%" and len(rows(viewer.get(f"{samples}?q=100%25"))) == 4
     assert rows(viewer.get(f"{samples}?least=0.35&most=0.45&sort=score&last=2")) == ["deux", "two of 100%"]
     assert rows(viewer.get(f"{samples}?sort=-score"))[0] == "deux"
+    assert "not drawn a sample yet" in viewer.get(f"{pages['damaged']}/samples").text
     assert "No sample is like that" in viewer.get(f"{samples}?q=' OR 1=1 --".replace(" ", "+")).text
     assert viewer.get(f"{samples}?least=x").status == 400 and viewer.get(f"{samples}?page=1e99").status == 400
     grouped = viewer.get(f"{samples}?by=prompt&sort=-mean").text
@@ -208,15 +225,20 @@ def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(viewer: Viewer, p
 
 
 def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(viewer: Viewer, pages: dict[str, str]) -> None:
+    assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text  # without colours
     log = viewer.get(f"{pages['finished']}/logs").text
     assert "all is well" in log and "first line" not in log and "bytes before it are left out" in log
     for name in ("../config.yaml", "/etc/hostname", "linked.log", "%2e%2e/config.yaml"):
         assert viewer.get(f"{pages['failed']}/logs?file={name}").status == 404
     health = viewer.get(f"{pages['failed']}/health").text
-    assert "aligner: error: out of memory" in health and re.search(
-        r"critic.*?gone.*?<td class=\"number\">2</td>", health, re.DOTALL
-    )
-    assert "rollout/skipped" in viewer.get(f"{pages['finished']}/health").text
+    assert re.findall(r'class="text error">(.*?)</td>', health) == [
+        "aligner: error: out of memory",
+        'ZeroDivisionError: division by zero <span class="tag">\N{MULTIPLICATION SIGN} 2</span>',
+    ]
+    assert re.search(r"critic.*?gone.*?<td class=\"number\">2</td>", health, re.DOTALL)
+    health = viewer.get(f"{pages['finished']}/health").text
+    assert "rollout/skipped" in health and "WARNING: slow" in health
+    assert "leaked" not in health  # Triton's helpers say so in every run
 
 
 def test_what_models_tools_and_people_write_is_text_on_every_page(viewer: Viewer, pages: dict[str, str]) -> None:

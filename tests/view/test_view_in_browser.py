@@ -87,6 +87,7 @@ def test_the_keyboard_reaches_everything_and_its_place_is_seen(browser: Browser,
         for _ in range(2):
             page.keyboard.press("ArrowRight")
         assert "3 of 5" in page.inner_text("[data-inspector]") and '"one"' in page.inner_text("[data-inspector]")
+        assert page.inner_text(".legend").split() == ["-2", "0"]  # the largest of five
         page.select_option(".tokens select", label="given")
         assert page.inner_text(".legend").split() == ["0", "1"]
 

@@ -245,6 +245,8 @@ def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = Fa
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
+_HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+"""Of columns with longer names, so that the table fits into 80 characters."""
 GIB, _MIB = 2**30, 2**20
 
 
@@ -254,12 +256,12 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
     of = "" if limit is None else f" of {limit:g}"
     title = f"memory of a device, {'GiB' if unit == GIB else 'MiB'}{of}"
-    # Narrow, for it has many columns: without lines between them, and headings that fold before numbers do.
+    # Narrow, for it has many columns: without lines between them.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in ("role", "stage", "phase"):
         table.add_column(column, no_wrap=True)
     for column in (*COLUMNS, "host"):
-        table.add_column(column, justify="right", min_width=5, overflow="fold")
+        table.add_column(_HEADINGS.get(column, column), justify="right", min_width=5, no_wrap=True)
 
     def cell(size: int) -> str:
         return f"{size / unit:.1f}" if size else "-"

@@ -182,7 +182,7 @@ async function showTokens(section) {
   const paint = () => {
     const values = columns[select.value] || [], base = select.value === "weight version" ? Math.min(...values) : 0;
     const sizes = values.filter((value) => value !== null).map((value) => Math.abs(value - base)).sort((a, b) => a - b);
-    const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+    const largest = sizes[Math.ceil(0.98 * (sizes.length - 1))] || 1;
     spans.forEach((span, place) => {
       const value = values[place];
       span.style.background = value === null || value === undefined ? "none" : shade((value - base) / largest);
