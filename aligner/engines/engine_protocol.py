@@ -3,14 +3,14 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import FinishReason, Prompt, Sample
+from aligner.data.types import FinishReason, Prompt, Sample, unbegun
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
@@ -170,17 +170,14 @@ class PartialResponse:
     finish_reason: FinishReason | None = None
     routes: list[Tensor] = field(default_factory=list)
     """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
+    _told: Sample | None = field(default=None, init=False)
+    """What `sample` gave last; tokens are only ever added."""
 
     @property
     def turn_limit(self) -> int:
         """Most tokens that the response may have when its turn ends."""
         turn = self.request.turn_tokens
         return self.limit if turn is None else min(self.limit, len(self.drawn) + turn)
-
-    @property
-    def _marks(self) -> list[bool]:
-        """Whether each token was drawn."""
-        return self.drawn + [True] * (len(self.tokens) - len(self.drawn))
 
     def give(self, tokens: Sequence[int]) -> None:
         """Add tokens that were not drawn; the next turn begins behind them.
@@ -192,7 +189,7 @@ class PartialResponse:
                 f"prompt {self.request.prompt.id}, sample {self.request.sample_index}: {len(tokens)} tokens more than the"
                 f" {len(self.tokens)} of the response leave no room within its {self.limit}"
             )
-        self.drawn = [*self._marks, *[False] * len(tokens)]
+        self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [0] * len(tokens)
@@ -201,22 +198,31 @@ class PartialResponse:
 
     def sample(self) -> Sample:
         """The response as it is, with its prompt."""
-        prompt, drawn = self.request.prompt, self._marks
-        before = len(self.tokens) - len(self.kept)  # given before anything was drawn
-        counts = [0] * before + [0 if ids is NO_IDS else len(ids) for ids in self.kept]
-        return Sample(
-            prompt_id=prompt.id,
-            sample_index=self.request.sample_index,
-            tokens=torch.cat((prompt.tokens.cpu(), torch.tensor(self.tokens, dtype=torch.int64))),
-            prompt_length=len(prompt.tokens),
-            engine_logprobs=torch.tensor(self.logprobs),
-            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+        prompt = self.request.prompt
+        # What was told before is not made of numbers again: a turn costs what is new.
+        told = self._told or replace(unbegun([prompt], 1)[0], sample_index=self.request.sample_index)
+        since, new = len(told.response), range(len(told.response), len(self.tokens))
+        tokens, versions = torch.tensor([self.tokens[since:], self.versions[since:]], dtype=torch.int64)
+        logprobs = torch.tensor(self.logprobs[since:], dtype=torch.float32)
+        marks = torch.tensor([at >= len(self.drawn) or self.drawn[at] for at in new], dtype=torch.bool)
+        had = torch.ones(since, dtype=torch.bool) if told.drawn is None else told.drawn
+        self._told = replace(
+            told,
+            tokens=torch.cat((told.tokens.cpu(), tokens)),
+            engine_logprobs=torch.cat((told.engine_logprobs, logprobs)),
+            weight_versions=torch.cat((told.weight_versions, versions)),
             finish_reason=self.finish_reason or "unfinished",
-            metadata=prompt.metadata,
-            kept=KeptTokens.in_order(torch.tensor(counts), torch.cat(self.kept)) if any(counts) else None,
+            kept=self._kept_tokens() if self.kept else None,
             routes=torch.cat(self.routes) if self.tokens and self.routes else None,
-            drawn=None if all(drawn) else torch.tensor(drawn),
+            drawn=None if told.drawn is None and bool(marks.all()) else torch.cat((had, marks)),
         )
+        return self._told
+
+    def _kept_tokens(self) -> KeptTokens | None:
+        """What each token was drawn among; None where among all."""
+        counts = [0 if ids is NO_IDS else len(ids) for ids in self.kept]
+        before = [0] * (len(self.tokens) - len(counts))  # given before anything was drawn
+        return KeptTokens.in_order(torch.tensor(before + counts), torch.cat(self.kept)) if any(counts) else None
 
 
 class Generation(Protocol):

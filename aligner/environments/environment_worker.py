@@ -22,7 +22,6 @@ import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict
 from typing import IO, Any
 
 from aligner.environments.episode_environment import WrongAnswer, asked_outcome
@@ -94,7 +93,7 @@ class _Host:
             else:
                 if number not in self._environments:
                     self._environments[number] = self._make()
-                answer = asdict(await asked_outcome(self._environments[number], asked, self._most_characters))
+                answer = vars(await asked_outcome(self._environments[number], asked, self._most_characters))
         except WrongAnswer as error:
             answer = {"problem": str(error)}
         except BaseException as error:  # the environment is the user's, and fails in its own ways

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,13 @@ class EpisodeJournal:
     @writing()
     def record(self, episode: str, call: int, asked: Sequence[Any], outcome: Outcome) -> None:
         """Note an answer; it replaces those of the episode from this call on. Raises OSError, which names the file."""
-        entry = {"episode": episode, "call": call, "asked": _digest(asked), **asdict(outcome)}
+        entry = {"episode": episode, "call": call, "asked": _digest(asked), **vars(outcome)}
         with self._lock:
             if call > len(self._episodes.get(episode, [])):
                 raise AlignerError(
                     f"episode {episode}: call {call} follows none; an episode that goes on must not be forgotten"
                 )
-            self._write(entry)
-            self._apply(entry, len(_line(entry)))
+            self._apply(entry, self._write(entry))
 
     @writing()
     def forget(self, episodes: Iterable[str]) -> None:
@@ -86,14 +85,14 @@ class EpisodeJournal:
         with self._lock:
             known = [episode for episode in episodes if episode in self._episodes]
             if known:
-                self._write({"forget": known})
-                self._apply({"forget": known}, 0)
+                self._apply({"forget": known}, self._write({"forget": known}))
             if self._file is not None and self._size > 2 * self._live:
                 self._rewrite(self._file)
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, content: dict[str, Any]) -> int:
+        """Add a line to the file; its bytes, 0 without a file."""
         if self._file is None:
-            return
+            return 0
         try:
             append(self._file, line := _line(content))
         except OSError:
@@ -101,6 +100,7 @@ class EpisodeJournal:
                 os.truncate(self._file, self._size)
             raise
         self._size += len(line)
+        return len(line)
 
     def _apply(self, content: dict[str, Any], size: int) -> None:
         """Do in memory what a line says. Raises KeyError, TypeError and ValueError for what `_write` never wrote."""
@@ -135,7 +135,7 @@ class EpisodeJournal:
         with new_file(file) as stream:
             for episode, entries in self._episodes.items():
                 for call, entry in enumerate(entries):
-                    content = {"episode": episode, "call": call, "asked": entry.asked, **asdict(entry.outcome)}
+                    content = {"episode": episode, "call": call, "asked": entry.asked, **vars(entry.outcome)}
                     stream.write(_line(content))
         self._size = self._live
 

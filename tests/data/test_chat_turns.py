@@ -106,9 +106,14 @@ PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).m
 
 
 def drawn_turn(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str) -> Tensor:
-    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any tokens at all."""
+    """A turn that a model with this template may draw."""
     others = [] if template == "smollm2" else ["</s>", "<|tool|>"]
-    end = data.draw(st.sampled_from([end_of(template)] * 8 + others))
+    return turn_of_any(data, tokenizer, before, [end_of(template)] * 8 + others)
+
+
+def turn_of_any(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, ends: list[str]) -> Tensor:
+    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any tokens at all."""
+    end = data.draw(st.sampled_from(ends))
     kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
     if kind == "any":
         is_end = tokenizer.ends(torch.arange(tokenizer.vocab_size)).tolist()
@@ -124,9 +129,9 @@ def drawn_turn(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, 
     return torch.cat([tokenizer.encode(part) for part in (text[:halves], text[halves:], end)])
 
 
-def new_messages(data: st.DataObject, calls: list[ToolCall], template: str) -> list[dict[str, Any]]:
+def new_messages(data: st.DataObject, calls: list[ToolCall], *, takes_tools: bool) -> list[dict[str, Any]]:
     content = data.draw(PLAIN)
-    if template not in WITHOUT_TOOLS and data.draw(st.booleans()):
+    if takes_tools and data.draw(st.booleans()):
         return [call.answered(content) for call in calls or [ToolCall("000000000", "none", {})]]
     return [{"role": "user", "content": content}]
 
@@ -157,7 +162,7 @@ def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_
         drawn = drawn_turn(data, tokenizer, conversation, template)
         turn = turns.said(conversation, drawn)
         calls = [call for call in turn.calls if isinstance(call, ToolCall)]
-        new = new_messages(data, calls, template)
+        new = new_messages(data, calls, takes_tools=template not in WITHOUT_TOOLS)
         try:
             found = turns.go_on(conversation, drawn, new)
         except AlignerError as error:

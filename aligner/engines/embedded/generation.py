@@ -263,7 +263,7 @@ class EmbeddedGeneration:
         width = len(tokens) // len(rows) if rows else 1
         taken = [row.row for row in rows]
         positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
-        both = torch.tensor([tokens, positions], dtype=torch.int64, device=device)
+        both = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(device)
         return Step(
             tokens=both[0],
             positions=both[1],
