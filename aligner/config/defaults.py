@@ -7,9 +7,11 @@ the user gave is what the others are fitted to.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.config.layout_search import find_layout
 from aligner.config.situation import Choice, Situation, counted
+from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.derived import policy_updates
 from aligner.schema.keys import is_read, with_values
@@ -44,6 +46,8 @@ _SAMPLES_ON_GPUS = {1: 128, 2: 256, 8: 512, 64: 1024}
 """A step's, on at least so many GPUs."""
 _LORA = 10.0
 """Adapters take learning rates that are so many times those of the weights themselves."""
+_RANK = 16
+"""Of adapters, where they are what fits."""
 _GROUP, _ALONE = 8, 4
 """Samples a prompt of algorithms that compare them, and of others."""
 UNREAD = "records could not be read, or there is no tokenizer yet"
@@ -169,6 +173,25 @@ def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     yield Choice("run.steps", steps, f"{why}; {least} to {most} here" if online else why)
 
 
+def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
+    if not situation.machine.gpus or config.algorithm.trainer == "reward_model" or _has_layout(config, situation):
+        return
+    values: dict[str, Any] = {"actor.lora.rank": _RANK}
+    if situation.shape.num_experts:  # which have no adapters
+        values["actor.lora.targets"] = ["attention"]
+    if _has_layout(with_values(config, values), situation):
+        why = f"all weights of {situation.billions} with their gradients and optimizer do not fit; adapters do"
+        yield from (Choice(key, value, why) for key, value in values.items())
+
+
+def _has_layout(config: Config, situation: Situation) -> bool:
+    try:
+        find_layout(config, situation)
+    except ConfigError:
+        return False
+    return True
+
+
 def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
     size, trainer = size_of(situation.parameters), config.algorithm.trainer
     rate = {"online": size.online, "dpo": size.preference}.get(trainer, size.imitation)
@@ -226,6 +249,7 @@ RULES = (
     _batch,
     _parts,
     _steps,
+    _adapters,
     _learning_rates,
     _warmup,
     _patience,

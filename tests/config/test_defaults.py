@@ -11,7 +11,7 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.config.compose import built_in_directory, compose_config, keys_given
-from aligner.config.defaults import SIZES, UNREAD, choose
+from aligner.config.defaults import SIZES, UNREAD, choose, size_of
 from aligner.config.prerequisites import plan_run
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
@@ -58,8 +58,8 @@ MODELS = {
 CORES = Machine(cores=2, memory_gib=24)
 GPU = Machine(cores=16, memory_gib=256, gpus=1, gpu_memory_gib=76)
 NODE = Machine(cores=128, memory_gib=2000, gpus=8, gpu_memory_gib=76)
-TOO_LARGE = [("600M", 0, "ppo"), ("3B", 1, "ppo")]
-"""What does not fit a policy and a critic beside each other."""
+TOO_LARGE = [("600M", 0, "ppo"), ("8B", 1, "ppo"), ("70B", 8, "ppo")]
+"""By GPUs: what does not fit a policy and a critic beside each other."""
 CLUSTER = replace(NODE, most_nodes=64)
 
 
@@ -98,8 +98,10 @@ def online(algorithm: str) -> list[str]:
         ("600M", CORES, "local"),
         ("135M", GPU, "local"),
         ("3B", GPU, "local"),
+        ("8B", GPU, "local"),
         ("3B", NODE, "local"),
         ("8B", NODE, "local"),
+        ("70B", NODE, "local"),
         ("8B", CLUSTER, "slurm"),
         ("70B", CLUSTER, "slurm"),
     ],
@@ -109,7 +111,7 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine, cluster: str, algorithm: str
 ) -> None:
     overrides = [f"cluster={cluster}", *online(algorithm)]
-    if (model, machine.gpus, algorithm) in TOO_LARGE:
+    if (model, machine.gpus * machine.most_nodes, algorithm) in TOO_LARGE:
         with pytest.raises(ConfigError, match=r"parameters do not fit into .*: at least, in GiB a rank, trainer .*, critic "):
             chosen(monkeypatch, model, machine, *overrides)
         return
@@ -129,13 +131,25 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     assert all(choice.reason for choice in choices.values())
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_it_needs_and_adapters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16"
     ):
         chosen(monkeypatch, "70B", GPU, *online("grpo"))
-    config, _, situation = chosen(monkeypatch, "8B", GPU, *online("grpo"), "actor.lora.rank=16")
+
+
+@pytest.mark.parametrize(("model", "machine"), [("8B", GPU), ("70B", NODE)])
+def test_adapters_are_chosen_where_a_model_fits_with_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine
+) -> None:
+    config, choices, situation = chosen(monkeypatch, model, machine, *online("grpo"))
     check(config, situation.expected)
+    assert config.actor.lora.rank == 16 and "do not fit; adapters do" in choices["actor.lora.rank"].reason
+    assert config.actor.optimizer.learning_rate == float(f"{10 * size_of(situation.parameters).online:.3g}")
+    with pytest.raises(ConfigError, match="do not fit into 76 GiB of a GPU"):
+        chosen(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
+    whole, _, _ = chosen(monkeypatch, "3B", machine, *online("grpo"))
+    assert whole.actor.lora.rank == 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
