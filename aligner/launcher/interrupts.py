@@ -33,6 +33,9 @@ class Interrupts:
             signal.signal(number, handler)
         if isinstance(error, Interrupted):
             print_line(self._console, f"{error}; every process of the run has ended")
+            if self._received == signal.SIGINT:
+                hint = "kill -USR1 PID in place of Ctrl-C has a run take a checkpoint before it ends"
+                print_line(self._console, hint)
         elif isinstance(error, Stopped):
             print_line(self._console, f"stopped; the run goes on {self._goes_on}")
 

@@ -133,6 +133,7 @@ def test_a_signal_to_the_launcher_ends_every_process(run: Path, number: signal.S
     exit_code, out, _ = finish(launcher, run)
     assert exit_code == code
     assert f"stopped by {number.name}; every process of the run has ended" in out
+    assert ("kill -USR1" in out) == (number == signal.SIGINT)
 
 
 def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path) -> None:
