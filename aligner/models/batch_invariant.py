@@ -17,8 +17,9 @@ from aligner.models.shape import ModelShape
 
 ROWS = 16
 """Rows of a product, and columns of attention's scores, come in whole units of so many."""
-_COLUMNS = 256
-"""So many of attention's columns are summed by one product: of more, what it sums first hangs on how many there are."""
+_COLUMNS = 128
+"""So many of attention's columns are summed by one product: of more (129 without AVX-512, 257 with it), what it sums first
+hangs on how many there are."""
 _PROBED = 512
 """Rows and outputs of the products that are tried."""
 
@@ -87,3 +88,12 @@ def require(shape: ModelShape) -> None:
                     f"engine.exact=true: this machine's product of {rows} rows and {inputs} inputs has other bits than these"
                     f" rows of a product of {_PROBED}; give false"
                 )
+    query, key, value = torch.randn(3, 1, 1, _PROBED, shape.head_dim, generator=draw)
+    whole = attend(query, key, value, torch.ones(_PROBED, _PROBED, dtype=torch.bool).tril())
+    for length in (ROWS, _COLUMNS - 1, _COLUMNS + ROWS, 2 * _COLUMNS - 1, 3 * _COLUMNS + 1):
+        last, seen = slice(length - 1, length), torch.ones(1, length, dtype=torch.bool)
+        if not torch.equal(attend(query[:, :, last], key[:, :, :length], value[:, :, :length], seen), whole[:, :, last]):
+            raise ConfigError(
+                f"engine.exact=true: on this machine attention over {length} tokens has other bits than within {_PROBED}; give"
+                " false"
+            )

@@ -184,7 +184,8 @@ def test_what_is_computed_once_teaches_what_it_teaches_in_each_row(pool, untied_
     )
     assert sum(rank["saved"] for rank in shared) > sum(rank["saved"] for rank in separate)
     for once, each in zip(shared, separate, strict=True):
-        torch.testing.assert_close(once["logprobs"], each["logprobs"], atol=2e-6, rtol=0)
+        # In another order of sums, by a few of float32's last digits; how many hangs on the processor's products.
+        torch.testing.assert_close(once["logprobs"], each["logprobs"], atol=2e-6, rtol=1e-6)
         assert once["stats"] == pytest.approx(each["stats"], rel=1e-5, abs=1e-6)
         assert once["gradients"].keys() == each["gradients"].keys()
         for name, (_, gradient) in each["gradients"].items():
