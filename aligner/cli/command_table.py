@@ -65,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if not given:
         parser.print_help(sys.stderr)
         parser.exit(2)
-    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+    if not given[0].startswith("-") and given[0] not in COMMANDS:
         close = difflib.get_close_matches(given[0], COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         parser.error(f"{given[0]}: no such command; {hint}commands: {', '.join(COMMANDS)}")

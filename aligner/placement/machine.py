@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from aligner.errors import ConfigError
-from aligner.placement.roles import gpu_count, has_gpu, uses_gpus
+from aligner.placement.roles import gpu_count, uses_gpus
 from aligner.schema import Config
 
 _CONTEXT_GIB = 4.0
@@ -40,9 +40,9 @@ def machine_of(config: Config) -> Machine:
     if config.cluster.kind == "slurm":
         of_gpu = (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
         return Machine(cores, memory, config.cluster.devices_per_node if of_gpu else 0, of_gpu, most_nodes=64)
-    if not has_gpu():
+    if not (gpus := gpu_count()):
         return Machine(cores, memory)
-    return Machine(cores, memory, gpu_count(), config.cluster.device_memory_gib or min(_gpu_memory()))
+    return Machine(cores, memory, gpus, config.cluster.device_memory_gib or min(_gpu_memory()))
 
 
 def _gpu_memory() -> list[float]:
@@ -50,10 +50,9 @@ def _gpu_memory() -> list[float]:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        sizes = [float(line) / 2**10 - _CONTEXT_GIB for line in told.split()]
+        return [float(line) / 2**10 - _CONTEXT_GIB for line in told.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"nvidia-smi does not tell the GPUs' memory ({error}); give cluster.device_memory_gib, or an experiment,"
             " experiment=NAME"
         ) from error
-    return sizes
