@@ -1,19 +1,17 @@
 """Agents' episodes that are over, in a run's journal: one that goes on is told of them, and begins no agent for them."""
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import xxhash
 from safetensors.torch import load, save
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import GenerationRequest
 from aligner.environments.episode_environment import Outcome
-from aligner.environments.episode_journal import EpisodeJournal
+from aligner.environments.episode_journal import EpisodeJournal, digest
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class AgentJournal:
 
     def told(self, request: GenerationRequest, by: Sequence[Any]) -> Sample | None:
         """The sample that was recorded; None where none was."""
-        outcome = self.journal.told(_name(request, by), 0, by)
+        outcome = self.journal.told(_name(request, by), 0, digest(by))
         if outcome is None or not isinstance(outcome.observation, str):
             return None
         (sample,) = samples_from_tensors(load(base64.b85decode(outcome.observation)))
@@ -34,7 +32,8 @@ class AgentJournal:
     def record(self, request: GenerationRequest, by: Sequence[Any], sample: Sample) -> None:
         """Note an episode's sample, with its branches, or that it was lost. Raises OSError, which names the file."""
         tensors = {name: tensor.contiguous() for name, tensor in samples_to_tensors([sample]).items()}
-        self.journal.record(_name(request, by), 0, by, Outcome(base64.b85encode(save(tensors)).decode(), done=True))
+        said = base64.b85encode(save(tensors)).decode()
+        self.journal.record(_name(request, by), 0, digest(by), Outcome(said, done=True))
 
     def forget(self, first: int) -> None:
         """Drop those of prompts before the `first` of the stream. Raises OSError."""
@@ -43,5 +42,4 @@ class AgentJournal:
 
 def _name(request: GenerationRequest, by: Sequence[Any]) -> str:
     """An evaluation's prompts have the numbers of others; what they are drawn by tells them apart."""
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(by, sort_keys=True).encode())
-    return f"{request.prompt.id}/{request.sample_index}/{digest}"
+    return f"{request.prompt.id}/{request.sample_index}/{digest(by)}"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from aligner.environments.agent_run import AgentRun
 from aligner.environments.episode_environment import EpisodeLost, Outcome
-from aligner.environments.episode_journal import EpisodeJournal
+from aligner.environments.episode_journal import EpisodeJournal, digest
 from aligner.environments.worker_process import EnvironmentFailed, WorkerLost, WorkerProcess, WorkerSettings
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema.environment import EnvironmentConfig
@@ -77,7 +77,7 @@ class _Episode:
     name: str
     calls: list[list[Any]]
     """What it has asked: its reset, then its steps."""
-    digested: list[list[Any]]
+    digests: list[str]
     """The same for the journal: the reset with what environments are made of."""
     answer: "Future[Outcome]" = field(default_factory=Future)
     """To the last of them."""
@@ -196,7 +196,7 @@ class EnvironmentPool:
         except (TypeError, ValueError) as error:
             raise AlignerError(f"episode {episode}: its task must be JSON: {error}") from error
         made_of = [self._settings.module, self._settings.name, self._settings.arguments]
-        opened = self._episodes[episode] = _Episode(episode, [asked], [[*asked, *made_of]])
+        opened = self._episodes[episode] = _Episode(episode, [asked], [digest([*asked, *made_of])])
         self._begun += 1
         opened.answer = self._run(self._answered(opened))
         return opened.answer
@@ -214,7 +214,7 @@ class EnvironmentPool:
         if opened.answer.result().done:
             raise AlignerError(f"episode {episode} is done, and takes no step")
         opened.calls.append(["step", action])
-        opened.digested.append(["step", action])
+        opened.digests.append(digest(opened.calls[-1]))
         opened.answer = self._run(self._answered(opened))
         return opened.answer
 
@@ -300,10 +300,10 @@ class EnvironmentPool:
     async def _told(self, episode: _Episode, call: int) -> Outcome:
         if episode.place is None:
             episode.place = await self._places.get()
-        outcome = self._journal.told(episode.name, call, episode.digested[call])
+        outcome = self._journal.told(episode.name, call, episode.digests[call])
         if outcome is None:
             outcome = await self._outcome(episode)
-            self._journal.record(episode.name, call, episode.digested[call], outcome)
+            self._journal.record(episode.name, call, episode.digests[call], outcome)
         return outcome
 
     @contextmanager
@@ -343,13 +343,12 @@ class EnvironmentPool:
         if episode.place is None:
             raise AssertionError  # it has one until it is over
         environment = episode.environment
-        if environment is None or environment.process.is_lost:
-            episode.environment = None
+        if environment is None:
             environment = _Environment(await episode.place.process(), next(self._numbers))
             episode.environment = environment
         for call, asked in enumerate(episode.calls[environment.calls :], start=environment.calls):
             outcome = Outcome(**await environment.process.ask(environment.number, asked, self._deadline_s))
-            before = self._journal.told(episode.name, call, episode.digested[call])
+            before = self._journal.told(episode.name, call, episode.digests[call])
             if before is not None and before != outcome:
                 raise EpisodeLost(
                     f"episode {episode.name}, in its {_named(call)}: it answered differently when it was replayed: first"

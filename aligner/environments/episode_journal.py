@@ -57,11 +57,11 @@ class EpisodeJournal:
         with self._lock:
             return [*self._episodes]
 
-    def told(self, episode: str, call: int, asked: Sequence[Any]) -> Outcome | None:
-        """What was answered to a call; None where none was recorded, or something else was asked."""
+    def told(self, episode: str, call: int, asked: str) -> Outcome | None:
+        """What was answered to a call of that digest; None where none was recorded, or something else was asked."""
         with self._lock:
             entries = self._episodes.get(episode, [])
-            return entries[call].outcome if call < len(entries) and entries[call].asked == _digest(asked) else None
+            return entries[call].outcome if call < len(entries) and entries[call].asked == asked else None
 
     def answers(self, episode: str) -> list[Outcome]:
         """All that was answered to an episode, in order."""
@@ -69,9 +69,12 @@ class EpisodeJournal:
             return [entry.outcome for entry in self._episodes.get(episode, [])]
 
     @writing()
-    def record(self, episode: str, call: int, asked: Sequence[Any], outcome: Outcome) -> None:
-        """Note an answer; it replaces those of the episode from this call on. Raises OSError, which names the file."""
-        entry = {"episode": episode, "call": call, "asked": _digest(asked), **vars(outcome)}
+    def record(self, episode: str, call: int, asked: str, outcome: Outcome) -> None:
+        """Note an answer to a call of that digest; it replaces those of the episode from this call on.
+
+        Raises OSError, which names the file.
+        """
+        entry = {"episode": episode, "call": call, "asked": asked, **vars(outcome)}
         with self._lock:
             if call > len(self._episodes.get(episode, [])):
                 raise AlignerError(
@@ -140,7 +143,8 @@ class EpisodeJournal:
         self._size = self._live
 
 
-def _digest(asked: Sequence[Any]) -> str:
+def digest(asked: Sequence[Any]) -> str:
+    """What a journal knows a call by; `asked` is JSON."""
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
 
 

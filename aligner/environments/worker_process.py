@@ -112,15 +112,19 @@ class WorkerProcess:
         """
         if self.is_lost:
             raise WorkerLost("its process has ended")
-        call, answer = next(self._calls), asyncio.get_running_loop().create_future()
+        loop, call = asyncio.get_running_loop(), next(self._calls)
+        answer = loop.create_future()
         self._waiting[call] = number, answer
+        time_up = loop.call_later(deadline_s, self._set_late, call)
         try:
             self._send([call, number, asked])
-            await asyncio.wait([answer], timeout=deadline_s)
-            if not answer.done():
+            found: dict[str, Any] = await answer
+            if not found:
+                _, answer = self._waiting[call]
                 await self._late(number, answer, deadline_s)
-            found: dict[str, Any] = answer.result()
+                found = answer.result()
         finally:
+            time_up.cancel()
             del self._waiting[call]
         if "problem" in found:
             raise EnvironmentFailed(found["problem"])
@@ -147,6 +151,13 @@ class WorkerProcess:
             if not self._reading.done():
                 self._give_up(0, "was closed")
             await self._reading
+
+    def _set_late(self, call: int) -> None:
+        """Give who waits for an answer an empty one; a further future waits for what is still to come."""
+        number, answer = self._waiting[call]
+        if not answer.done():
+            self._waiting[call] = number, asyncio.get_running_loop().create_future()
+            answer.set_result({})
 
     async def _late(self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float) -> None:
         """Return once there is an answer in spite of all; raises _Late where there is none."""

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from aligner.environments.episode_environment import Outcome
-from aligner.environments.episode_journal import EpisodeJournal
+from aligner.environments.episode_journal import EpisodeJournal, digest
 from aligner.errors import AlignerError
 from tests.environments.conftest import ended
 
 OUTCOMES = [Outcome("größer\n", 0.1 + 0.2), Outcome([{"role": "tool", "content": "\u2028"}], -0.0), Outcome("", 1e-300, True)]
-ASKED = [["reset", {"b": 1, "a": [None]}, 3], ["step", "one"], ["step", "two\n"]]
+ASKED = [digest(asked) for asked in (["reset", {"b": 1, "a": [None]}, 3], ["step", "one"], ["step", "two\n"])]
 
 
 def written(directory, *episodes):
@@ -38,17 +38,17 @@ def test_what_was_recorded_is_told_to_who_asks_the_same(tmp_path, in_memory):
     journal = written(None if in_memory else tmp_path / "journal", "a", "b")
     for each in [journal] if in_memory else [journal, EpisodeJournal(tmp_path / "journal")]:
         assert read(each, "a") == read(each, "b") == OUTCOMES and read(each, "c") == [None] * 3
-        assert each.told("a", 0, ["reset", {"a": [None], "b": 1}, 3]) == OUTCOMES[0]
-        assert each.told("a", 0, ["reset", {"a": [None], "b": 1}, 4]) is None
-        assert each.told("a", 1, ["step", "two"]) is None and each.told("a", 3, ASKED[1]) is None
+        assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 3])) == OUTCOMES[0]
+        assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 4])) is None
+        assert each.told("a", 1, digest(["step", "two"])) is None and each.told("a", 3, ASKED[1]) is None
 
 
 def test_another_answer_takes_the_place_of_those_from_its_call_on(tmp_path):
     journal = written(tmp_path, "a", "b")
-    journal.record("a", 1, ["step", "other"], OUTCOMES[2])
+    journal.record("a", 1, digest(["step", "other"]), OUTCOMES[2])
     for each in (journal, EpisodeJournal(tmp_path)):
         assert read(each, "a") == [OUTCOMES[0], None, None] and read(each, "b") == OUTCOMES
-        assert each.told("a", 1, ["step", "other"]) == OUTCOMES[2]
+        assert each.told("a", 1, digest(["step", "other"])) == OUTCOMES[2]
     with pytest.raises(AlignerError, match="episode a: call 3 follows none"):
         journal.record("a", 3, ASKED[1], OUTCOMES[1])
 
