@@ -71,6 +71,7 @@ def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
 _SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
 CHECKS = (
     _tests("families against transformers", "tests/gpu/test_parity.py"),
+    _tests("sums in one order", "tests/gpu/test_deterministic.py"),
     _tests("embedded engine", "tests/gpu/test_engine.py"),
     _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
     _run("a run without servers (SFT)", "experiment=arithmetic_sft", "run.steps=5", "actor.optimizer.warmup_steps=0"),

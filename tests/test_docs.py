@@ -36,7 +36,7 @@ PROGRAMS = (
     "sbatch",
 )
 # `aligner launch` and `validate` of an experiment are composed by tests/config/test_unread_keys.py.
-COMPOSED = re.compile(r"(PYTHONPATH=\. )?aligner (launch|validate) .*experiment=")
+COMPOSED = re.compile(r"aligner (launch|validate) .*experiment=")
 ELSEWHERE = {
     r"make|\.ci/run": "the checks themselves",
     r"pip ": "tests/system/test_install.py installs a wheel; tests/test_extras.py knows the extras",

@@ -4,6 +4,7 @@ import argparse
 import functools
 import signal
 from pathlib import Path
+from typing import Any
 
 from aligner.cli.command_table import load
 from aligner.cli.compositions import composed
@@ -32,7 +33,7 @@ def prepare(parsed: argparse.Namespace) -> None:
     """Make the model's directory; check it, the data and the scorer."""
     config = _start(parsed)
     configure_logs(config.logging.format, "prepare")
-    load(ROLES["prepare"])(config)
+    _run("prepare", config)
 
 
 def train(parsed: argparse.Namespace) -> None:
@@ -41,7 +42,7 @@ def train(parsed: argparse.Namespace) -> None:
     configure_logs(config.logging.format, "trainer")
     show_life(config, "trainer")
     tell_stage(config, "trainer", "importing libraries")
-    is_finished = load(ROLES["trainer"])(config)
+    is_finished = _run("trainer", config)
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
     if not is_finished:
         raise Stopped("told to stop, with a checkpoint")
@@ -59,7 +60,14 @@ def serve(parsed: argparse.Namespace) -> None:
     tell_stage(config, groups[0], "loading")
     role = groups[0].partition(".")[0]
     replica = groups if role == "reward" else ()
-    load(ROLES[role])(config, *replica)
+    _run(role, config, *replica)
+
+
+def _run(role: str, config: Config, *replica: str) -> Any:
+    function = load(ROLES[role])
+    if config.cluster.deterministic:
+        load("aligner.megatron.world:compute_deterministically")()
+    return function(config, *replica)
 
 
 def _start(parsed: argparse.Namespace) -> Config:

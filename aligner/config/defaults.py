@@ -224,6 +224,7 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
         yield Choice("cluster.device_memory_gib", float(gib), "of a GPU, what its context takes left out")
+        yield Choice("engine.bucket_mib", 1024, "GPUs exchange a few large messages sooner than many small ones")
 
 
 def _layout(config: Config, situation: Situation) -> Iterator[Choice]:

@@ -23,7 +23,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ),
     (
         "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens actor.logprob_chunk_tokens"
-        " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction",
+        " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction"
+        " *.optimizer.overlap_grad_reduce",
         "memory against time, equal to rounding",
     ),
     ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction", "when to give up"),

@@ -129,6 +129,18 @@ def add_product(total: Any, left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out=found) if is_blank else found.addmm_(left, right)
 
 
+def told_of_gradient(weight: Any) -> Tensor | None:
+    """What a backward pass returns that has added a weight's gradient to its buffer: nothing, as there is none to add.
+
+    Where DDP adds up over the ranks meanwhile (`optimizer.overlap_grad_reduce`) it waits for a gradient, whatever that holds;
+    to one of a weight that is embedding and head it is added.
+    """
+    if not getattr(weight, "is_reduced_early", False):
+        return None
+    weight.grad_added_to_main_grad = True
+    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+
+
 def forget_gradients(buffer: Any) -> None:
     """megatron-core's reset of a buffer: all is zero, or `is_blank` where a product is about to be written over it."""
     for parameter in buffer.params:
@@ -152,6 +164,17 @@ def settle_gradients(chunks: Sequence[Any]) -> None:
             _settle(parameter.main_grad)
 
 
+def _settled_before(start: Callable[..., None]) -> Callable[..., None]:
+    """A bucket group's `start_grad_sync`, which with `overlap_grad_reduce` comes before all is settled."""
+
+    def settled_start(group: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in group.params:
+            _settle(parameter.main_grad)
+        start(group, *args, **kwargs)
+
+    return settled_start
+
+
 class GradientAccumulation:
     """Stands for apex's kernels that add a weight's gradient to its buffer within the product; fp32 buffers alone."""
 
@@ -167,17 +190,17 @@ class _Lookup(Function):
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of `weight` [V, H] by `tokens`, int64."""
-        context.tokens, context.total = tokens, weight.main_grad  # type: ignore[attr-defined]
+        context.tokens, context.weight = tokens, weight  # type: ignore[attr-defined]
         return F.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, for_rows: Tensor) -> tuple[None, None]:
+    def backward(context: Any, for_rows: Tensor) -> tuple[None, Tensor | None]:
         """Add the rows' gradients."""
-        total = context.total
+        total = context.weight.main_grad
         _settle(total)
         total.index_add_(0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype))
-        return None, None
+        return None, told_of_gradient(context.weight)
 
 
 class _FunctionsOfLayers:
@@ -257,5 +280,7 @@ def _install_gradient_buffers(layers: Any) -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
     param_and_grad_buffer._ParamAndGradBuffer.reset = forget_gradients
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    group.start_grad_sync = _settled_before(group.start_grad_sync)
     layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
     layers.F = _FunctionsOfLayers()

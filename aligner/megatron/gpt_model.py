@@ -1,5 +1,6 @@
 """GPT models in megatron-core from a model's shape and a parallel layout."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from aligner.megatron.layers import decoder_submodules, install_head, uses_trans
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
-from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
+from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -128,6 +129,7 @@ def transformer_config(
             moe_token_dispatcher_type="alltoall",
             # With it neither the schedule nor DDP divides by micro-batches or ranks (see _finalize_gradients).
             calculate_per_token_loss=True,
+            deterministic_mode=torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled(),
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=not torch.cuda.is_available(),  # on a GPU it needs apex's kernels
             masked_softmax_fusion=False,
@@ -220,12 +222,12 @@ def _mark_experts(model: GPTModel) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+def wrap_for_training(chunks: Sequence[GPTModel], optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
     """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context ranks."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        use_distributed_optimizer=optimizer.distributed,
         average_in_collective=False,
     )
     for chunk in chunks:
@@ -233,7 +235,14 @@ def wrap_for_training(chunks: Sequence[GPTModel], *, distributed_optimizer: bool
         # let the hidden states ask for one.
         if chunk.pre_process and chunk.config.recompute_granularity == "full":
             chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
-    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+    wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+    if optimizer.overlap_grad_reduce:
+        for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
+            parameter.is_reduced_early = parameter.requires_grad  # type: ignore[attr-defined]
+        # Only what the last micro-batch has come to is summed.
+        each = [chunk.no_sync for chunk in wrapped]
+        wrapped[0].config.no_sync_func = each if len(each) > 1 else each[0]
+    return wrapped
 
 
 def _asking_for_gradients(hidden: Tensor) -> Tensor:

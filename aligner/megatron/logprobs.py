@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from aligner.data.kept_tokens import KeptTokens
-from aligner.megatron.cpu_backend import add_product
+from aligner.megatron.cpu_backend import add_product, told_of_gradient
 from aligner.models import batch_invariant
 
 # On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
@@ -75,7 +75,7 @@ class _VocabParallelLogprobs(Function):
         entropy = log_normalizer - weighted / normalizer
         context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
         context.temperature, context.chunk_tokens, context.kept, context.group = temperature, chunk_tokens, kept, group
-        context.buffer_of_gradients = getattr(weight, "main_grad", None)  # megatron-core's
+        context.weight, context.buffer_of_gradients = weight, getattr(weight, "main_grad", None)  # megatron-core's
         context.set_materialize_grads(False)
         return chosen - log_normalizer, entropy if with_entropy else None
 
@@ -115,7 +115,7 @@ class _VocabParallelLogprobs(Function):
             if context.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
         if context.buffer_of_gradients is not None or not context.needs_input_grad[1]:
-            return grad_hidden, *[None] * 7
+            return grad_hidden, told_of_gradient(context.weight), *[None] * 6
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 

@@ -239,6 +239,15 @@ class AdamState:
             found += [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         return max(found)
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of this rank's moments that are still to be made, by the first step, where the weights are."""
+        total = 0
+        for parameter, share in self._shares.items():
+            if share.main is not None and share.main.device == parameter.device and self._held(share).keys() == {WEIGHT}:
+                total += len(MOMENTS) * share.main.numel() * torch.float32.itemsize
+        return total
+
     def gather(self, parameter: nn.Parameter, writer: int) -> dict[str, Tensor] | None:
         """A parameter's main weight and moments, shaped as it is, on rank `writer`; None on the others.
 

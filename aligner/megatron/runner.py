@@ -18,7 +18,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import GuardedStep, build_optimizer
+from aligner.megatron.optimizer import AdamState, GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.world import World
 from aligner.models import batch_invariant
@@ -133,10 +133,24 @@ class ModelRunner:
         frozen = frozen_names(self.weights.table, self.settings.frozen)
         for name in frozen.intersection(self.weights):
             self.weights.parameter(name).requires_grad_(False)
-        self.ddp = wrap_for_training(self.chunks, distributed_optimizer=optimizer.distributed)
+        self.ddp = wrap_for_training(self.chunks, optimizer)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
         self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
+
+    @contextlib.contextmanager
+    def room_for_moments(self) -> Iterator[None]:
+        """Take the device memory of Adam's moments meanwhile: they are made by the first update, after an engine has asked
+        how much is free.
+        """
+        missing = AdamState(self.optimizer, (parameter for _, parameter in self.parameters())).missing_bytes
+        room = torch.empty(missing, dtype=torch.uint8, device=self.world.device)
+        try:
+            yield
+        finally:
+            del room
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of every chunk, by a name of this rank's own."""
@@ -231,7 +245,7 @@ class ModelRunner:
 
             def scored(output: Tensor) -> tuple[Tensor, Tensor, Stats]:
                 # A filler goes through the backward pass too: ranks meet in its collectives.
-                value, stats = (output.sum() * 0, {}) if batch.is_filler else loss(output, batch)
+                value, stats = (self._no_loss(output), {}) if batch.is_filler else loss(output, batch)
                 return value, _no_tokens(output), stats
 
             return _apply(model, batch), scored
@@ -266,6 +280,11 @@ class ModelRunner:
         )
         drop_last_graph(self.chunks)
         return results
+
+    def _no_loss(self, output: Tensor) -> Tensor:
+        """0, whose gradients are 0; they come to the head's weights too where the ranks wait for each while they add up."""
+        head = self.chunks[-1].output_layer.parameters() if self.ddp[-1].ddp_config.overlap_grad_reduce else ()
+        return output.sum() * 0 + sum(weight.sum() * 0 for weight in head if weight.requires_grad)
 
     def _reduce_stats(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         parts = [part for part in parts if part]

@@ -66,6 +66,20 @@ def _meet(rank: int, size: int, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def compute_deterministically() -> None:
+    """Have torch, cuBLAS, transformer-engine and NCCL take what sums in one order, for good; to be called before their first.
+
+    On a CPU all do so anyway. An algorithm of NCCL that the environment names stays. An operation without such a kernel then
+    raises RuntimeError.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def join(ranks: int, timeout_s: float) -> torch.device:
     """Join the role's world from RANK, WORLD_SIZE and MASTER_*; returns this rank's device.
 

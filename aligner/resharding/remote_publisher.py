@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +63,7 @@ class Snapshots:
     def __init__(self, source: Read, names: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
         """`source` gives this rank's slices of `names` as they are now; copies are kept as `dtype` and read on `device`."""
         self._source, self._names, self._dtype, self._device = source, tuple(names), dtype, device
+        self._on_gpu = device.type == "cuda"
         self._selected: dict[str, Tensor] = {}
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._free: list[dict[str, Tensor]] = []
@@ -76,8 +77,10 @@ class Snapshots:
         for name in self._names:
             tensor = self._source(name)
             if name not in copies:
-                copies[name] = torch.empty(tensor.shape, dtype=self._dtype)
-            copies[name].copy_(tensor)
+                copies[name] = torch.empty(tensor.shape, dtype=self._dtype, pin_memory=self._on_gpu)
+            copies[name].copy_(tensor, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
         with self._changed:
             self._kept[version] = copies
             self._changed.notify_all()
@@ -91,13 +94,24 @@ class Snapshots:
 
     def read(self, name: str) -> Tensor:
         """The slice of the version that was selected."""
-        return self._selected[name].to(self._device)
+        return self._selected[name].to(self._device, non_blocking=True)
 
     def forget_below(self, version: int) -> None:
         """Older versions than this, which is selected, are not read any more."""
         with self._changed:
             for old in [kept for kept in self._kept if kept < version]:
                 self._free.append(self._kept.pop(old))
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Have this thread's work on a GPU done in a stream, all of it at the end; None: where it is done anyway."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class RemotePublisher:
@@ -136,6 +150,7 @@ class RemotePublisher:
         self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
         self._publisher: Publisher | None = None
         """Of the link to the generator's ranks; None where it is not there, or broken."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._moves = self._links = 0
         self._serving, self._wanted, self._instance = -1, -1, ""
         self._lock = threading.RLock()
@@ -260,7 +275,8 @@ class RemotePublisher:
             if self._publisher is None:
                 raise AlignerError("there is no link to the generator")
             self._snapshots.select(version, self._timeout.total_seconds())
-            self._publisher.publish(version)
+            with on_stream(self._stream):
+                self._publisher.publish(version)
             self._snapshots.forget_below(version)
 
     def _join(self, generation: int) -> Publisher:

@@ -107,6 +107,9 @@ class ClusterConfig:
     )
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
+    deterministic: bool = option(
+        False, "GPUs sum in one order, more slowly: kernels, cuBLAS, NCCL; on CPUs nothing changes, sums have one there"
+    )
     stop_timeout_s: float = option(10.0, "a role that has not ended by itself by then is killed", minimum=1)
     heartbeat_timeout_s: float = option(
         300.0, "a trainer rank that shows no life for so long, as one that is stopped, is killed: the run fails", minimum=1

@@ -56,6 +56,9 @@ class OptimizerConfig:
     weight_decay: float = option(0.0, "decoupled weight decay", minimum=0)
     clip_grad_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 turns clipping off", minimum=0)
     distributed: bool = option(False, "cut optimizer state over the data-parallel ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = option(
+        False, "add gradients up over the data-parallel ranks while the backward pass goes on; gains where nodes are many"
+    )
     offload_fraction: float = option(
         0.0,
         "share of the optimizer state kept and updated in host memory; GPUs only, needs distributed",

@@ -44,7 +44,8 @@ def build_engine_ends(
         return RemoteSampler(client, publisher), publisher
     layout, rank = config.engine.parallel, policy.world.rank
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
-    engine = _colocated_engine(config, policy, group, listener)
+    with policy.runner.room_for_moments():
+        engine = _colocated_engine(config, policy, group, listener)
     episodes = means = None
     if config.environment.draws_episodes:
         episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group, listener, tools)

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.resharding.link import Link
+from aligner.resharding.remote_publisher import Snapshots, on_stream
 from tests.gpu.conftest import needs_cuda
 
 pytestmark = needs_cuda
@@ -32,6 +33,21 @@ def test_a_link_on_a_gpu_moves_sums_and_agrees():
         link.all_reduce(sent)
     assert torch.equal(sent, received)
     link.close()
+
+
+def test_copies_are_those_of_their_version_while_training_goes_on():
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = {"one": torch.randn(1 << 20, device=device), "other": torch.randn(3, 5, device=device)}
+    expected = {name: tensor.cpu() for name, tensor in weights.items()}
+    snapshots = Snapshots(weights.__getitem__, weights, torch.float32, device)
+    snapshots.take(0)
+    for tensor in weights.values():
+        tensor.mul_(2)
+    snapshots.select(0, timeout_s=1.0)
+    with on_stream(torch.cuda.Stream(device)):
+        found = {name: snapshots.read(name) for name in weights}
+    for name, tensor in found.items():
+        assert torch.equal(tensor.cpu(), expected[name])
 
 
 def overwrite(pipe: Connection, text: str) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
+from aligner.megatron import gpt_model
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
@@ -169,6 +173,51 @@ def family_steps(directory: str, layout: dict[str, Any], *, routes: Tensor | Non
     result |= {"gradients": _arrays(gradients), "weights": _arrays(jobs.slices(actor.runner.weights))}
     worlds.shutdown()
     return result
+
+
+def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """`family_steps` of a rank that computes deterministically."""
+    environment = dict(os.environ)
+    worlds.compute_deterministically()
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    try:
+        return family_steps(directory, layout, **settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def overlapped_steps(
+    directory: str, layout: dict[str, Any], *, optimizer: dict[str, Any], micro_batch_tokens: int
+) -> dict[str, Any]:
+    """`family_steps` whose gradients are added up over the ranks meanwhile, in buckets as small as this model asks for.
+
+    `early` is how many buckets were on their way before the backward pass had ended.
+    """
+    make, start = gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready
+    early = [0]
+
+    def counted(group: Any, *arguments: Any) -> None:
+        before = group.grad_reduce_handle
+        start(group, *arguments)
+        early[0] += before is None and group.grad_reduce_handle is not None
+
+    gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
+    _ParamAndGradBucketGroup.register_grad_ready = counted
+    try:
+        chosen = {"optimizer": {"overlap_grad_reduce": True, **optimizer}, "micro_batch_tokens": micro_batch_tokens}
+        return family_steps(directory, layout, **chosen) | {"early": early[0]}
+    finally:
+        gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready = make, start
+
+
+def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """What `family_steps` has returned twice."""
+    assert found["stats"] == expected["stats"] and (found["logits"] == expected["logits"]).all()
+    for kind in ("gradients", "weights"):
+        assert found[kind].keys() == expected[kind].keys() != set()
+        assert [name for name, (_, array) in found[kind].items() if not (array == expected[kind][name][1]).all()] == []
 
 
 def read_slices(directory: str, layout: dict[str, Any]) -> dict[str, tuple[Slice, Any]]:

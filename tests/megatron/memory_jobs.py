@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
+from aligner.megatron.optimizer import AdamState
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.models.hugging_face import read_config
@@ -91,11 +92,15 @@ def measure(
             value = (batch.unpack_targets(scores) + batch.unpack_targets(entropy)).sum()
         return value, {"value": value.detach()}
 
+    with runner.room_for_moments():
+        to_come = AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters())).missing_bytes
     for _ in range(2):  # Adam's state is made by the first
         saved = SavedTensors(runner)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
             stats = runner.update(runner.share(tokens, lengths), loss)
     assert stats["skipped"] == 0.0 and saved.bytes == 0
+    adam = AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
+    assert to_come == _bytes(_moments(runner)) and adam.missing_bytes == 0
     measured = {
         "weights": _bytes(parameter for _, parameter in runner.parameters()),
         "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
@@ -124,7 +129,12 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
             continue
         for group in part.optimizer.param_groups:
             yield from (main for main in group["params"] if main.untyped_storage().data_ptr() not in own)
-        for state in part.optimizer.state.values():
+    yield from _moments(runner)
+
+
+def _moments(runner: ModelRunner) -> Iterator[Tensor]:
+    for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
+        for state in () if getattr(part, "is_stub_optimizer", False) else part.optimizer.state.values():
             yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
 
 

@@ -132,3 +132,26 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name, recompute=recompute), expected)
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "optimizer", "tokens"),
+    [
+        ("llama2", {"data": 2}, {}, 24),
+        ("llama2", {"data": 4}, {"distributed": True}, 14),  # some ranks have no row for their last micro-batch
+        ("gpt2", {"data": 4}, {}, 14),
+        ("gpt2", {"data": 2, "tensor": 2}, {"distributed": True}, 24),
+        ("mixtral", {"data": 2, "expert": 2}, {}, 24),
+        ("qwen3_moe", {"data": 2}, {"distributed": True}, 24),
+    ],
+)
+def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool, tmp_path, family, layout, optimizer, tokens):
+    directory, ranks = str(families.save(family, tmp_path)), layout["data"] * layout.get("tensor", 1)
+    settings = {"optimizer": optimizer, "micro_batch_tokens": tokens}
+    expected = pool.run(families.family_steps, ranks, directory, layout, **settings)
+    found = pool.run(families.overlapped_steps, ranks, directory, layout, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert one["early"] > families.STEPS  # the first update counts which gradients come, and how often
+        for kind in ("gradients", "weights"):
+            for name, (_, array) in one[kind].items():
+                torch.testing.assert_close(array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}")

@@ -39,6 +39,14 @@ def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch)
         assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).apply_rope_fusion
 
 
+def test_deterministic_kernels_are_megatron_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
+
+
 def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "8")
     assert [*layer_notes(compose_config(["experiment=tiny_ppo"]))] == []

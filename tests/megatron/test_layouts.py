@@ -15,6 +15,7 @@ from aligner.schema import ParallelConfig
 from tests.megatron import jobs, reference
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
+OVERLAP = {"optimizer": {"overlap_grad_reduce": True}}
 # Layout, and keys of the actor's section that change how the model runs but not what it computes.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -40,6 +41,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2-dp2-distributed": ({"pipeline": 2, "data": 2}, DISTRIBUTED),
     "vpp2-dp2-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, DISTRIBUTED),
     "cp2-dp2-distributed": ({"context": 2, "data": 2}, DISTRIBUTED),
+    "dp2-overlap": ({"data": 2}, OVERLAP),
+    "cp2-dp2-overlap-distributed": (
+        {"context": 2, "data": 2},
+        {"optimizer": {"overlap_grad_reduce": True, "distributed": True}},
+    ),
+    "pp2-dp2-overlap": ({"pipeline": 2, "data": 2}, OVERLAP),
+    "vpp2-dp2-overlap-distributed": (
+        {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
+        {"optimizer": {"overlap_grad_reduce": True, "distributed": True}},
+    ),
+    "full-recompute-dp2-overlap": ({"data": 2}, {"recompute": "full", **OVERLAP}),
     "full-recompute": ({}, {"recompute": "full"}),
     "selective-recompute": ({}, {"recompute": "selective"}),
     "full-recompute-tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {"recompute": "full"}),
@@ -47,7 +59,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed")
+TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "pp2-dp2-overlap")
 """What of all layouts is of the first round of tests."""
 
 

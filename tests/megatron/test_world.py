@@ -22,3 +22,12 @@ def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, 
 
 def test_groups_wait_as_long_as_is_configured_to_the_second(pool):
     assert pool.run(jobs.group_timeout_s, 2, 119.0) == [119.0, 119.0]
+
+
+@pytest.mark.parametrize("family", ["llama2", "mixtral"])
+def test_what_sums_in_one_order_computes_on_a_cpu_what_it_does_anyway(pool, tmp_path, family):
+    directory, layout = str(families.save(family, tmp_path)), {"data": 2}
+    expected = pool.run(families.family_steps, 2, directory, layout)
+    found = pool.run(families.deterministic_steps, 2, directory, layout)
+    for one, other in zip(found, expected, strict=True):
+        families.assert_same_bits(one, other)

@@ -257,6 +257,12 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(und
 
 
 @pytest.mark.slow
+def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(undisturbed: Finished, tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "run", "cluster.deterministic=true", f"run.steps={STEPS}", "run.stop_after=2", *ADAPTIVE)
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:2])
+
+
+@pytest.mark.slow
 def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
     layout = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2", *ADAPTIVE)
     sharded = run_to_end(tmp_path / "sharded", *layout, f"run.steps={STEPS}", "run.stop_after=1")
