@@ -175,3 +175,10 @@ def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, "")
     bad = subprocess.run([linter, "-"], input="FROM debian\nRUN cd /tmp\n", capture_output=True, text=True, check=False)
     assert bad.returncode == 1 and "DL3006" in bad.stdout, "it runs"
+
+
+def test_where_no_daemon_answers_the_script_that_builds_says_so_and_builds_nothing() -> None:
+    script = [str(REPOSITORY / "container" / "build.sh")]
+    done = subprocess.run(script, env={"PATH": "/usr/bin:/bin", "ENGINE": "no-such-engine"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr == "no-such-engine: no daemon answers on this machine, so that no image was built\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -284,6 +285,20 @@ def test_roles_that_share_a_node_see_devices_of_their_own(slurm: SlurmCluster, t
     slurm.command("sbatch", "--wait", str(paths.job_script))
     seen = {role: [paths.log(role, rank).read_text().strip() for rank in range(3)] for role in ("trainer", "critic")}
     assert seen == {"trainer": ["0,1", "0,1", "5"], "critic": ["6,7", "6,7", "5"]}
+
+
+def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.sh"
+    cluster.write_text("SLURM_PARTITION=main\nSLURM_TIME=5\nSLURM_SBATCH=(--mem=0)\n")
+    script, output = REPOSITORY / "launcher_scripts" / "gpu_check.sh", tmp_path / "checked.jsonl"
+    path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    environment = {**slurm.environment, "PATH": path, "ALIGNER_CLUSTER": str(cluster)}
+    done = subprocess.run(
+        [str(script), "--output", str(output)], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    checked = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(checked) > 5 and {each["result"] for each in checked} == {"absent"}  # Slurm's GPUs are files here
 
 
 @pytest.mark.parametrize(
