@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.megatron.cpu_backend import settle_gradients
+from aligner.megatron.grouped_experts import GroupedExperts
 from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
@@ -82,7 +83,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Grouped products need transformer-engine and put all experts in one parameter: one module an expert instead.
+        # megatron-core's grouped products put all experts in one parameter, or need transformer-engine: see grouped_experts.
         "moe_grouped_gemm": False,
     }
 
@@ -201,7 +202,10 @@ def _build_chunk(
     if holds_head:
         install_head(model, head)
     # Layers are made in the config's type, but norms and heads of our own are not.
-    return model.to(device=world.device, dtype=config.params_dtype)
+    model = model.to(device=world.device, dtype=config.params_dtype)
+    for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
+        experts.lay_together()
+    return model
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

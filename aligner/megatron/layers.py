@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.data.kept_tokens import KeptTokens
 from aligner.megatron.attention import PackedAttention
+from aligner.megatron.grouped_experts import GroupedExperts, can_group
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 from aligner.megatron.packing import PackedSequences, Routes
 from aligner.models.shape import ModelShape, inverse_frequencies
@@ -159,7 +160,6 @@ def decoder_submodules(
     `exact` is `engine.exact`.
     """
     if transformer_engine:
-        # Experts stay one module each: transformer-engine's grouped ones have no parameter for a single expert.
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
         norm = TENorm
     else:
@@ -168,6 +168,8 @@ def decoder_submodules(
         layer.module = ParallelResidualLayer
     if shape.num_experts:
         layer.module = ExpertsLayer
+        if can_group(config):
+            layer.submodules.mlp.submodules.experts.module = GroupedExperts
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 

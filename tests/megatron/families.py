@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from aligner.megatron import gpt_model
+from aligner.megatron import gpt_model, grouped_experts, layers
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
@@ -255,3 +255,20 @@ def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: M
             errors[stored.name] = max(errors.get(stored.name, 0.0), error)
     assert set(errors) == {spec.stored.name for spec in table.values()}
     return errors
+
+
+def grouped_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """`family_steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and how many in place."""
+    can_group, together, view = layers.can_group, grouped_experts._together, grouped_experts._view
+    found = {"grouped": 0, "in_place": 0}
+
+    def counted(tensors: Sequence[Tensor]) -> Tensor:
+        found["grouped"] += 1
+        found["in_place"] += view(tensors) is not None
+        return together(tensors)
+
+    layers.can_group, grouped_experts._together = lambda config: True, counted
+    try:
+        return family_steps(directory, layout, **settings) | found
+    finally:
+        layers.can_group, grouped_experts._together = can_group, together
