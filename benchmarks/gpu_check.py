@@ -30,7 +30,8 @@ from benchmarks.runs import REPOSITORY
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
 GPU, CUDA = "GPU", "CUDA"
-"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in."""
+"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in; `8 GPUs` are so many."""
+_MANY = " GPUs"
 PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "transformer-engine", "nvidia-pytriton", "tensorrt-llm", "apex")
 TIMEOUT_S = 540
 _TAIL = 400
@@ -68,6 +69,12 @@ def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
     return Check(name, (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"), (GPU, *needs))
 
 
+_SERVED = ("experiment=tiny_ppo", "algorithm=grpo")
+_LAYOUT = tuple(f"actor.parallel.{way}=2" for way in ("tensor", "pipeline", "data"))
+_GENERATOR = (
+    *("engine.placement=server", "rollout.max_staleness=1", "actor.parallel.data=2", "engine.parallel.data=2"),
+    "algorithm.truncated_importance=token",
+)
 _SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
 CHECKS = (
     _tests("families against transformers", "tests/gpu/test_parity.py"),
@@ -75,26 +82,29 @@ CHECKS = (
     _tests("embedded engine", "tests/gpu/test_engine.py"),
     _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
     _run("a run without servers (SFT)", "experiment=arithmetic_sft", "run.steps=5", "actor.optimizer.warmup_steps=0"),
-    _run("a run with a reward server (GRPO)", "experiment=tiny_ppo", "algorithm=grpo", *_SHORT, needs=["pytriton"]),
+    _run("a run with a reward server (GRPO)", *_SERVED, *_SHORT, needs=["pytriton"]),
+    _run("a run at TP2, PP2, DP2", *_SERVED, *_SHORT, *_LAYOUT, needs=["pytriton", "8 GPUs"]),
+    _run("weights to a generator", *_SERVED, *_SHORT, *_GENERATOR, needs=["pytriton", "4 GPUs"]),
     _tests("TensorRT-LLM as it is expected", "tests/engines/tensorrt_llm/test_contract.py", needs=[CUDA, "tensorrt_llm"]),
 )
 
 
 def lacking(check: Check) -> list[str]:
     """What of its needs is not here."""
-    modules = [need for need in check.needs if need not in (GPU, CUDA)]
+    modules = [need for need in check.needs if need not in (GPU, CUDA) and not need.endswith(_MANY)]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    many = [need for need in check.needs if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))]
     wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
-    return [*([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not has_cuda() else []), *missing]
+    return [*([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not gpus() else []), *many, *missing]
 
 
-def has_cuda() -> bool:
-    """Whether torch is here and finds a GPU."""
+def gpus() -> int:
+    """GPUs that torch finds; 0 without torch."""
     if importlib.util.find_spec("torch") is None:
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def carry_out(check: Check) -> Outcome:
@@ -121,7 +131,7 @@ def carry_out(check: Check) -> Outcome:
 def versions() -> str:
     """The device, and what is installed of what matters."""
     name = "CPU"
-    if DEVICE == "cuda" and has_cuda():
+    if DEVICE == "cuda" and gpus():
         import torch
 
         name = torch.cuda.get_device_name()

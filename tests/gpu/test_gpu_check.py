@@ -30,7 +30,7 @@ def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, 
 
 def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
     code, outcomes = checked(tmp_path / "results.jsonl")
-    assert code == 0 and len(outcomes) == 7
+    assert code == 0 and len(outcomes) == 9
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
     assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
