@@ -22,7 +22,8 @@ class AgentJournal:
 
     def told(self, request: GenerationRequest, by: Sequence[Any]) -> Sample | None:
         """The sample that was recorded; None where none was."""
-        outcome = self.journal.told(_name(request, by), 0, digest(by))
+        asked = digest(by)
+        outcome = self.journal.told(_name(request, asked), 0, asked)
         if outcome is None or not isinstance(outcome.observation, str):
             return None
         (sample,) = samples_from_tensors(load(base64.b85decode(outcome.observation)))
@@ -32,14 +33,14 @@ class AgentJournal:
     def record(self, request: GenerationRequest, by: Sequence[Any], sample: Sample) -> None:
         """Note an episode's sample, with its branches, or that it was lost. Raises OSError, which names the file."""
         tensors = {name: tensor.contiguous() for name, tensor in samples_to_tensors([sample]).items()}
-        said = base64.b85encode(save(tensors)).decode()
-        self.journal.record(_name(request, by), 0, digest(by), Outcome(said, done=True))
+        asked, said = digest(by), base64.b85encode(save(tensors)).decode()
+        self.journal.record(_name(request, asked), 0, asked, Outcome(said, done=True))
 
     def forget(self, first: int) -> None:
         """Drop those of prompts before the `first` of the stream. Raises OSError."""
         self.journal.forget(name for name in self.journal.episodes if int(name.partition("/")[0]) < first)
 
 
-def _name(request: GenerationRequest, by: Sequence[Any]) -> str:
+def _name(request: GenerationRequest, asked: str) -> str:
     """An evaluation's prompts have the numbers of others; what they are drawn by tells them apart."""
-    return f"{request.prompt.id}/{request.sample_index}/{digest(by)}"
+    return f"{request.prompt.id}/{request.sample_index}/{asked}"

@@ -6,8 +6,7 @@ its reason, so that a new megatron-core release is one file to check.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,15 +156,8 @@ def _settle(total: Any) -> None:
         total.is_blank = False
 
 
-def settle_gradients(chunks: Sequence[Any]) -> None:
-    """Make zero what no product has come for, such as the weights of an expert without tokens."""
-    for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
-        if hasattr(parameter, "main_grad"):
-            _settle(parameter.main_grad)
-
-
 def _settled_before(start: Callable[..., None]) -> Callable[..., None]:
-    """A bucket group's `start_grad_sync`, which with `overlap_grad_reduce` comes before all is settled."""
+    """A bucket group's `start_grad_sync`, with zeros where no product has come, as for an expert without tokens."""
 
     def settled_start(group: Any, *args: Any, **kwargs: Any) -> None:
         for parameter in group.params:

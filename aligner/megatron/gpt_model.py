@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from aligner.megatron.cpu_backend import settle_gradients
 from aligner.megatron.grouped_experts import GroupedExperts
 from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
@@ -43,7 +42,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
     # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
-    settle_gradients(model)
     finalize_model_grads(model, None)
 
 

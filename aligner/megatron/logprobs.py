@@ -75,7 +75,7 @@ class _VocabParallelLogprobs(Function):
         entropy = log_normalizer - weighted / normalizer
         context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
         context.temperature, context.chunk_tokens, context.kept, context.group = temperature, chunk_tokens, kept, group
-        context.weight, context.buffer_of_gradients = weight, getattr(weight, "main_grad", None)  # megatron-core's
+        context.weight = weight
         context.set_materialize_grads(False)
         return chosen - log_normalizer, entropy if with_entropy else None
 
@@ -94,7 +94,7 @@ class _VocabParallelLogprobs(Function):
             factor += entropy_factor * (entropy - log_scale)
         upstream = torch.where(here, upstream, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = context.buffer_of_gradients
+        grad_weight = total = getattr(context.weight, "main_grad", None)  # megatron-core's buffer
         chunks = _chunks(len(local), context.chunk_tokens)
         for tokens in reversed(chunks):
             if tokens is chunks[-1]:
@@ -114,7 +114,7 @@ class _VocabParallelLogprobs(Function):
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
-        if context.buffer_of_gradients is not None or not context.needs_input_grad[1]:
+        if total is not None or not context.needs_input_grad[1]:
             return grad_hidden, told_of_gradient(context.weight), *[None] * 6
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None

@@ -87,7 +87,7 @@ class CheckpointedModel:
         self.finish_save()
         runner, world = self.runner, self.world
         started = directory.with_name(_on_first_rank(world, directory, lambda: start_directory(directory).name))
-        adam = _adam(runner)
+        adam = runner.adam_state()
         adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
         units, index = _assign_writers(runner, adam if adam_steps else None)
         manifest = Manifest(
@@ -152,7 +152,7 @@ class CheckpointedModel:
         runner, reader = self.runner, CheckpointReader(directory)
         if not verified and (damaged := damaged_files(directory, reader.manifest.files)):
             raise DamagedError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
-        manifest, adam = reader.manifest, _adam(runner)
+        manifest, adam = reader.manifest, runner.adam_state()
         problems = gather_json(_problems(runner, manifest, adam))
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
@@ -191,10 +191,6 @@ def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | 
     except BaseException as error:  # whatever it is: the other ranks wait to hear of it
         told = error.strerror if isinstance(error, OSError) else None
         return f"{file}: {told or repr(error)}"
-
-
-def _adam(runner: ModelRunner) -> AdamState:
-    return AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
 
 
 def _problems(runner: ModelRunner, manifest: Manifest, adam: AdamState) -> list[str]:

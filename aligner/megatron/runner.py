@@ -138,13 +138,16 @@ class ModelRunner:
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
         self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
 
+    def adam_state(self) -> AdamState:
+        """Adam's moments and main weights of what is trained."""
+        return AdamState(self.optimizer, (parameter for _, parameter in self.parameters()))
+
     @contextlib.contextmanager
     def room_for_moments(self) -> Iterator[None]:
         """Take the device memory of Adam's moments meanwhile: they are made by the first update, after an engine has asked
         how much is free.
         """
-        missing = AdamState(self.optimizer, (parameter for _, parameter in self.parameters())).missing_bytes
-        room = torch.empty(missing, dtype=torch.uint8, device=self.world.device)
+        room = torch.empty(self.adam_state().missing_bytes, dtype=torch.uint8, device=self.world.device)
         try:
             yield
         finally:

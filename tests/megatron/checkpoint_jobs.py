@@ -17,7 +17,6 @@ from aligner.data.checksums import FileRecord
 from aligner.data.model_directory import read_shape
 from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
-from aligner.megatron.optimizer import AdamState
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
 from aligner.schema import ActorConfig, Config, CriticConfig, LoraConfig, ParallelConfig, RunConfig
@@ -70,7 +69,7 @@ def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
     policy = actor(directory, settings)
     policy.load(Path(checkpoint))
     runner, reader = policy.runner, CheckpointReader(Path(checkpoint))
-    adam = AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
+    adam = runner.adam_state()
     different = []
     for weights in {id(weights): weights for weights in (runner.weights, runner.trained)}.values():
         for name in weights:

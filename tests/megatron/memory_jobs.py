@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
-from aligner.megatron.optimizer import AdamState
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.models.hugging_face import read_config
@@ -93,14 +92,13 @@ def measure(
         return value, {"value": value.detach()}
 
     with runner.room_for_moments():
-        to_come = AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters())).missing_bytes
+        to_come = runner.adam_state().missing_bytes
     for _ in range(2):  # Adam's state is made by the first
         saved = SavedTensors(runner)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
             stats = runner.update(runner.share(tokens, lengths), loss)
     assert stats["skipped"] == 0.0 and saved.bytes == 0
-    adam = AdamState(runner.optimizer, (parameter for _, parameter in runner.parameters()))
-    assert to_come == _bytes(_moments(runner)) and adam.missing_bytes == 0
+    assert to_come == _bytes(_moments(runner)) and runner.adam_state().missing_bytes == 0
     measured = {
         "weights": _bytes(parameter for _, parameter in runner.parameters()),
         "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
@@ -140,7 +138,7 @@ def _moments(runner: ModelRunner) -> Iterator[Tensor]:
 
 def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     """What this rank copies for a checkpoint."""
-    adam = checkpoint._adam(runner)
+    adam = runner.adam_state()
     units, _ = checkpoint._assign_writers(runner, adam)
     yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
 

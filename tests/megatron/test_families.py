@@ -146,7 +146,7 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
     ],
 )
 def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool, tmp_path, family, layout, optimizer, tokens):
-    directory, ranks = str(families.save(family, tmp_path)), layout["data"] * layout.get("tensor", 1)
+    directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
     settings = {"optimizer": optimizer, "micro_batch_tokens": tokens}
     expected = pool.run(families.family_steps, ranks, directory, layout, **settings)
     found = pool.run(families.overlapped_steps, ranks, directory, layout, **settings)

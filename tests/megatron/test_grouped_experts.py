@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aligner.megatron import grouped_experts
+from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.test_families import MIXTURE_LAYOUTS
 
@@ -13,13 +14,12 @@ from tests.megatron.test_families import MIXTURE_LAYOUTS
 @pytest.mark.parametrize("family", families.MIXTURES)
 @pytest.mark.parametrize("layout", ["single", "DP2", "PP2", "TP2+SPxEP2", "EP2 over TP2", "EP2 distributed", "CP2xEP2"])
 def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_another(pool, tmp_path, family, layout):
-    place, ranks = MIXTURE_LAYOUTS[layout], 1
-    for cut in ("tensor", "pipeline", "data", "context"):
-        ranks *= place.get(cut, 1)
+    place = dict(MIXTURE_LAYOUTS[layout])
+    ranks = ParallelConfig(**place).ranks
     directory = str(families.save(family, tmp_path))
     settings = {"optimizer": {"distributed": "distributed" in layout, "overlap_grad_reduce": layout == "DP2"}}
-    expected = pool.run(families.family_steps, ranks, directory, dict(place), **settings)
-    found = pool.run(families.grouped_steps, ranks, directory, dict(place), **settings)
+    expected = pool.run(families.family_steps, ranks, directory, place, **settings)
+    found = pool.run(families.grouped_steps, ranks, directory, place, **settings)
     for one, other in zip(found, expected, strict=True):
         assert one["grouped"] and one["in_place"] == one["grouped"], "nothing is copied to be multiplied"
         torch.testing.assert_close(one["logits"], other["logits"], rtol=1e-6, atol=1e-6)

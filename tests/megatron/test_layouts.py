@@ -16,6 +16,7 @@ from tests.megatron import jobs, reference
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAP = {"optimizer": {"overlap_grad_reduce": True}}
+OVERLAP_DISTRIBUTED = {"optimizer": {"overlap_grad_reduce": True, "distributed": True}}
 # Layout, and keys of the actor's section that change how the model runs but not what it computes.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -42,15 +43,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vpp2-dp2-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, DISTRIBUTED),
     "cp2-dp2-distributed": ({"context": 2, "data": 2}, DISTRIBUTED),
     "dp2-overlap": ({"data": 2}, OVERLAP),
-    "cp2-dp2-overlap-distributed": (
-        {"context": 2, "data": 2},
-        {"optimizer": {"overlap_grad_reduce": True, "distributed": True}},
-    ),
+    "cp2-dp2-overlap-distributed": ({"context": 2, "data": 2}, OVERLAP_DISTRIBUTED),
     "pp2-dp2-overlap": ({"pipeline": 2, "data": 2}, OVERLAP),
-    "vpp2-dp2-overlap-distributed": (
-        {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
-        {"optimizer": {"overlap_grad_reduce": True, "distributed": True}},
-    ),
+    "vpp2-dp2-overlap-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, OVERLAP_DISTRIBUTED),
     "full-recompute-dp2-overlap": ({"data": 2}, {"recompute": "full", **OVERLAP}),
     "full-recompute": ({}, {"recompute": "full"}),
     "selective-recompute": ({}, {"recompute": "selective"}),
