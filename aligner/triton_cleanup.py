@@ -16,6 +16,7 @@ _PLACE = Path("/dev/shm")
 """Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
 _DIRECTORIES = "directories"
 _ENVIRONMENT = "python_env_"
+_WORKSPACE = "workspace_"
 _TRACKERS_S = 3.0
 
 
@@ -61,8 +62,10 @@ def remove_triton_files(pid: int) -> None:
             if directory.name.startswith(_ENVIRONMENT):
                 with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
                     directory.rmdir()
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
+                continue
+            for copy in _model_copies(directory) if directory.name.startswith(_WORKSPACE) else ():
+                shutil.rmtree(copy, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(claim, ignore_errors=True)
     for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
         if _is_own(file, stat.S_ISREG):
@@ -111,6 +114,18 @@ def _claimed_directories(claim: Path) -> list[Path]:
         return [*map(Path, (claim / _DIRECTORIES).read_text().splitlines())]
     except FileNotFoundError:
         return []
+
+
+def _model_copies(workspace: Path) -> Iterator[Path]:
+    """Triton's temporary copies of the models that PyTriton has bound in this workspace, whether or not Triton still runs.
+
+    Their configurations name it.
+    """
+    named = f'"{workspace}"'.encode()
+    for folder in Path("/tmp").glob("folder*"):  # Triton's own choice, too
+        with contextlib.suppress(OSError):  # not a model's, another user's, or just removed
+            if _is_own(folder, stat.S_ISDIR) and named in (folder / "config.pbtxt").read_bytes():
+                yield folder
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:

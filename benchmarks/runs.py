@@ -41,7 +41,8 @@ class Finished:
 
     def report(self) -> str:
         """What a failed assertion should show."""
-        return f"exit code {self.code}\n{self.error}\n{_logs(self.paths)}"
+        restarts = "".join(f"{line}\n" for line in self.out.splitlines() if "; starting " in line)
+        return f"exit code {self.code}\n{restarts}{self.error}\n{_logs(self.paths)}"
 
 
 class Launch:

@@ -113,7 +113,7 @@ class TritonHost:
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         finally:
-            claim_directories([workspace.path, *_model_folders(), *(triton_environments() - before)])
+            claim_directories([workspace.path, *(triton_environments() - before)])
         self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
 
     def _start_gateway(self, sockets: Path) -> "subprocess.Popen[str]":
@@ -280,15 +280,6 @@ def _triton_processes() -> list[psutil.Process]:
             if child.name() == "tritonserver":
                 found += [child, *child.children(recursive=True)]
     return found
-
-
-def _model_folders() -> set[Path]:
-    """Triton's temporary copies of the models, which it removes only when it may take its time."""
-    folders: set[Path] = set()
-    for process in _triton_processes():
-        with contextlib.suppress(psutil.Error):
-            folders.update(Path(argument).parent.parent for argument in process.cmdline() if argument.endswith("/1/model.py"))
-    return folders
 
 
 def _prepare_environment() -> None:

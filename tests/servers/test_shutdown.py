@@ -25,6 +25,7 @@ from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
+from aligner.triton_cleanup import kill_processes, remove_triton_files
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
 from tests.servers.tiny_model import TinyValueModel
@@ -241,6 +242,7 @@ host = TritonHost("127.0.0.1", PortsConfig(), 16)
 host.start({CONTROL: lambda request: request})
 (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}-*")
 directories = (claim / "directories").read_text().splitlines()
+directories += [str(file.parent) for file in Path("/tmp").glob("folder*/config.pbtxt") if directories[0] in file.read_text()]
 assert all(Path(directory).is_dir() for directory in directories)
 host.stop()
 print(*directories, flush=True)
@@ -254,6 +256,42 @@ def test_tritons_directories_go_with_it():
     kinds = ("workspace_", "folder", "python_env_")
     assert all(any(directory.name.startswith(kind) for directory in directories) for kind in kinds), directories
     assert not any(directory.exists() for directory in directories)
+
+
+_STARTS = """
+from aligner.schema import PortsConfig
+from aligner.servers.triton_host import TritonHost
+from aligner.servers.wire_protocol import CONTROL
+TritonHost("127.0.0.1", PortsConfig(), 16).start({CONTROL: lambda request: request})
+"""
+
+
+@pytest.mark.parametrize("which", ["triton", "all of them"])
+def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which: str) -> None:
+    """Also where the server has had no time to note them."""
+    with subprocess.Popen([sys.executable, "-c", _STARTS]) as host:
+        own = psutil.Process(host.pid)
+        copies: list[Path] = []
+        while not copies and host.poll() is None:
+            workspaces = [line for file in claimed(host.pid) for line in file.read_text().splitlines()[:1]]
+            for file in Path("/tmp").glob("folder*/config.pbtxt"):
+                with contextlib.suppress(OSError):  # another's, which goes in this moment
+                    copies += [file.parent] if any(workspace in file.read_text() for workspace in workspaces) else []
+            time.sleep(0.01)
+        processes = [own, *own.children(recursive=True)]
+        try:
+            kill_processes([process for process in processes if which != "triton" or is_triton(process)])
+            assert host.wait(20) != 0
+            assert all(copy.is_dir() for copy in copies)
+        finally:
+            kill_processes(processes)
+            remove_triton_files(host.pid)
+    assert copies and not any(copy.exists() for copy in copies)
+
+
+def claimed(pid: int) -> list[Path]:
+    """Where this process says what Triton has made for it."""
+    return [*Path("/dev/shm").glob(f"aligner-server-*-{pid}-*/directories")]
 
 
 def test_a_port_in_use_is_named_before_anything_starts():
