@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -108,21 +109,21 @@ class SampleRecorder:
     def _write(self, step: int, samples: StepSamples) -> None:
         prompts, drawn_samples, batch = samples.all(self._tokenizer.pad_token_id)
         learned, groups = samples.learned(*batch.mask.shape), batch.groups.tolist()
-        drawn = list(_rows(prompts, drawn_samples))
+        drawn, scores = list(_rows(prompts, drawn_samples)), samples.scores.tolist()
+        advantages = _means(learned["advantage"]) if learned else [None] * len(groups)
         rows = [
             {
                 **self._described(each),
-                **self._scored(samples, each.place, drawn_samples[each.place]),
+                **self._scored(scores[each.place], samples.score_parts, each.place, drawn_samples[each.place]),
                 "group": groups[each.row],
-                "advantage": _mean(learned["advantage"][each.row]) if learned else None,
+                "advantage": advantages[each.row],
             }
             for each in drawn
         ]
         self._files.write(step, rows, self._token_columns(batch, learned, [each.row for each in drawn]))
 
-    def _scored(self, samples: StepSamples, place: int, sample: Sample) -> dict[str, Any]:
-        score, added = float(samples.scores[place]), samples.score_parts
-        if np.isnan(score):
+    def _scored(self, score: float, added: Tensor | None, place: int, sample: Sample) -> dict[str, Any]:
+        if math.isnan(score):
             return {}
         parts = {} if added is None else dict(zip(self._sources, added[place].tolist(), strict=True))
         if parts and sample.rewards is not None:
@@ -131,6 +132,7 @@ class SampleRecorder:
 
     def _described(self, row: "_Row") -> dict[str, Any]:
         prompt, sample, tokenizer = row.prompt, row.sample, self._tokenizer
+        response = sample.response
         index, epoch = self._origin(prompt.id)
         versions = (sample.weight_versions if sample.drawn is None else sample.weight_versions[sample.drawn]).tolist()
         about = {name: value for name, value in prompt.metadata.items() if name != "messages"}
@@ -143,10 +145,10 @@ class SampleRecorder:
             "sample": row.sample_index,
             "branch": row.branch,
             "prompt": tokenizer.decode(sample.tokens[: sample.prompt_length]) if row.branch else prompt.text,
-            "response": tokenizer.decode(sample.response),
+            "response": tokenizer.decode(response),
             "messages": None if messages is None else json.dumps(messages, ensure_ascii=False),
             "prompt_tokens": sample.prompt_length,
-            "response_tokens": len(sample.response),
+            "response_tokens": len(response),
             "drawn_tokens": len(versions),
             "cut": sample.finish_reason != "stop",
             "version_first": versions[0] if versions else None,
@@ -202,7 +204,9 @@ def _rows(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[_Row
             yield _Row(next(further) if branch else place, place, prompt, own, sample.sample_index, branch)
 
 
-def _mean(values: NDArray) -> float | None:
-    """Of those that are numbers; None where none is."""
-    numbers = values[~np.isnan(values)]
-    return float(numbers.mean(dtype=np.float64)) if len(numbers) else None
+def _means(values: NDArray) -> list[float | None]:
+    """Of those of each row [N, S] that are numbers; None where none is."""
+    there = ~np.isnan(values)
+    counts = there.sum(axis=1)
+    means = np.sum(values, axis=1, where=there, dtype=np.float64) / np.maximum(counts, 1)
+    return [mean if count else None for mean, count in zip(means.tolist(), counts.tolist(), strict=True)]
