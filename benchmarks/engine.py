@@ -66,7 +66,9 @@ class Work:
 class Replica:
     """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
 
-    def __init__(self, directory: str, model: str, way: Way, batch: int, precision: str, guesses: int = 0) -> None:
+    def __init__(
+        self, directory: str, model: str, way: Way, batch: int, precision: str, guesses: int = 0, device: str = "cpu"
+    ) -> None:
         import torch
 
         from aligner.data.export import find_source
@@ -78,7 +80,7 @@ class Replica:
         self._rows = -(-batch // self._replicas)
         speculation, self._greedy = SpeculationConfig(tokens=guesses), batch == 1
         settings = EngineConfig(batch_size=self._rows, precision=precision, speculation=speculation)
-        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1)
+        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device)
         load(self._engine, find_source(Path(directory)))
         widths, dtype = (self._shape.hidden_size, self._shape.ffn_hidden_size), DTYPES[precision]
         self._inputs = {width: torch.randn(self._rows, width).to(getattr(torch, dtype)) for width in widths}

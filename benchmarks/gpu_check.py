@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +47,8 @@ class Check:
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()
     """Modules, `GPU` or `CUDA`, without which it is absent."""
+    tells: bool = False
+    """Whether its output is figures, a JSON object a line, to be kept."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Outcome:
     """pass, fail or absent"""
     why: str = ""
     seconds: float = 0.0
+    figures: tuple[dict[str, Any], ...] = ()
+    """What it has measured."""
 
 
 def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
@@ -67,6 +72,17 @@ def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
 def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
     """A short run; {place} becomes a directory that goes with the check."""
     return Check(name, (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"), (GPU, *needs))
+
+
+def _measured(part: str, needs: Sequence[str] = ()) -> Check:
+    """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be had."""
+    small = ("--model", "tiny", "--repeats", "1", "--rows", "2", "--tokens", "32", "--batches", "2", "--new-tokens", "4")
+    return Check(
+        f"speed: {part}",
+        (sys.executable, "-m", "benchmarks.device", "--json", "--parts", part, *(small if DEVICE == "cpu" else ())),
+        (GPU, *needs),
+        tells=True,
+    )
 
 
 _SERVED = ("experiment=tiny_ppo", "algorithm=grpo")
@@ -86,6 +102,8 @@ CHECKS = (
     _run("a run at TP2, PP2, DP2", *_SERVED, *_SHORT, *_LAYOUT, needs=["pytriton", "8 GPUs"]),
     _run("weights to a generator", *_SERVED, *_SHORT, *_GENERATOR, needs=["pytriton", "4 GPUs"]),
     _tests("TensorRT-LLM as it is expected", "tests/engines/tensorrt_llm/test_contract.py", needs=[CUDA, "tensorrt_llm"]),
+    *map(_measured, ("train", "decode", "publish")),
+    _measured("grpo", needs=["pytriton"]),
 )
 
 
@@ -125,7 +143,17 @@ def carry_out(check: Check) -> Outcome:
         except subprocess.TimeoutExpired:
             said, failed = f"not over after {TIMEOUT_S} s", True
     seconds = round(time.perf_counter() - begin, 1)
-    return Outcome(check.name, DEVICE, *(("fail", said.strip()[-_TAIL:]) if failed else ("pass", "")), seconds)
+    if failed:
+        return Outcome(check.name, DEVICE, "fail", said.strip()[-_TAIL:], seconds)
+    figures = tuple(json.loads(line) for line in done.stdout.splitlines()) if check.tells else ()
+    return Outcome(check.name, DEVICE, "pass", "; ".join(map(_shown, figures)), seconds, figures)
+
+
+def _shown(figures: dict[str, Any]) -> str:
+    """What matters most of a line of figures."""
+    names = ("batch", "tokens_per_s", "flops_share", "bandwidth_share", "peak_gib", "expected_gib", "gb_per_s", "step_s")
+    told = (f"{name} {figures[name]:.3g}" for name in names if figures.get(name) is not None)
+    return f"{figures['model']}: {', '.join(told)}"
 
 
 def versions() -> str:

@@ -53,8 +53,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     },
+    "llama_1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama_8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
 }
 """Hugging Face configurations of Llamas."""
+MODELS["llama_8b_8_layers"] = {**MODELS["llama_8b"], "num_hidden_layers": 8}
 
 
 def shape_of(model: str) -> ModelShape:
@@ -62,9 +85,9 @@ def shape_of(model: str) -> ModelShape:
     return read_config({"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **MODELS[model]}, model)
 
 
-def write_model(directory: str, model: str) -> None:
+def write_model(directory: str, model: str, precision: str = "fp32") -> None:
     """Write one of the models, with random weights; in a process of its own, for transformers' threads end with it."""
-    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(directory, MODELS[model]))
+    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(directory, MODELS[model], precision))
     writer.start()
     writer.join()
     if writer.exitcode:
@@ -83,9 +106,14 @@ def write_tokenizer(directory: str, model: str) -> None:
     Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _write(directory: str, config: dict[str, Any]) -> None:
+def _write(directory: str, config: dict[str, Any], precision: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(directory)
+    if precision == "bf16":
+        torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of numbers take a CPU long
+        model = LlamaForCausalLM(LlamaConfig(**config))
+    model.save_pretrained(directory)

@@ -62,7 +62,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator
 class Ours:
     """One rank of our policy."""
 
-    def __init__(self, directory: str, way: Way, micro_batch_tokens: int) -> None:
+    def __init__(self, directory: str, way: Way, micro_batch_tokens: int, precision: str = "fp32") -> None:
         from aligner.data.model_directory import read_shape
         from aligner.megatron import world as worlds
         from aligner.megatron.policy import Policy
@@ -71,7 +71,9 @@ class Ours:
         world = worlds.initialize(ParallelConfig(**(way.layout or {})), seed=1, timeout_s=120)
         self._shape = read_shape(Path(directory))
         optimizer = OptimizerConfig(**ADAM, clip_grad_norm=CLIP_GRAD_NORM)
-        settings = ActorConfig(parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
+        settings = ActorConfig(
+            parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens, precision=precision
+        )
         self._policy = Policy(self._shape, world, settings, Path(directory), 1.0, total_updates=1000)
 
     def step(self, lengths: Sequence[int], prompt_tokens: int = PROMPT_TOKENS, samples: int = 1) -> float:
@@ -103,8 +105,9 @@ class Ours:
                 if chunk.post_process:
                     work.append((scored, chunk.output_layer.projection))
         with torch.no_grad():
-            inputs = {(count, size): torch.randn(count, size) for count, weight in work for size in weight.shape}
-            outputs = {key: torch.empty(key) for key in inputs} | {
+            like = {"device": work[0][1].device, "dtype": work[0][1].dtype}
+            inputs = {(count, size): torch.randn(count, size, **like) for count, weight in work for size in weight.shape}
+            outputs = {key: torch.empty(key, **like) for key in inputs} | {
                 weight.shape: torch.empty_like(weight) for _, weight in work
             }
 
@@ -118,9 +121,61 @@ class Ours:
 
             run()
             dist.barrier()
+            _wait_for_device()
             begin = time.perf_counter()
             run()
+            _wait_for_device()
             return time.perf_counter() - begin
+
+    def peak_bytes(self) -> float:
+        """The most that torch has held on the GPU; 0 on a CPU."""
+        import torch
+
+        return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
+
+
+class Publishing:
+    """A trainer's weights, and an engine of the same process that takes them in place."""
+
+    def __init__(self, model: str, precision: str, device: str) -> None:
+        from datetime import timedelta
+
+        import torch
+
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+        from aligner.megatron.world import initialize_alone
+        from aligner.models.weight_slices import weight_table
+        from aligner.resharding.link import Link
+        from aligner.resharding.publisher import Publisher
+        from aligner.resharding.transfer_plan import plan_resharding
+        from aligner.schema import EngineConfig, ParallelConfig
+        from benchmarks.models import shape_of
+
+        world, shape = initialize_alone(seed=1), shape_of(model)
+        settings = EngineConfig(precision=precision, update="in_place")
+        engine = EmbeddedEngine(shape, settings, rank=0, seed=1, device=device)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        weights = {spec.name: torch.randn(spec.shape, device=device, dtype=dtype) for spec in weight_table(shape)}
+        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
+        link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=world.device)
+        self._bytes, self._version = sum(tensor.nbytes for tensor in weights.values()), 0
+        self._publisher = Publisher(
+            plan,
+            link,
+            read=weights.__getitem__,
+            begin_update=engine.begin_update,
+            bucket_bytes=settings.bucket_mib << 20,
+            verify_every=0,
+        )
+
+    def publish(self) -> float:
+        """GB of weights a second."""
+        self._version += 1
+        _wait_for_device()
+        begin = time.perf_counter()
+        self._publisher.publish(self._version)
+        _wait_for_device()
+        return self._bytes / 1e9 / (time.perf_counter() - begin)
 
 
 class Peer:
@@ -205,6 +260,13 @@ class LogprobPass:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         logprobs().sum().backward()
         return _memory_mib("VmHWM") - before
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _memory_mib(key: str) -> float:

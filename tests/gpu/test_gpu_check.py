@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.device import product_weights, step_flops
+from benchmarks.models import MODELS, shape_of
 from benchmarks.runs import REPOSITORY
 
 
@@ -30,7 +32,7 @@ def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, 
 
 def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
     code, outcomes = checked(tmp_path / "results.jsonl")
-    assert code == 0 and len(outcomes) == 9
+    assert code == 0 and len(outcomes) == 13
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
     assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
@@ -42,8 +44,25 @@ def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
     code, outcomes = checked(output, ALIGNER_DEVICE="cpu")
     assert code == 0, outcomes
     results = {name: each["result"] for name, each in outcomes.items()}
-    assert [*results.values()].count("pass") == 5 and "fail" not in results.values()
+    assert [*results.values()].count("pass") == 9 and "fail" not in results.values()
+    assert outcomes["speed: decode"]["figures"][0]["tokens_per_s"] > 0  # type: ignore[index]
     before = output.read_text()
     checked(output, ALIGNER_DEVICE="cpu")
     again = [json.loads(line)["name"] for line in output.read_text().removeprefix(before).splitlines()]
     assert again == [name for name, result in results.items() if result == "absent"], "what has passed is not run again"
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama_3m"])
+def test_what_a_step_has_to_compute_is_what_torch_counts(model: str) -> None:
+    """Of a pass that computes the whole square of attention's scores, of which the causal half counts."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows, tokens, shape = 2, 48, shape_of(model)
+    peer = LlamaForCausalLM(LlamaConfig(**MODELS[model], attn_implementation="eager"))
+    with FlopCounterMode(display=False) as counter:
+        peer(torch.randint(0, shape.vocab_size, (rows, tokens))).logits.sum().backward()
+    causal = step_flops(shape, rows, tokens)
+    attention = causal - 6 * rows * tokens * product_weights(shape)
+    assert counter.get_total_flops() == pytest.approx(causal + attention, rel=1e-3)
