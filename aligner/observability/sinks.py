@@ -237,11 +237,11 @@ class MlflowSink:
         self._client = MlflowClient(uri)
         self._last = -1
         id_file = paths.tracker_run("mlflow")
-        if id_file.exists():
-            self._client.update_run(id_file.read_text(), "RUNNING")
-        else:
+        if not id_file.exists():
             write_file(id_file, self._create(config))
         self._id = id_file.read_text()
+        self._keep_description()
+        self._client.update_run(self._id, "RUNNING")
         self._add_parameters(config)
 
     def write(self, step: int, record: Record) -> None:
@@ -256,7 +256,7 @@ class MlflowSink:
         """
         last = int(kept[-1]["step"]) if kept else -1
         if self._files is not None:
-            _cut_after(next(self._files.glob(f"*/{self._id}")) / "metrics", last)
+            _cut_after(self._run_directory / "metrics", last)
         keys = self._client.get_run(self._id).data.metrics
         found = {(metric.step, key) for key in keys for metric in self._client.get_metric_history(self._id, key)}
         for record in kept:
@@ -268,7 +268,23 @@ class MlflowSink:
 
     def close(self, failed: bool) -> None:
         """Say that the run has ended."""
+        self._keep_description()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+    @property
+    def _run_directory(self) -> Path:
+        """Of a file store."""
+        assert self._files is not None
+        return next(self._files.glob(f"*/{self._id}"))
+
+    def _keep_description(self) -> None:
+        """A file store empties the run's description before it writes it anew: who is killed in between has a copy."""
+        if self._files is not None:
+            description = self._run_directory / "meta.yaml"
+            copy = description.with_suffix(".before")
+            if not description.read_text() and copy.exists():
+                write_file(description, copy.read_text())
+            write_file(copy, description.read_text())
 
     def _create(self, config: Config) -> str:
         settings = config.logging.mlflow

@@ -37,6 +37,7 @@ _OF_A_CONNECTION = frozenset({"connection", "expect", "host", "keep-alive", "te"
 """Headers that are not handed on."""
 _CONNECTIONS = 64
 """To Triton, which says a line of each."""
+_READ_AHEAD_BYTES = 2**20
 _NO_KEY = "it wants the run's key, and got none or another one"
 _CLOSED = "this is closed to everyone"
 
@@ -164,6 +165,9 @@ async def _serve(settings: GatewaySettings) -> None:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.so_reuseport", 0),
+                # By default it reads ahead of whom it refuses, too, as far as the connection is fast: many MiB.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _READ_AHEAD_BYTES),
                 # A client may ping every few seconds while its request runs; by default it would be hung up on.
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),

@@ -43,14 +43,14 @@ def all_show_life(run: Path, *names: str) -> bool:
     ],
 )
 def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(run: Path, behavior: str, rank: int) -> None:
-    launcher = start(run, LIVE, "critic.parallel.tensor=2", "server.health_timeout_s=4")
+    launcher = start(run, LIVE, "critic.parallel.tensor=2", "server.health_timeout_s=8")  # told for the latter half of it
     read_until(launcher, "all servers are healthy")
     wait_for(lambda: all_show_life(run, "critic-0", "critic-1", "trainer-0"), "signs of life")
     time.sleep(1)  # the launcher has seen them
     stopped = rank_of(run, "critic", behavior, rank)
     stopped.suspend()
     wait_for(lambda: read_status(run).roles["critic"].health == "not answering", "word of it")
-    told = f"critic rank {rank} showed no life for 4 s (server.health_timeout_s) and was killed"
+    told = f"critic rank {rank} showed no life for 8 s (server.health_timeout_s) and was killed"
     read_until(launcher, f"{told}; starting critic again (1 of 3)", "critic is healthy again")
     assert not stopped.is_running()
     assert (state := read_state(run / "status.json")) is not None and not state.roles["reward"].restarts

@@ -205,6 +205,22 @@ def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_be
     assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
 
 
+def test_a_run_that_was_killed_while_its_end_was_written_goes_on_in_mlflow(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", ON[1])
+    paths = run_paths(config)
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        writer.write(1, metrics(1))
+    begun = paths.tracker_run("mlflow").read_text()
+    (description,) = paths.mlflow.glob(f"*/{begun}/meta.yaml")
+    description.write_text("")  # as the store does before it writes
+    with MetricsWriter(paths, open_sinks(config, paths)) as writer:
+        writer.truncate_after(1)
+        writer.write(2, metrics(2))
+    run = mlflow_client(paths).get_run(begun)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 2
+
+
 def test_a_step_of_which_a_killed_run_has_recorded_a_part_is_completed(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", ON[1])
     paths = run_paths(config)

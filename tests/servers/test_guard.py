@@ -170,7 +170,7 @@ def test_floods_of_those_without_the_key_take_no_memory(critic):
         time.sleep(0.1)
     assert refusals == ["it wants the run's key, and got none or another one"] * 12
     print(f"{most:.1f} MiB more at most, {memory_mib(critic) - before:.1f} after")
-    assert most < 100 and memory_mib(critic) - before < 100
+    assert most < 30 and memory_mib(critic) - before < 30
     with contextlib.closing(Connection("critic", critic.endpoint, critic.access)) as owner:
         assert owner.infer(CRITIC_INFER, good(CRITIC_INFER), 20)["values"].shape == (3, 8)
 
