@@ -18,7 +18,9 @@ class PreferenceRows(Rows):
     """Chosen, rejected, chosen, rejected, …; the mask is that of the responses."""
 
     reference_logprobs: Tensor
-    """float32 [B, S-1]"""
+    """float32 [B, S-1]; zero where the loss has no reference"""
+    margins: Tensor
+    """float32 [B]: by how much the chosen one's reward is above the other's, for both of a pair; not a number: not known"""
 
 
 @dataclass(frozen=True)

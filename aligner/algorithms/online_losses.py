@@ -146,7 +146,8 @@ def preference(logprobs: Tensor, rows: Experience, context: LossContext) -> tupl
     """
     weights, importance = _importance_of_draws(rows, context, 2)
     settings, pairs = context.settings.preference, context.denominator / 2
-    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings, pairs, weights)
+    better, worse = rows.scores.view(-1, 2).unbind(1)
+    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings, pairs, weights, better - worse)
     return loss, stats | importance
 
 

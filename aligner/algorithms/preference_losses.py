@@ -4,6 +4,8 @@ Each is the mean over its pairs, or their sum over `denominator`, and so are the
 batch's pairs as denominator the parts of a batch add up to it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -18,30 +20,44 @@ def pair_loss(
     settings: PreferenceConfig,
     pairs: float,
     weights: Tensor | None = None,
+    margins: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as sums over `pairs`.
 
-    `weights` [P] are the pairs'; the statistics are of all pairs alike.
+    `weights` [P] are the pairs'; the statistics are of all pairs alike. `margins` [P], by how much the chosen answer's reward
+    is above the other's, are what the rpo kinds go by. The reference's log-probs are not looked at where the kind has none.
     """
+    lengths = mask.sum(1).clamp(min=1)
+    if not settings.has_reference:
+        reference_logprobs = torch.zeros_like(logprobs)
 
-    def of_answers(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def of_answers(of_tokens: Tensor, per_token: bool) -> tuple[Tensor, Tensor]:
         whole = torch.where(mask, of_tokens, 0.0).sum(1)
-        return whole[::2], whole[1::2]
+        chosen, rejected = (whole / lengths if per_token else whole).view(-1, 2).unbind(1)
+        return chosen, rejected
 
-    (chosen, rejected), (reference_chosen, reference_rejected) = of_answers(logprobs), of_answers(reference_logprobs)
-    loss = dpo_loss(
-        chosen,
-        rejected,
-        reference_chosen,
-        reference_rejected,
-        settings.beta,
-        label_smoothing=settings.label_smoothing if settings.kind == "sigmoid" else 0.0,
-        kind=settings.kind,
-        denominator=pairs,
-        weights=weights,
-    )
-    stats = dpo_stats(chosen, rejected, reference_chosen, reference_rejected, settings.beta, denominator=pairs)
-    return loss, {"loss": loss.detach()} | stats
+    per_token = settings.per_token or not settings.has_reference
+    answers = (*of_answers(logprobs, per_token), *of_answers(reference_logprobs, per_token))
+    chosen, rejected, beta = answers[0], answers[1], settings.beta
+    imitation = -of_answers(logprobs, per_token=True)[0]
+    shared: dict[str, Any] = {"denominator": pairs, "weights": weights}
+    imitation_weight = settings.imitation_weight
+    if settings.kind == "simpo":
+        loss = simpo_loss(chosen, rejected, beta, settings.target_margin, **shared)
+    elif settings.kind == "orpo":
+        loss, imitation_weight = odds_ratio_loss(chosen, rejected, beta, **shared), 1.0
+    elif settings.has_margin:
+        if margins is None:
+            raise ValueError(f"kind={settings.kind} goes by the pairs' margins, and there are none")
+        distance = settings.kind.removeprefix("rpo_")
+        loss = rpo_loss(*answers, margins, beta, settings.reward_scale, distance, **shared)
+    else:
+        smoothing = settings.label_smoothing if settings.kind == "sigmoid" else 0.0
+        loss = dpo_loss(*answers, beta, label_smoothing=smoothing, kind=settings.kind, **shared)
+    if imitation_weight:
+        loss = loss + imitation_weight * _mean(imitation, **shared)
+    stats = dpo_stats(*answers, beta, denominator=pairs)
+    return loss, {"loss": loss.detach(), "chosen_nll": _mean(imitation.detach(), pairs)} | stats
 
 
 def dpo_loss(
@@ -78,7 +94,64 @@ def dpo_loss(
         losses = (preference - 1 / (2 * beta)).square()
     else:
         raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
-    return _mean(losses if weights is None else losses * weights, denominator)
+    return _mean(losses, denominator, weights)
+
+
+def simpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    beta: float,
+    target_margin: float,
+    denominator: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """-log σ(β·(chosen - rejected) - γ) of mean log-probabilities a token, to a scalar; γ is `target_margin`.
+
+    Meng et al. 2024, "SimPO", equation 6.
+    """
+    return _mean(-logsigmoid(beta * (chosen - rejected) - target_margin), denominator, weights)
+
+
+def odds_ratio_loss(
+    chosen: Tensor, rejected: Tensor, weight: float, denominator: float | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """-λ·log σ(log odds(chosen) - log odds(rejected)) of mean log-probabilities a token, to a scalar; λ is `weight`.
+
+    With p = exp(mean log-probability) odds are p / (1 - p): Hong et al. 2024, "ORPO", equations 4 to 7. Its loss has the cross
+    entropy of the chosen answer besides.
+    """
+    return weight * _mean(-logsigmoid(_log_odds(chosen) - _log_odds(rejected)), denominator, weights)
+
+
+def rpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    margins: Tensor,
+    beta: float,
+    scale: float,
+    distance: str,
+    denominator: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Reward-aware preference optimization (Adler et al. 2024, "Nemotron-4 340B", section 3.3.2), to a scalar.
+
+    With a = β·h, h as in `dpo_loss`, and b = scale·margin, the distance of the policy's preference from the rewards':
+    sq: (a - b)²; fwd_kl: KL(Bernoulli(σ(a)) ‖ Bernoulli(σ(b))); bwd_kl: the other way round, as NeMo-Aligner calls them.
+    Raises ValueError for another distance.
+    """
+    given = scale * margins
+    implied = beta * ((policy_chosen - policy_rejected) - (reference_chosen - reference_rejected))
+    if distance == "sq":
+        losses = (implied - given).square()
+    elif distance == "fwd_kl":
+        losses = _bernoulli_kl(implied, given)
+    elif distance == "bwd_kl":
+        losses = _bernoulli_kl(given, implied)
+    else:
+        raise ValueError(f"unknown distance {distance!r}; known: sq, fwd_kl, bwd_kl")
+    return _mean(losses, denominator, weights)
 
 
 @torch.no_grad()
@@ -122,5 +195,19 @@ def pairwise_reward_stats(chosen: Tensor, rejected: Tensor, denominator: float |
     }
 
 
-def _mean(values: Tensor, denominator: float | None) -> Tensor:
-    return values.sum() / (max(values.numel(), 1) if denominator is None else denominator)
+def _bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
+    """KL(Bernoulli(σ(first)) ‖ Bernoulli(σ(second)))."""
+    return first.sigmoid() * (logsigmoid(first) - logsigmoid(second)) + (-first).sigmoid() * (
+        logsigmoid(-first) - logsigmoid(-second)
+    )
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)); a probability of 1 counts as the next one below it."""
+    below = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return below - torch.log(-torch.expm1(below))
+
+
+def _mean(values: Tensor, denominator: float | None, weights: Tensor | None = None) -> Tensor:
+    weighted = values if weights is None else values * weights
+    return weighted.sum() / (max(values.numel(), 1) if denominator is None else denominator)

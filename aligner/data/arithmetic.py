@@ -34,6 +34,14 @@ def demonstrations() -> Iterator[dict[str, str]]:
             yield {"prompt": f"{one}+{other}=", "response": str(total)}
 
 
+def preferences() -> Iterator[dict[str, str | float]]:
+    """The right answer to each sum of `prompts` that has something to carry, over the one that forgets it."""
+    for one, other in _sums()[_HELD_OUT:]:
+        if one + other != _without_carrying(one, other):
+            answers = {"chosen": str(one + other), "rejected": str(_without_carrying(one, other))}
+            yield {"prompt": f"{one}+{other}=", **answers, "margin": 1.0}
+
+
 def _sums() -> list[tuple[int, int]]:
     """All of them, in an order of no meaning that is always the same."""
     sums = [(one, other) for one in range(_BELOW) for other in range(_BELOW)]

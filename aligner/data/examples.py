@@ -87,7 +87,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     elif trainer == "reward_model" and has_steps(data):
         examples = open_labeled_steps(data, tokenizer, config.seed)
     else:
-        examples = open_preferences(data, tokenizer, config.seed)
+        preference = config.algorithm.preference
+        wanted_by = f"algorithm.preference.kind={preference.kind}" if trainer == "dpo" and preference.has_margin else None
+        examples = open_preferences(data, tokenizer, config.seed, margin_for=wanted_by)
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
     notices = examples.notices
@@ -117,13 +119,23 @@ def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> Ex
     return _open(data, seed, lambda record: parse(record, "response", tokenizer, data))
 
 
-def open_preferences(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Preference]:
+def open_preferences(
+    data: DataConfig, tokenizer: Tokenizer, seed: int, margin_for: str | None = None
+) -> ExampleStream[Preference]:
     """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`,
     which is not looked at where `data.margin` is false.
 
-    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be.
+    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be, nor is one without the
+    margin that `margin_for`, as a message calls it, asks for.
     """
-    return _open(data, seed, lambda record: _preference(record, tokenizer, data))
+
+    def parse(record: Record) -> Preference:
+        pair = _preference(record, tokenizer, data)
+        if margin_for is not None and pair.margin is None:
+            raise BadRecord(f"{record.origin}: it has no margin that is looked at, by which {margin_for} goes")
+        return pair
+
+    return _open(data, seed, parse)
 
 
 def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:

@@ -16,6 +16,7 @@ from aligner.placement.roles import (
     uses_gpus,
 )
 from aligner.schema import Config, ParallelConfig
+from aligner.schema.derived import has_reference
 from aligner.schema.reward_sources import describe_sources, reward_sources
 
 
@@ -56,7 +57,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "online": f"policy, reference{with_engine}",
         "preferences": f"policy{with_engine}",
         "sft": "policy",
-        "dpo": "policy, reference",
+        "dpo": "policy, reference" if has_reference(config) else "policy",
         "reward_model": "reward model",
     }
     sources = describe_sources(reward_sources(config.reward))

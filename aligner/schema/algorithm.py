@@ -10,9 +10,17 @@ class PreferenceConfig:
     """The preference loss, of pairs from a file (trainer=dpo) or of the policy's own samples (loss=dpo)."""
 
     kind: str = option(
-        "sigmoid", "sigmoid: DPO (Rafailov et al. 2023); ipo: squared (Azar et al. 2023)", choices=("sigmoid", "ipo")
+        "sigmoid",
+        "sigmoid: DPO (Rafailov et al. 2023); ipo: squared (Azar et al. 2023); simpo: no reference, a target margin (Meng et"
+        " al. 2024); orpo: no reference, odds beside imitation of the chosen answer (Hong et al. 2024); rpo_…: to a margin of"
+        " the rewards, by KL divergence either way or squared (Adler et al. 2024, Nemotron-4)",
+        choices=("sigmoid", "ipo", "simpo", "orpo", "rpo_fwd_kl", "rpo_bwd_kl", "rpo_sq"),
     )
-    beta: float = option(0.1, "weight of staying near the reference", minimum=1e-6)
+    beta: float = option(
+        0.1,
+        "weight of staying near the reference; scale of the log-probs for simpo, weight of the odds for orpo",
+        minimum=1e-6,
+    )
     label_smoothing: float = option(
         0.0,
         "probability that a pair's label is wrong: conservative DPO (kind=sigmoid); above 0.5 labels would be turned round",
@@ -20,6 +28,39 @@ class PreferenceConfig:
         maximum=0.5,
         read=".kind=sigmoid",
     )
+    per_token: bool = option(
+        False,
+        "an answer counts by the mean of its tokens' log-probs instead of their sum; simpo and orpo always do that",
+        read=".kind=sigmoid|ipo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+    )
+    target_margin: float = option(
+        0.5,
+        "by how much the chosen answer is to be ahead, in the loss's logits (SimPO's gamma)",
+        minimum=0,
+        read=".kind=simpo",
+    )
+    reward_scale: float = option(
+        1.0,
+        "of the rewards' difference, which is the record's `margin`, or that of the scores (loss=dpo)",
+        minimum=1e-6,
+        read=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+    )
+    imitation_weight: float = option(
+        0.0,
+        "weight of the chosen answer's cross entropy a token, added to the loss (Pang et al. 2024); orpo has it with weight 1",
+        minimum=0,
+        read=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with the model that it began as."""
+        return self.kind not in ("simpo", "orpo")
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether the loss asks by how much the chosen answer is better."""
+        return self.kind.startswith("rpo_")
 
 
 @dataclass

@@ -73,7 +73,8 @@ class DataConfig:
     margin: bool = option(
         True,
         "a pair's chosen response is to be ahead by its record's margin; false: records' margins are not read",
-        read="algorithm.trainer=reward_model",
+        read="algorithm.trainer=reward_model or algorithm.trainer=dpo and algorithm.preference.kind=rpo_fwd_kl|rpo_bwd_kl"
+        "|rpo_sq",
     )
     learned_turns: str = option(
         "last",

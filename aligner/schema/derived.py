@@ -51,6 +51,12 @@ def asks_before_update(config: Config) -> bool:
     return settings.epochs * settings.minibatches > 1 or in_reward or own
 
 
+def has_reference(config: Config) -> bool:
+    """Whether the trainer keeps the initial policy beside the policy."""
+    trainer = config.algorithm.trainer
+    return trainer == "online" or (trainer == "dpo" and config.algorithm.preference.has_reference)
+
+
 def rows_together(config: Config) -> int:
     """How many rows of a minibatch must be in one micro-batch: a pair, or all of a prompt's samples."""
     if config.algorithm.trainer in ("dpo", "reward_model"):

@@ -1,5 +1,6 @@
 """What an offline run learns: from demonstrations (SFT), preferences (DPO, a reward model) or labeled steps."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,14 +101,18 @@ class DirectPreferenceOptimization(OfflineTask):
     group = 2
 
     def rows(self, examples: Sequence[Preference]) -> PreferenceRows:
-        """Two rows a pair, with the reference's log-probs."""
+        """Two rows a pair, with the reference's log-probs where the loss looks at them."""
         rows = demonstration_rows(pair_members(examples), self.pad_token_id)
-        reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
-        return PreferenceRows(rows.tokens, rows.lengths, rows.mask, reference)
+        reference = torch.zeros(rows.mask.shape)
+        if self.settings.has_reference:
+            reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
+        margins = torch.tensor([math.nan if pair.margin is None else pair.margin for pair in examples])
+        return PreferenceRows(rows.tokens, rows.lengths, rows.mask, reference, margins.repeat_interleave(2))
 
     def loss(self, output: Tensor, rows: PreferenceRows, denominator: float) -> tuple[Tensor, Stats]:
         """That of `algorithm.preference`."""
-        return pair_loss(output, rows.reference_logprobs, rows.mask, self.settings, denominator)
+        margins = rows.margins[::2]
+        return pair_loss(output, rows.reference_logprobs, rows.mask, self.settings, denominator, margins=margins)
 
 
 @dataclass(frozen=True)

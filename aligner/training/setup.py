@@ -32,7 +32,7 @@ from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
-from aligner.schema.derived import policy_updates
+from aligner.schema.derived import has_reference, policy_updates
 from aligner.schema.reward_sources import reward_sources
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
@@ -108,7 +108,7 @@ def build_trainer(
         directory,
         config.rollout.temperature,
         total_updates=policy_updates(config) if settings.trainer == "online" else 1,
-        with_reference=settings.trainer == "online",
+        with_reference=has_reference(config),
         exact=config.engine.exact,
     )
     sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add, tools)
@@ -208,7 +208,7 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
         directory,
         temperature=1.0,
         total_updates=config.run.steps,
-        with_reference=trainer == "dpo",
+        with_reference=has_reference(config),
     )
     if trainer == "dpo":
         return DirectPreferenceOptimization(policy, shape.pad_token_id, config.algorithm.preference)

@@ -42,3 +42,98 @@ def test_parts_of_a_batch_add_up_to_it() -> None:
     torch.testing.assert_close(sum(value for value, _ in parts), whole)
     for name, value in stats.items():
         torch.testing.assert_close(sum(part[name] for _, part in parts), value)
+
+
+KINDS = {
+    "sigmoid": PreferenceConfig(beta=0.3, per_token=True),
+    "smoothed": PreferenceConfig(beta=0.5, label_smoothing=0.2, imitation_weight=0.5),
+    "ipo": PreferenceConfig(kind="ipo", beta=0.7, per_token=True),
+    "simpo": PreferenceConfig(kind="simpo", beta=2.0, target_margin=1.3, imitation_weight=0.1),
+    "orpo": PreferenceConfig(kind="orpo", beta=0.25),
+    "rpo_sq": PreferenceConfig(kind="rpo_sq", beta=0.4, reward_scale=1.5),
+    "rpo_fwd_kl": PreferenceConfig(kind="rpo_fwd_kl", beta=0.4, reward_scale=0.5, imitation_weight=1.0),
+    "rpo_bwd_kl": PreferenceConfig(kind="rpo_bwd_kl", beta=0.4, per_token=True),
+}
+
+
+def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin: float) -> float:
+    """A pair's loss by the papers' formulas, in Python's own numbers.
+
+    `answers` are the policy's and the reference's log-probs of the chosen and the rejected answer's tokens.
+    """
+    (chosen, rejected), (reference_chosen, reference_rejected) = answers
+    beta, cross_entropy = settings.beta, -sum(chosen) / len(chosen)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    if settings.kind == "simpo":
+        ahead = beta / len(chosen) * sum(chosen) - beta / len(rejected) * sum(rejected) - settings.target_margin
+        return -math.log(sigmoid(ahead)) + settings.imitation_weight * cross_entropy
+    if settings.kind == "orpo":
+        likely, unlikely = (math.exp(sum(answer) / len(answer)) for answer in (chosen, rejected))
+        ratio = (likely / (1 - likely)) / (unlikely / (1 - unlikely))
+        return cross_entropy - beta * math.log(sigmoid(math.log(ratio)))
+
+    def ahead_of_reference(answer: list[float], reference: list[float]) -> float:
+        return (sum(answer) - sum(reference)) / (len(answer) if settings.per_token else 1)
+
+    h = ahead_of_reference(chosen, reference_chosen) - ahead_of_reference(rejected, reference_rejected)
+    if settings.kind == "sigmoid":
+        right, smoothing = sigmoid(beta * h), settings.label_smoothing
+        loss = -(1 - smoothing) * math.log(right) - smoothing * math.log(1 - right)
+    elif settings.kind == "ipo":
+        loss = (h - 1 / (2 * beta)) ** 2
+    elif settings.kind == "rpo_sq":
+        loss = (beta * h - settings.reward_scale * margin) ** 2
+    else:
+        ours, theirs = sigmoid(beta * h), sigmoid(settings.reward_scale * margin)
+        p, q = (theirs, ours) if settings.kind == "rpo_bwd_kl" else (ours, theirs)
+        loss = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    return loss + settings.imitation_weight * cross_entropy
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_loss_and_its_gradient_are_the_papers_formula(name: str) -> None:
+    """Two hundred random pairs, their losses weighed; the gradient of one token's log-prob by differences of the formula's."""
+    generator, settings = torch.Generator().manual_seed(5), KINDS[name]
+    pairs, width, step = 200, 6, 1e-6
+    logprobs, reference = (-3 * torch.rand(2 * pairs, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.arange(width) < torch.randint(1, width + 1, (2 * pairs, 1), generator=generator)
+    margins, weights = (torch.rand(pairs, generator=generator, dtype=torch.float64) for _ in range(2))
+    logprobs.requires_grad_()
+    garbage = torch.where(mask, logprobs, math.nan)
+    loss, stats = pair_loss(garbage, torch.where(mask, reference, math.nan), mask, settings, 50.0, weights, margins)
+    loss.backward()
+    assert logprobs.grad is not None
+
+    def expected(pair: int, more: float = 0.0) -> float:
+        rows = range(2 * pair, 2 * pair + 2)
+        answers = [[table[row][mask[row]].tolist() for row in rows] for table in (logprobs.detach(), reference)]
+        answers[0][1][0] += more
+        return by_hand(answers, settings, float(margins[pair])) * float(weights[pair]) / 50
+
+    assert loss.item() == pytest.approx(sum(map(expected, range(pairs))), rel=1e-9)
+    assert stats["loss"].item() == loss.item()
+    for pair in range(pairs):
+        slope = (expected(pair, step) - expected(pair, -step)) / (2 * step)
+        assert logprobs.grad[2 * pair + 1, 0].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+    assert torch.equal(logprobs.grad[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_does_not_look_at_one(kind: str) -> None:
+    settings = PreferenceConfig(kind=kind)
+    logprobs = torch.where(MASK, LOGPROBS, 0.0)
+    nowhere = torch.full_like(REFERENCE, math.nan)
+    value, stats = pair_loss(logprobs, nowhere, MASK, settings, pairs=1)
+    assert value.isfinite() and stats["margin"].item() == pytest.approx(settings.beta * (-5 + 11))
+
+
+def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_asks_for_them() -> None:
+    certain = torch.zeros(2, 3, requires_grad=True)
+    value, _ = pair_loss(certain, certain, MASK, PreferenceConfig(kind="orpo"), pairs=1)
+    value.backward()
+    assert value.isfinite() and certain.grad is not None and certain.grad.isfinite().all()
+    with pytest.raises(ValueError, match="kind=rpo_sq goes by the pairs' margins"):
+        pair_loss(LOGPROBS, REFERENCE, MASK, PreferenceConfig(kind="rpo_sq"), pairs=1)

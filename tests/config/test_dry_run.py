@@ -16,6 +16,9 @@ from aligner.config.compose import built_in_directory, compose_config
 from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run, with_present_data
 from aligner.config.dry_run.tiny_models import Models
 from aligner.config.prerequisites import plan_run
+from aligner.data.examples import open_run_data
+from aligner.data.model_directory import prepare_model
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.shape import ModelShape, RopeScaling
@@ -50,12 +53,13 @@ SEVENTY = {
 }
 ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
 EXPERIMENTS = sorted(file.stem for file in (built_in_directory() / "experiment").glob("*.yaml"))
+OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "reward_model")
 SIZES = ("tensor", "pipeline", "data", "context")
 
 
 @functools.cache
 def base(algorithm: str = "ppo") -> Config:
-    data = ["data.path=/absent/records.jsonl"] if algorithm in ("sft", "dpo", "reward_model") else []
+    data = ["data.path=/absent/records.jsonl"] if algorithm in OFFLINE else []
     return compose_config(["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *data])
 
 
@@ -182,6 +186,14 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
         expected.data.sources["one"]["path"] == sums
         and expected.evaluation.path == "function:aligner.data.arithmetic:held_out"
     )
+
+
+@pytest.mark.parametrize("algorithm", OFFLINE)
+def test_the_sums_that_take_the_place_of_absent_records_are_what_the_algorithm_learns_from(
+    tmp_path: Path, algorithm: str
+) -> None:
+    config, _ = with_present_data(with_values(base(algorithm), {"run.dir": str(tmp_path)}), {})
+    assert open_run_data(config, Tokenizer(prepare_model(config))).examples.take(0, 1)
 
 
 def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:

@@ -132,6 +132,13 @@ def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
     assert preference.margin is None
 
 
+@pytest.mark.parametrize("written", [{}, {"margin": 0.5}])
+def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place(plain, data, written):
+    settings = data({"prompt": "a", "chosen": "b", "rejected": "c", **written}, margin=not written)
+    with pytest.raises(ConfigError, match=r":1: it has no margin that is looked at, by which kind=rpo_sq goes"):
+        open_preferences(settings, plain, 1, margin_for="kind=rpo_sq")
+
+
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
 def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt):
     record = {"prompt": prompt, "steps": ["1+1 ", "is 3.", "so 2"], "labels": [1, 0, True]}

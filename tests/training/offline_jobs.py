@@ -29,6 +29,7 @@ from aligner.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PreferenceConfig,
     RewardConfig,
     RunConfig,
 )
@@ -40,7 +41,13 @@ from tests.megatron.jobs import Slices, gradients, slices
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
 VOCABULARY = 72
-TASKS = ("sft", "dpo", "reward_model", "steps")
+PREFERENCES = {
+    "dpo": PreferenceConfig(),
+    "orpo": PreferenceConfig(kind="orpo", beta=0.3),
+    "rpo_sq": PreferenceConfig(kind="rpo_sq", reward_scale=2.0, imitation_weight=0.5),
+}
+TASKS = ("sft", *PREFERENCES, "reward_model", "steps")
+_TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model"}
 
 
 def examples(task: str) -> list[Any]:
@@ -66,7 +73,8 @@ def examples(task: str) -> list[Any]:
             positions = index + torch.tensor([2, 5, 6][: 1 + index % 3])
             made.append(LabeledSteps(torch.cat([prompt, whole(6)]), prompt.numel(), positions, labels))
         else:
-            made.append(Preference(answered(prompt, 2 + index), answered(prompt, 7 - index), [None, 0.5, 2.0][index % 3]))
+            margin = [0.25 if task == "rpo_sq" else None, 0.5, 2.0][index % 3]
+            made.append(Preference(answered(prompt, 2 + index), answered(prompt, 7 - index), margin))
     return made
 
 
@@ -76,7 +84,7 @@ def configuration(directory: str, layout: dict[str, Any], task: str, root: str |
         run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
         model=ModelConfig(path=directory),
         data=DataConfig(**({"batch_size": 6, "shuffle": False} | sections.pop("data", {}))),
-        algorithm=AlgorithmConfig(trainer="reward_model" if task == "steps" else task),
+        algorithm=AlgorithmConfig(trainer=_TRAINERS.get(task, task), preference=PREFERENCES.get(task, PreferenceConfig())),
         actor=ActorConfig(
             parallel=ParallelConfig(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER
         ),

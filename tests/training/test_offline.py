@@ -28,7 +28,7 @@ from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
 from tests.megatron.reference import save_llama
 from tests.training import offline_jobs
-from tests.training.offline_jobs import TASKS, configuration, examples
+from tests.training.offline_jobs import PREFERENCES, TASKS, configuration, examples
 from tests.worker_pool import WorkerPool
 
 LAYOUTS = {
@@ -91,9 +91,18 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
         at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])
         return binary_cross_entropy_with_logits(at_steps, torch.cat([example.labels for example in made]))
     chosen, rejected = [pair.chosen for pair in made], [pair.rejected for pair in made]
-    if task == "dpo":  # the policy is still the reference
-        difference = answer_logprobs(model, chosen) - answer_logprobs(model, rejected)
-        return -logsigmoid(0.1 * (difference - difference.detach())).mean()
+    if task in PREFERENCES:
+        better, worse = answer_logprobs(model, chosen), answer_logprobs(model, rejected)
+        margins = torch.tensor([pair.margin or 0.0 for pair in made])
+        each, other = (
+            of_answers / torch.tensor([len(learned_places(answer)) for answer in answers])
+            for of_answers, answers in ((better, chosen), (worse, rejected))
+        )
+        if task == "orpo":
+            odds = [side.exp() / (1 - side.exp()) for side in (each, other)]
+            return (-each - 0.3 * logsigmoid((odds[0] / odds[1]).log())).mean()
+        ahead = 0.1 * (better - worse - (better - worse).detach())  # the policy is still the reference
+        return (-logsigmoid(ahead) if task == "dpo" else (ahead - 2 * margins).square() - 0.5 * each).mean()
     assert normalizer is not None
     rewards = []
     for side in (chosen, rejected):
@@ -127,7 +136,8 @@ def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: 
 def test_the_losses_are_the_same_at_every_layout(pool: WorkerPool, llama: Path, single: Found, layout: str) -> None:
     for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):
         # Before its first update a policy is its own reference: which answer it prefers is rounding.
-        del found["dpo"]["stats"][0]["accuracy"]
+        for task in ("dpo", "rpo_sq"):
+            del found[task]["stats"][0]["accuracy"]
         for task in TASKS:
             for got, want in zip(found[task]["stats"], single[task]["stats"], strict=True):
                 assert got == pytest.approx({name: want[name] for name in got}, rel=1e-4, abs=1e-6), task

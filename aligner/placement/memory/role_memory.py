@@ -22,7 +22,7 @@ from aligner.placement.memory.model_states import (
 )
 from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig, ParallelConfig
-from aligner.schema.derived import longest_sequence, rows_together, samples_learned_from
+from aligner.schema.derived import has_reference, longest_sequence, rows_together, samples_learned_from
 
 _PROMPT_TOKENS = 8192
 """Of prompts that the embedded engine runs in one pass: `engines/embedded/generation.py`."""
@@ -97,7 +97,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     phases, host = [], states.on_host + states.snapshot
     if trainer != "preferences":
         phases.append(_held("training", states, part.training().total))
-    if trainer in ("online", "dpo") and not actor.lora.rank:
+    if has_reference(config) and not actor.lora.rank:
         # The initial weights come from host memory to the device, where the policy's stay.
         asking = replace(part, load=_load(config, actor)).scoring()
         phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
