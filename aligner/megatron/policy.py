@@ -54,7 +54,7 @@ class Policy(CheckpointedModel):
         runner.weights.load_directory(directory)
         # With adapters the initial weights are the model without them.
         keeps_copy = with_reference and not isinstance(runner.weights, LoraWeights)
-        self._reference = runner.host_copy() if keeps_copy else {}
+        self._reference = runner.copy_of_weights(on_device=settings.reference_on_device) if keeps_copy else {}
         runner.start_training()
 
     def logprobs(
@@ -89,7 +89,7 @@ class Policy(CheckpointedModel):
         kept: KeptTokens | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """The same under the initial weights: swapped in from host memory, or with the adapters off."""
+        """The same under the initial weights: swapped in, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:

@@ -315,7 +315,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run with other weights, given by the names of `parameters` on the host; the own ones come back at the end."""
+        """Run with other weights, given by the names of `parameters`; the own ones come back at the end."""
         own = {name: parameter.data for name, parameter in self.parameters()}
         try:
             for name, parameter in self.parameters():
@@ -325,10 +325,12 @@ class ModelRunner:
             for name, parameter in self.parameters():
                 parameter.data = own[name]
 
-    def host_copy(self) -> dict[str, Tensor]:
-        """A copy of this rank's weights in host memory, by the names of `parameters`; a GPU reads it at its own speed."""
+    def copy_of_weights(self, *, on_device: bool) -> dict[str, Tensor]:
+        """This rank's weights by the names of `parameters`, where they are or, for a GPU to read fast, in host memory."""
 
         def copied(weight: Tensor) -> Tensor:
+            if on_device:
+                return weight.clone()
             return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
 
         return {name: copied(parameter.detach()) for name, parameter in self.parameters()}

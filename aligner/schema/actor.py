@@ -22,4 +22,9 @@ class ActorConfig(TrainedModelConfig):
     logprob_chunk_tokens: int = option(
         1024, "logits exist for so many tokens at a time; more than a micro-batch's tokens costs no recomputation", minimum=1
     )
+    reference_on_device: bool = option(
+        False,
+        "the initial weights stay on the GPUs beside the policy's, instead of coming from host memory when they are asked",
+        read=".lora.rank=0",
+    )
     lora: LoraConfig = section(LoraConfig, read=".rank>0")

@@ -98,6 +98,18 @@ def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(pool
     assert_steps_agree(pool, tied_llama, layout, settings)
 
 
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
+def test_a_reference_that_stays_on_the_device_is_the_same_to_the_bit(pool, untied_llama, layout):
+    steps = [
+        pool.run(jobs.policy_step, ranks(layout), str(untied_llama), layout, {"reference_on_device": on_device})
+        for on_device in (False, True)
+    ]
+    for waiting, resident in zip(*steps, strict=True):
+        assert torch.equal(waiting["reference"], resident["reference"])
+        assert not torch.equal(resident["reference"], resident["after_logprobs"])
+        assert all(torch.equal(tensor, waiting["after"][name][1]) for name, (_, tensor) in resident["after"].items())
+
+
 def assert_steps_agree(pool, directory, layout, settings):
     expected = expected_steps(directory)
     results = pool.run(jobs.policy_step, ranks(layout), str(directory), layout, settings)

@@ -156,6 +156,15 @@ def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() 
     assert [phase.name for phase in adapted.phases] == ["training"], "the model without its adapters is the reference"
 
 
+def test_a_reference_that_stays_on_the_device_is_there_while_the_policy_trains_and_not_in_host_memory() -> None:
+    waiting, resident = (
+        needs("experiment=llama3_8b_ppo", f"actor.reference_on_device={answer}")["trainer"] for answer in ("false", "true")
+    )
+    weights = waiting.phases[0].weights
+    assert {phase.weights for phase in resident.phases} == {2 * weights}
+    assert waiting.host - resident.host == weights
+
+
 @pytest.mark.usefixtures("gpu_machine")
 def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     awake = {phase.name: phase for phase in needs("experiment=tiny_ppo")["trainer"].phases}

@@ -95,20 +95,24 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
     phases, host = [], states.on_host + states.snapshot
+    with_reference, weights = replace(states, weights=2 * states.weights), states.weights
+    has_copy = has_reference(config) and not actor.lora.rank
+    if has_copy and actor.reference_on_device:
+        states = with_reference
     if trainer != "preferences":
         phases.append(_held("training", states, part.training().total))
-    if has_reference(config) and not actor.lora.rank:
-        # The initial weights come from host memory to the device, where the policy's stay.
+    if has_copy:
+        # Initial weights that are in host memory come to the device, where the policy's stay.
         asking = replace(part, load=_load(config, actor)).scoring()
-        phases.append(replace(_held("reference", states, asking), weights=2 * states.weights))
-        host += states.weights
+        phases.append(_held("reference", with_reference, asking))
+        host += 0 if actor.reference_on_device else weights
     if config.algorithm.generates and not has_generator(config):
         phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
             host += phases[-1].engine  # which it copies there also when the weights are published anew
         host += _packed(config, shape)
     if has_generator(config):
-        host += _snapshots(config, states)
+        host += _snapshots(config, weights)
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
 
 
@@ -127,10 +131,10 @@ def _held(name: str, states: States, activations: int) -> Phase:
     return Phase(name, states.weights, states.gradients, states.optimizer, activations)
 
 
-def _snapshots(config: Config, states: States) -> int:
+def _snapshots(config: Config, weights: int) -> int:
     """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
     actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
-    return states.weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
+    return weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
 
 
 @dataclass(frozen=True)
