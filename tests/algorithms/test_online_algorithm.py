@@ -274,6 +274,22 @@ def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(abov
     assert float(stats["importance_truncated"]) == pytest.approx(sum(weight > 1.1 for weight in weights) / pairs)
 
 
+def test_online_rpo_goes_by_how_much_better_the_one_sample_scored():
+    kind = ("algorithm.preference.kind=rpo_sq", "algorithm.preference.reward_scale=3", "algorithm.truncated_importance=none")
+    algorithm, experience, _, after = step(composed("online_dpo", *kind))
+    pairs, expected = len(after) // 2, 0.0
+    assert (experience.scores[::2] > experience.scores[1::2]).all()
+    for better in range(0, 2 * pairs, 2):
+        log_ratios = [
+            math.fsum((after - experience.reference_logprobs)[row][experience.mask[row]].tolist())
+            for row in (better, better + 1)
+        ]
+        ahead = float(experience.scores[better] - experience.scores[better + 1])
+        expected += (0.1 * (log_ratios[0] - log_ratios[1]) - 3 * ahead) ** 2 / pairs
+    loss, _, _ = gradient(algorithm, experience, after, [torch.arange(2 * pairs)])
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
 def ratios(experience, after, of_row):
     """What `of_row` makes of the log-ratios of each response's tokens."""
     difference = after - experience.old_logprobs
