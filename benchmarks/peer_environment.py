@@ -5,6 +5,7 @@ python -m benchmarks.peer_environment verifiers      # installs it
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import subprocess
@@ -59,4 +60,7 @@ def _digest(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(peer_python(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = sorted(file.stem for file in (REPOSITORY / "benchmarks" / "peers").glob("*.txt"))
+    parser.add_argument("name", choices=known)
+    print(peer_python(parser.parse_args().name))
