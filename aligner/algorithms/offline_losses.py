@@ -6,11 +6,13 @@ Each gives the rows' part of a loss, and its statistics, as sums over `denominat
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from aligner.algorithms.losses import cross_entropy_loss, token_label_loss
-from aligner.algorithms.preference_losses import pairwise_reward_loss, pairwise_reward_stats
+from aligner.algorithms.preference_losses import kto_loss, pairwise_reward_loss, pairwise_reward_stats
 from aligner.data.types import Rows, Stats
+from aligner.schema import PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,20 @@ class PreferenceRows(Rows):
     """float32 [B, S-1]; zero where the loss has no reference"""
     margins: Tensor
     """float32 [B]: by how much the chosen one's reward is above the other's, for both of a pair; not a number: not known"""
+
+
+@dataclass(frozen=True)
+class LabeledRows(Rows):
+    """Answers, each desirable or not; the mask is that of the responses."""
+
+    reference_logprobs: Tensor
+    """float32 [B, S-1]"""
+    is_desirable: Tensor
+    """bool [B]"""
+    baseline: Tensor
+    """float32 [B]: how far the policy has come from the reference, for every row of the step the same"""
+    share: Tensor
+    """float32 [B]: the step's rows over those with the row's label"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,29 @@ def imitation_loss(logprobs: Tensor, rows: Rows, denominator: float) -> tuple[Te
     """Cross entropy of the response tokens; log-probs [B, S-1]."""
     loss = cross_entropy_loss(logprobs, rows.mask, denominator)
     return loss, {"loss": loss.detach()}
+
+
+def labeled_loss(logprobs: Tensor, rows: LabeledRows, settings: PreferenceConfig, denominator: float) -> tuple[Tensor, Stats]:
+    """KTO of the rows; log-probs [B, S-1].
+
+    Statistics: mean implicit rewards of the desirable and the other answers of the step, their difference, the share of
+    answers on their label's side of the baseline, and the baseline.
+    """
+    beta = settings.beta
+    log_ratios = torch.where(rows.mask, logprobs - rows.reference_logprobs, 0.0).sum(1)
+    weights = settings.desirable_weight, settings.undesirable_weight
+    loss = kto_loss(log_ratios, rows.is_desirable, rows.baseline, beta, *weights, denominator=denominator)
+    rewards = beta * log_ratios.detach() * rows.share / denominator
+    chosen, rejected = rewards[rows.is_desirable].sum(), rewards[~rows.is_desirable].sum()
+    right = (log_ratios.detach() > rows.baseline) == rows.is_desirable
+    return loss, {
+        "loss": loss.detach(),
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "margin": chosen - rejected,
+        "accuracy": right.sum() / denominator,
+        "kl": rows.baseline.sum() / denominator,
+    }
 
 
 def pairwise_loss(

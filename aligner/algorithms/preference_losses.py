@@ -1,7 +1,7 @@
-"""Losses of pairs of answers, the chosen and the rejected one; every argument is a number a pair, [B].
+"""Losses of pairs of answers, the chosen and the rejected one, and of answers with a label; arguments are a number each, [B].
 
-Each is the mean over its pairs, or their sum over `denominator`, and so are the statistics: with the number of the whole
-batch's pairs as denominator the parts of a batch add up to it.
+Each is the mean over its pairs or answers, or their sum over `denominator`, and so are the statistics: with the number of the
+whole batch's pairs as denominator the parts of a batch add up to it.
 """
 
 from typing import Any
@@ -152,6 +152,25 @@ def rpo_loss(
     else:
         raise ValueError(f"unknown distance {distance!r}; known: sq, fwd_kl, bwd_kl")
     return _mean(losses, denominator, weights)
+
+
+def kto_loss(
+    log_ratios: Tensor,
+    is_desirable: Tensor,
+    baseline: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+    denominator: float | None = None,
+) -> Tensor:
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, "KTO", equation 8); a number an answer, [B], to a scalar.
+
+    With r = log_ratios, of whole answers to the reference, and z0 = baseline, a desirable answer's loss is
+    λ_D·(1 - σ(β·(r - z0))), another's λ_U·(1 - σ(β·(z0 - r))).
+    """
+    ahead = beta * (log_ratios - baseline)
+    losses = torch.where(is_desirable, desirable_weight * (-ahead).sigmoid(), undesirable_weight * ahead.sigmoid())
+    return _mean(losses, denominator)
 
 
 @torch.no_grad()

@@ -41,6 +41,8 @@ def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give advantage=none"
     if loss not in _OWN_TARGET and not is_own_loss and settings.advantage == "none":
         yield f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo"
+    if loss == "dpo" and not settings.preference.has_pairs:
+        yield f"algorithm.preference.kind={settings.preference.kind}: loss=dpo has pairs of samples; kto is for algorithm=kto"
     pairs = settings.train_on == "best_and_worst"
     if (loss == "dpo") != pairs:
         yield f"algorithm.train_on={settings.train_on}: loss=dpo and train_on=best_and_worst need each other, got loss={loss}"

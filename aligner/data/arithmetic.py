@@ -42,6 +42,13 @@ def preferences() -> Iterator[dict[str, str | float]]:
             yield {"prompt": f"{one}+{other}=", **answers, "margin": 1.0}
 
 
+def labeled_answers() -> Iterator[dict[str, str | bool]]:
+    """Both answers of each of the `preferences`, one by one: the right one is desirable."""
+    for pair in preferences():
+        for answer in ("chosen", "rejected"):
+            yield {"prompt": str(pair["prompt"]), "response": str(pair[answer]), "label": answer == "chosen"}
+
+
 def _sums() -> list[tuple[int, int]]:
     """All of them, in an order of no meaning that is always the same."""
     sums = [(one, other) for one in range(_BELOW) for other in range(_BELOW)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.situation import DataStatistics
-from aligner.data.examples import Demonstration, LabeledSteps, Preference, open_run_data
+from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, open_run_data
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
@@ -128,7 +128,9 @@ def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple
         yield from _sizes(example)
 
 
-def _sizes(example: Demonstration | Preference | LabeledSteps) -> Iterator[tuple[int, int]]:
+def _sizes(example: Demonstration | Preference | LabeledAnswer | LabeledSteps) -> Iterator[tuple[int, int]]:
+    if isinstance(example, LabeledAnswer):
+        example = example.answer
     both = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
     for each in both:
         yield each.prompt_length, each.tokens.numel() - each.prompt_length

@@ -1,4 +1,4 @@
-"""What the offline trainers learn from: streams of demonstrations, preferences and labeled steps, as tokens."""
+"""What the offline trainers learn from: streams of demonstrations, preferences, labeled answers and steps, as tokens."""
 
 import math
 from collections.abc import Callable
@@ -46,6 +46,14 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class LabeledAnswer:
+    """A response, and whether it is one to come nearer to or to leave."""
+
+    answer: Demonstration
+    is_desirable: bool
+
+
+@dataclass(frozen=True)
 class LabeledSteps:
     """A response in steps, each with a label; no end-of-sequence token is added."""
 
@@ -86,6 +94,8 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         examples = open_demonstrations(data, tokenizer, config.seed)
     elif trainer == "reward_model" and has_steps(data):
         examples = open_labeled_steps(data, tokenizer, config.seed)
+    elif trainer == "dpo" and not config.algorithm.preference.has_pairs:
+        examples = open_labeled_answers(data, tokenizer, config.seed)
     else:
         preference = config.algorithm.preference
         wanted_by = f"algorithm.preference.kind={preference.kind}" if trainer == "dpo" and preference.has_margin else None
@@ -136,6 +146,14 @@ def open_preferences(
         return pair
 
     return _open(data, seed, parse)
+
+
+def open_labeled_answers(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledAnswer]:
+    """Labeled answers: `prompt` and `response`, or the `messages` of a conversation, and `label`, true or false.
+
+    Raises as `open_demonstrations` does.
+    """
+    return _open(data, seed, lambda record: _labeled_answer(record, tokenizer, data))
 
 
 def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
@@ -225,6 +243,13 @@ def _margin(record: Record) -> float | None:
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
         raise BadRecord(f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0")
     return float(margin)
+
+
+def _labeled_answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledAnswer:
+    label = record.values.get("label")
+    if label not in (0, 1):
+        raise BadRecord(f"{record.origin}: label is {label!r}, must be true or false")
+    return LabeledAnswer(_demonstration(record, "response", tokenizer, data), bool(label))
 
 
 def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:

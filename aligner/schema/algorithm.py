@@ -13,8 +13,9 @@ class PreferenceConfig:
         "sigmoid",
         "sigmoid: DPO (Rafailov et al. 2023); ipo: squared (Azar et al. 2023); simpo: no reference, a target margin (Meng et"
         " al. 2024); orpo: no reference, odds beside imitation of the chosen answer (Hong et al. 2024); rpo_…: to a margin of"
-        " the rewards, by KL divergence either way or squared (Adler et al. 2024, Nemotron-4)",
-        choices=("sigmoid", "ipo", "simpo", "orpo", "rpo_fwd_kl", "rpo_bwd_kl", "rpo_sq"),
+        " the rewards, by KL divergence either way or squared (Adler et al. 2024, Nemotron-4); kto: of single answers with"
+        " labels (Ethayarajh et al. 2024)",
+        choices=("sigmoid", "ipo", "simpo", "orpo", "rpo_fwd_kl", "rpo_bwd_kl", "rpo_sq", "kto"),
     )
     beta: float = option(
         0.1,
@@ -51,6 +52,13 @@ class PreferenceConfig:
         minimum=0,
         read=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
+    desirable_weight: float = option(1.0, "of answers whose label is true", minimum=0, read=".kind=kto")
+    undesirable_weight: float = option(1.0, "of answers whose label is false", minimum=0, read=".kind=kto")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether answers come in pairs, instead of one by one with a label each."""
+        return self.kind != "kto"
 
     @property
     def has_reference(self) -> bool:

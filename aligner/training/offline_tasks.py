@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.algorithms.offline_losses import (
+    LabeledRows,
     PairRows,
     PreferenceRows,
     StepRows,
     imitation_loss,
+    labeled_loss,
     pairwise_loss,
     sequence_rewards,
     step_loss,
 )
 from aligner.algorithms.preference_losses import pair_loss
-from aligner.data.examples import Demonstration, LabeledSteps, Preference
+from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference
 from aligner.data.types import Rows, Stats, response_mask
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
@@ -116,6 +118,50 @@ class DirectPreferenceOptimization(OfflineTask):
 
 
 @dataclass(frozen=True)
+class KahnemanTverskyOptimization(OfflineTask):
+    """The policy comes nearer to desirable answers and leaves others. The reference is the model that the run starts from."""
+
+    model: Policy
+    settings: PreferenceConfig
+    name = "dpo"
+    part = "policy"
+
+    def rows(self, examples: Sequence[LabeledAnswer]) -> LabeledRows:
+        """A row an answer, with the reference's log-probs; the baseline hangs on the policy that then learns from them."""
+        rows = demonstration_rows([example.answer for example in examples], self.pad_token_id)
+        desirable = torch.tensor([example.is_desirable for example in examples])
+        share = len(examples) / torch.where(desirable, desirable.sum(), (~desirable).sum())
+        reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
+        return LabeledRows(rows.tokens, rows.lengths, rows.mask, reference, desirable, torch.zeros(len(examples)), share)
+
+    def count(self, rows: Rows) -> float:
+        """Answers."""
+        return float(rows.tokens.shape[0])
+
+    def train(self, rows: Rows) -> dict[str, float]:
+        """One optimizer step."""
+        return super().train(self._with_baseline(rows))
+
+    def evaluate(self, rows: Rows, denominator: float) -> Stats:
+        """The loss's statistics, against the policy as it is now."""
+        return super().evaluate(self._with_baseline(rows), denominator)
+
+    def loss(self, output: Tensor, rows: LabeledRows, denominator: float) -> tuple[Tensor, Stats]:
+        """That of `algorithm.preference`."""
+        return labeled_loss(output, rows, self.settings, denominator)
+
+    def _with_baseline(self, rows: Any) -> LabeledRows:
+        """The KL estimate: the mean log-ratio of other prompts' answers, at least 0 (Ethayarajh et al. 2024, section 4.1)."""
+        others = with_others_answers(rows, self.pad_token_id)
+        asked: dict[str, Any] = {"mask": others.mask}
+        logprobs = self.model.logprobs(others.tokens, others.lengths, **asked)
+        log_ratios = logprobs - self.model.reference_logprobs(others.tokens, others.lengths, **asked)
+        baseline = torch.where(others.mask, log_ratios, 0.0).sum(1).mean().clamp(min=0)
+        learned: LabeledRows = replace(rows, baseline=baseline.expand(len(rows.tokens)))
+        return learned
+
+
+@dataclass(frozen=True)
 class PairwiseRewardModel(OfflineTask):
     """A reward model prefers one answer over another.
 
@@ -191,6 +237,15 @@ def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: in
         if demonstration.learned is not None:
             row[: demonstration.learned.numel() - 1] &= demonstration.learned[1:]
     return Rows(tokens, lengths, mask)
+
+
+def with_others_answers(rows: Rows, pad_token_id: int) -> Rows:
+    """Each row's prompt with the answer of the row behind it, the last one's with the first's."""
+    starts = rows.mask.int().argmax(1) + 1
+    parts = [(row[:start], row[start:length]) for row, start, length in zip(rows.tokens, starts, rows.lengths, strict=True)]
+    answers = [parts[(place + 1) % len(parts)][1] for place in range(len(parts))]
+    mixed = [Demonstration(torch.cat([parts[place][0], answer]), len(parts[place][0])) for place, answer in enumerate(answers)]
+    return demonstration_rows(mixed, pad_token_id)
 
 
 def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:

@@ -44,6 +44,7 @@ from aligner.training.loop import Recorder, StopCondition, TrainingLoop
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import (
     DirectPreferenceOptimization,
+    KahnemanTverskyOptimization,
     OfflineTask,
     PairwiseRewardModel,
     ProcessRewardModel,
@@ -211,7 +212,9 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
         with_reference=has_reference(config),
     )
     if trainer == "dpo":
-        return DirectPreferenceOptimization(policy, shape.pad_token_id, config.algorithm.preference)
+        preference = config.algorithm.preference
+        kind = DirectPreferenceOptimization if preference.has_pairs else KahnemanTverskyOptimization
+        return kind(policy, shape.pad_token_id, preference)
     return SupervisedFineTuning(policy, shape.pad_token_id)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from aligner.algorithms.offline_losses import LabeledRows, labeled_loss
 from aligner.algorithms.preference_losses import pair_loss
 from aligner.schema import PreferenceConfig
 
@@ -137,3 +138,43 @@ def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_ask
     assert value.isfinite() and certain.grad is not None and certain.grad.isfinite().all()
     with pytest.raises(ValueError, match="kind=rpo_sq goes by the pairs' margins"):
         pair_loss(LOGPROBS, REFERENCE, MASK, PreferenceConfig(kind="rpo_sq"), pairs=1)
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
+    generator, pieces, width = torch.Generator().manual_seed(6), 200, 5
+    logprobs, reference = (-3 * torch.rand(pieces, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.arange(width) < torch.randint(1, width + 1, (pieces, 1), generator=generator)
+    mask = torch.cat([torch.zeros(pieces, 1, dtype=torch.bool), mask[:, 1:] | (torch.arange(1, width) == 1)], 1)
+    desirable = torch.rand(pieces, generator=generator) < 0.3
+    share = pieces / torch.where(desirable, desirable.sum(), (~desirable).sum())
+    settings = PreferenceConfig(kind="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    logprobs.requires_grad_()
+    rows = LabeledRows(
+        torch.zeros(pieces, width + 1, dtype=torch.int64),
+        torch.full((pieces,), width + 1),
+        mask,
+        torch.where(mask, reference, math.nan),
+        desirable,
+        torch.full((pieces,), baseline, dtype=torch.float64),
+        share,
+    )
+    loss, stats = labeled_loss(logprobs, rows, settings, pieces)
+    loss.backward()
+    assert logprobs.grad is not None
+    expected, rewards, slopes = 0.0, {True: list[float](), False: list[float]()}, []
+    for row in range(pieces):
+        ratio = math.fsum((logprobs.detach() - reference)[row][mask[row]].tolist())
+        good = bool(desirable[row])
+        value = 1 / (1 + math.exp(-0.3 * ((ratio - baseline) if good else (baseline - ratio))))
+        expected += (1.5 if good else 0.5) * (1 - value) / pieces
+        slopes.append((-1.5 if good else 0.5) * 0.3 * value * (1 - value) / pieces)
+        rewards[good].append(0.3 * ratio)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(logprobs.grad, torch.where(mask, torch.tensor(slopes, dtype=torch.float64)[:, None], 0.0))
+    assert stats["chosen_reward"].item() == pytest.approx(sum(rewards[True]) / len(rewards[True]), rel=1e-6)
+    assert stats["rejected_reward"].item() == pytest.approx(sum(rewards[False]) / len(rewards[False]), rel=1e-6)
+    assert stats["kl"].item() == pytest.approx(baseline)
+    parts = [labeled_loss(logprobs[part], rows.select(part), settings, pieces) for part in torch.arange(pieces).split(60)]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(expected)
+    assert sum(float(told["accuracy"]) for _, told in parts) == pytest.approx(stats["accuracy"].item())

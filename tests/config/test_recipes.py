@@ -23,7 +23,9 @@ RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.sta
 
 # What an option needs beside itself to make a run of it.
 WITH = {
-    **{("algorithm", name): ["data.path=preferences.jsonl"] for name in ("dpo", "simpo", "orpo", "rpo", "reward_model")},
+    **{
+        ("algorithm", name): ["data.path=preferences.jsonl"] for name in ("dpo", "simpo", "orpo", "rpo", "kto", "reward_model")
+    },
     ("algorithm", "sft"): ["data=sum_demonstrations"],
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],

@@ -18,6 +18,7 @@ from aligner.data.examples import (
     Preference,
     RunData,
     open_demonstrations,
+    open_labeled_answers,
     open_labeled_steps,
     open_preferences,
     open_run_data,
@@ -137,6 +138,18 @@ def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place
     settings = data({"prompt": "a", "chosen": "b", "rejected": "c", **written}, margin=not written)
     with pytest.raises(ConfigError, match=r":1: it has no margin that is looked at, by which kind=rpo_sq goes"):
         open_preferences(settings, plain, 1, margin_for="kind=rpo_sq")
+
+
+@pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False)])
+def test_a_labeled_answer_is_desirable_or_not(plain, data, label, wanted):
+    (example,) = open_labeled_answers(data({"prompt": "a", "response": "b", "label": label}), plain, 1).take(0, 1)
+    assert (parts(plain, example.answer), example.is_desirable) == (("a", "b"), wanted)
+
+
+@pytest.mark.parametrize("written", [{}, {"label": "yes"}, {"label": 2}, {"label": None}])
+def test_a_label_that_is_none_is_refused_with_its_place(plain, data, written):
+    with pytest.raises(ConfigError, match=rf":1: label is {written.get('label')!r}, must be true or false"):
+        open_labeled_answers(data({"prompt": "a", "response": "b", **written}), plain, 1)
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.examples import Demonstration, LabeledSteps, Preference, RunData
+from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.exit_codes import STOP_SIGNAL
@@ -45,6 +45,7 @@ PREFERENCES = {
     "dpo": PreferenceConfig(),
     "orpo": PreferenceConfig(kind="orpo", beta=0.3),
     "rpo_sq": PreferenceConfig(kind="rpo_sq", reward_scale=2.0, imitation_weight=0.5),
+    "kto": PreferenceConfig(kind="kto", beta=0.5, undesirable_weight=0.75),
 }
 TASKS = ("sft", *PREFERENCES, "reward_model", "steps")
 _TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model"}
@@ -68,6 +69,8 @@ def examples(task: str) -> list[Any]:
             # Some are conversations, of which another turn lies between what is learned.
             learned = torch.arange(demonstration.tokens.numel()) % 3 != 0 if index % 2 else None
             made.append(replace(demonstration, learned=learned))
+        elif task == "kto":
+            made.append(LabeledAnswer(answered(prompt, 2 + index), is_desirable=index % 3 == 0))
         elif task == "steps":
             labels = torch.tensor([1.0, 0.0, 1.0][: 1 + index % 3])
             positions = index + torch.tensor([2, 5, 6][: 1 + index % 3])

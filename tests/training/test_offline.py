@@ -23,7 +23,7 @@ from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.rewards.sources import RewardNormalizer
 from aligner.schema import CheckpointConfig
-from aligner.training.offline_tasks import PairwiseRewardModel, ProcessRewardModel, demonstration_rows
+from aligner.training.offline_tasks import PairwiseRewardModel, ProcessRewardModel, demonstration_rows, with_others_answers
 from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
 from tests.megatron.reference import save_llama
@@ -90,6 +90,12 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
         found = values(model.model, head, [example.tokens for example in made])
         at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])
         return binary_cross_entropy_with_logits(at_steps, torch.cat([example.labels for example in made]))
+    if task == "kto":  # the policy is still the reference, so that the baseline is 0
+        log_ratios = answer_logprobs(model, [example.answer for example in made])
+        ahead = 0.5 * (log_ratios - log_ratios.detach())
+        signs = torch.tensor([1.0 if example.is_desirable else -1.0 for example in made])
+        weights = torch.tensor([1.0 if example.is_desirable else 0.75 for example in made])
+        return (weights * (1 - (signs * ahead).sigmoid())).mean()
     chosen, rejected = [pair.chosen for pair in made], [pair.rejected for pair in made]
     if task in PREFERENCES:
         better, worse = answer_logprobs(model, chosen), answer_logprobs(model, rejected)
@@ -136,7 +142,7 @@ def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: 
 def test_the_losses_are_the_same_at_every_layout(pool: WorkerPool, llama: Path, single: Found, layout: str) -> None:
     for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):
         # Before its first update a policy is its own reference: which answer it prefers is rounding.
-        for task in ("dpo", "rpo_sq"):
+        for task in ("dpo", "rpo_sq", "kto"):
             del found[task]["stats"][0]["accuracy"]
         for task in TASKS:
             for got, want in zip(found[task]["stats"], single[task]["stats"], strict=True):
@@ -288,6 +294,16 @@ def test_a_steps_label_lies_on_its_last_token() -> None:
     rows = ProcessRewardModel(UNUSED, pad_token_id=0).rows([example])
     assert rows.mask.nonzero().tolist() == [[0, 2], [0, 5]]
     assert rows.labels[0, [2, 5]].tolist() == [1.0, 0.0]
+
+
+def test_a_prompt_gets_the_answer_of_the_row_behind_it() -> None:
+    rows = demonstration_rows(
+        [Demonstration(torch.arange(start, start + 5), prompt) for start, prompt in ((10, 2), (20, 4), (30, 1))], 0
+    )
+    mixed = with_others_answers(rows, pad_token_id=0)
+    texts = [row[:length].tolist() for row, length in zip(mixed.tokens, mixed.lengths, strict=True)]
+    assert texts == [[10, 11, 24], [20, 21, 22, 23, 31, 32, 33, 34], [30, 12, 13, 14]]
+    assert mixed.mask.sum(1).tolist() == [1, 4, 3]
 
 
 def test_a_margin_counts_for_both_rows_of_its_pair() -> None:
