@@ -21,10 +21,22 @@ def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
     return pairs[groups.amax(1) > groups.amin(1)].flatten()
 
 
+def all_pairs(scores: Tensor, samples_per_prompt: int) -> Tensor:
+    """Rows of every two samples of a prompt of which one is better, that one first, in turns; the best samples' come first."""
+    groups = scores.view(-1, samples_per_prompt)
+    order = groups.argsort(dim=1, descending=True, stable=True)
+    better, worse = torch.triu_indices(samples_per_prompt, samples_per_prompt, 1)
+    first = torch.arange(len(groups))[:, None] * samples_per_prompt
+    pairs = torch.stack([first + order[:, better], first + order[:, worse]], dim=2).view(-1, 2)
+    return pairs[scores[pairs[:, 0]] > scores[pairs[:, 1]]].flatten()
+
+
 def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
     """The row of each prompt's best sample; none of a prompt whose scores are all equal, where no sample is the best."""
     return best_and_worst(scores, samples_per_prompt)[::2]
 
 
+PAIRS: Mapping[str, SelectByScore] = {"best_and_worst": best_and_worst, "all": all_pairs}
+"""By `algorithm.pairs`."""
 SELECTIONS: Mapping[str, SelectByScore | None] = {"all": None, "best": best, "best_and_worst": best_and_worst}
 """None: nothing is left out, and the scores are not waited for."""

@@ -79,9 +79,15 @@ class AlgorithmConfig:
     trainer: str = option(
         "online",
         "online: the policy learns from its own samples; sft: from demonstrations; dpo: from preferences; reward_model: a"
-        " reward model from preferences or step labels; preferences: nothing learns, the best and the worst of a prompt's"
-        " samples become preferences",
+        " reward model from preferences or step labels; preferences: nothing learns, pairs of a prompt's samples become"
+        " preferences",
         choices=("online", "sft", "dpo", "reward_model", "preferences"),
+    )
+    pairs: str = option(
+        "best_and_worst",
+        "which two samples of a prompt become a preference: the best and the worst, or all of which one scored higher",
+        choices=("best_and_worst", "all"),
+        read=".trainer=preferences",
     )
     epochs: int = option(1, "passes over a step's samples", minimum=1)
     minibatches: int = option(1, "optimizer steps a pass", minimum=1)

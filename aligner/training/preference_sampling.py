@@ -1,4 +1,4 @@
-"""Preferences out of the policy's own samples: of each prompt's the best and the worst. Nothing is learned."""
+"""Preferences out of the policy's own samples: of each prompt's the best and the worst, or every two. Nothing is learned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.algorithms.score_shaping import ScoreShaping
-from aligner.algorithms.selections import best_and_worst
+from aligner.algorithms.selections import PAIRS
 from aligner.data.claim import writing
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
@@ -27,15 +27,15 @@ Record = dict[str, Any]
 
 
 def preferences(
-    rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer
+    rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer, pairs: str = "best_and_worst"
 ) -> tuple[list[Record], int]:
     """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, both `scores` and their
     difference, the `margin`; and how many prompts gave none, for want of two texts of which one is better.
 
-    `scores` [B] are those of the rollout's samples, each prompt's in a row.
+    `scores` [B] are those of the rollout's samples, each prompt's in a row; `pairs` is `algorithm.pairs`.
     """
-    chosen = best_and_worst(scores, samples_per_prompt).view(-1, 2).tolist()
-    records = []
+    chosen = PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist()
+    records, with_pair = [], set[int]()
     for best, worst in chosen:
         drawn = [rollout.samples[row].response for row in (best, worst)]
         texts = [tokenizer.decode(response) for response in drawn]
@@ -47,7 +47,8 @@ def preferences(
         given = {"prompt_tokens": rollout.prompts[best].tokens.tolist()}
         tokens = given | {"chosen_tokens": drawn[0].tolist(), "rejected_tokens": drawn[1].tolist()}
         records.append({"prompt": rollout.prompts[best].text, **pair, **tokens})
-    return records, len(scores) // samples_per_prompt - len(records)
+        with_pair.add(best // samples_per_prompt)
+    return records, len(scores) // samples_per_prompt - len(with_pair)
 
 
 @dataclass
@@ -138,7 +139,8 @@ class PreferenceSampler(TrainingLoop):
         self.services.assert_settled()
         if self.writer is not None:
             shaped = self.shaping(scores, rollout.samples)
-            records, without = preferences(rollout, shaped, self.config.rollout.samples_per_prompt, self.writer.tokenizer)
+            each, pairs = self.config.rollout.samples_per_prompt, self.config.algorithm.pairs
+            records, without = preferences(rollout, shaped, each, self.writer.tokenizer, pairs)
             self.writer.write(step + 1, records, rollout, scores)
             metrics |= {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
             if records:

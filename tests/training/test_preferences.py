@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aligner.algorithms.selections import all_pairs
 from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations, open_preferences
 from aligner.data.model_directory import prepare_model
@@ -61,6 +62,22 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
         ],
         3,
     )
+    records, without = preferences(rollout, scores, 3, tokenizer, pairs="all")
+    assert [(each["chosen"], each["rejected"], each["margin"]) for each in records] == [
+        *(("22", "1", 1.5), ("22", "333", 3.0), ("1", "333", 1.5)),
+        *(("1", "2", 0.5), ("2", "1", 0.5)),  # the samples that score 1, 0.5 and 0 say 1, 2 and 1
+        ("1", "2", 0.5),
+    ]
+    assert without == 1
+
+
+def test_all_pairs_are_every_two_samples_of_a_prompt_of_which_one_is_better() -> None:
+    scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0])
+    pairs = all_pairs(scores, 4).view(-1, 2).tolist()
+    assert pairs == [[1, 3], [1, 0], [1, 2], [3, 0], [3, 2]]
+    chance = torch.randint(3, (60,), generator=torch.Generator().manual_seed(0)).float()
+    expected = {(i, j) for i in range(60) for j in range(60) if i // 5 == j // 5 and chance[i] > chance[j]}
+    assert {tuple(pair) for pair in all_pairs(chance, 5).view(-1, 2).tolist()} == expected
 
 
 @dataclass
