@@ -16,7 +16,6 @@ _PLACE = Path("/dev/shm")
 """Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
 _DIRECTORIES = "directories"
 _ENVIRONMENT = "python_env_"
-_WORKSPACE = "workspace_"
 _TRACKERS_S = 3.0
 
 
@@ -62,10 +61,9 @@ def remove_triton_files(pid: int) -> None:
             if directory.name.startswith(_ENVIRONMENT):
                 with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
                     directory.rmdir()
-                continue
-            for copy in _model_copies(directory) if directory.name.startswith(_WORKSPACE) else ():
-                shutil.rmtree(copy, ignore_errors=True)
-            shutil.rmtree(directory, ignore_errors=True)
+            else:
+                for path in (*_model_copies(directory), directory):
+                    shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(claim, ignore_errors=True)
     for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
         if _is_own(file, stat.S_ISREG):

@@ -105,14 +105,15 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
     }
 
 
-def decode(model: str, precision: str, bandwidth: float | None, batch: int, args: argparse.Namespace) -> Result:
+def decode(
+    directory: str, model: str, precision: str, bandwidth: float | None, batch: int, args: argparse.Namespace
+) -> Result:
     shape, work = shape_of(model), Responses((args.new_tokens,) * batch, 1, args.prompt_tokens)
-    with stored(model, precision) as directory:
-        make = functools.partial(Replica, directory, model, ONE, batch, precision, device=args.device)
-        with Group(ONE, make) as group:
-            group.call("generate", work)  # the first allocates, and records
-            seconds = [group.call("generate", work) for _ in range(args.repeats)]
-            steps = [group.call("decoding_step", work) for _ in range(args.repeats)]
+    make = functools.partial(Replica, directory, model, ONE, batch, precision, device=args.device)
+    with Group(ONE, make) as group:
+        group.call("generate", work)  # the first allocates, and records
+        seconds = [group.call("generate", work) for _ in range(args.repeats)]
+        steps = [group.call("decoding_step", work) for _ in range(args.repeats)]
     itemsize = 2 if precision == "bf16" else 4
     kept = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * (args.prompt_tokens + args.new_tokens / 2)
     return {
@@ -153,7 +154,9 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
             if part == "train":
                 yield about | train(model, precision, flops, args)
             elif part == "decode":
-                yield from (about | decode(model, precision, bandwidth, batch, args) for batch in args.batches)
+                with stored(model, precision) as directory:
+                    for batch in args.batches:
+                        yield about | decode(directory, model, precision, bandwidth, batch, args)
             elif part == "publish":
                 yield about | publish(model, precision, args)
             else:

@@ -94,7 +94,7 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         examples = open_demonstrations(data, tokenizer, config.seed)
     elif trainer == "reward_model" and has_steps(data):
         examples = open_labeled_steps(data, tokenizer, config.seed)
-    elif trainer == "dpo" and not config.algorithm.preference.has_pairs:
+    elif config.algorithm.has_labels:
         examples = open_labeled_answers(data, tokenizer, config.seed)
     else:
         preference = config.algorithm.preference

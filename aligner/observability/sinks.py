@@ -237,11 +237,13 @@ class MlflowSink:
         self._client = MlflowClient(uri)
         self._last = -1
         id_file = paths.tracker_run("mlflow")
-        if not id_file.exists():
+        is_new = not id_file.exists()
+        if is_new:
             write_file(id_file, self._create(config))
         self._id = id_file.read_text()
-        self._keep_description()
-        self._client.update_run(self._id, "RUNNING")
+        if not is_new:
+            self._keep_description()
+            self._client.update_run(self._id, "RUNNING")
         self._add_parameters(config)
 
     def write(self, step: int, record: Record) -> None:

@@ -253,6 +253,11 @@ class AlgorithmConfig:
         return self.trainer in ("online", "preferences")
 
     @property
+    def has_labels(self) -> bool:
+        """Whether single answers with a label each are learned from (KTO)."""
+        return self.trainer == "dpo" and not self.preference.has_pairs
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         wants = self.advantage == "gae" or (self.with_critic and callable_place(self.advantage) is not None)

@@ -59,9 +59,7 @@ def has_reference(config: Config) -> bool:
 
 def rows_together(config: Config) -> int:
     """How many rows of a minibatch must be in one micro-batch: a pair, or all of a prompt's samples."""
-    if config.algorithm.trainer == "reward_model" or (
-        config.algorithm.trainer == "dpo" and config.algorithm.preference.has_pairs
-    ):
+    if config.algorithm.trainer in ("dpo", "reward_model") and not config.algorithm.has_labels:
         return 2
     if config.algorithm.trainer != "online":
         return 1
