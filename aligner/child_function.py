@@ -5,6 +5,7 @@ thread; a process it can. The child writes what it prints where this process wri
 """
 
 import contextlib
+import inspect
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from aligner.errors import AlignerError, ConfigError
@@ -46,6 +47,7 @@ class ChildFunction:
         name: str,
         *,
         through: str | None = None,
+        takes: int | None = None,
         deadline_s: float | None = None,
         processor_s: float = 0.0,
         memory_bytes: int | None = None,
@@ -53,8 +55,9 @@ class ChildFunction:
         """A call takes at most `deadline_s`, and `processor_s` of processor time where that is not 0.
 
         `through` is a `module:function` that is called with the function and the arguments, instead of the function.
+        `takes` is how many arguments the function must take; None: it is not looked at.
         """
-        self._settings = json.dumps([module, name, through, processor_s, memory_bytes, sys.path])
+        self._settings = json.dumps([module, name, through, takes, processor_s, memory_bytes, sys.path])
         self._deadline_s, self._processor_s = deadline_s, processor_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -147,13 +150,15 @@ def serve() -> None:
         answers.write(json.dumps(content, default=_foreign) + "\n")
         answers.flush()
 
-    module, name, through, processor_s, memory_bytes, sys.path = json.loads(requests.readline())
+    module, name, through, takes, processor_s, memory_bytes, sys.path = json.loads(requests.readline())
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:
         function, called = imported(module, name), None if through is None else imported(*through.split(":"))
         if not callable(function):
             raise ConfigError(f"{name!r} is a {type(function).__name__}, must be callable")
+        if takes is not None:
+            _require_arguments(name, function, takes)
     except ConfigError as error:
         answer({"refused": str(error)})
         return
@@ -169,6 +174,18 @@ def serve() -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             traceback.print_exc()
             answer({"raised": f"{type(error).__name__}: {error}"})
+
+
+def _require_arguments(name: str, function: Callable[..., Any], count: int) -> None:
+    """Refuse what cannot be called with so many, before a run has drawn samples for it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of those that are not written in Python
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        raise ConfigError(f"{name}{signature} must take {count} argument{'' if count == 1 else 's'}") from None
 
 
 _FOREIGN = "aligner: of a type that JSON does not have"

@@ -24,6 +24,10 @@ class ConfigError(AlignerError):
     """A mistake in the configuration, known before anything starts."""
 
 
+class EngineGone(Exception):
+    """The program that generates is gone. A rank ends by it, and is started again where its role is a server's."""
+
+
 class Stopped(Exception):
     """A run ends before its last step, and can go on: why, in words."""
 

@@ -45,6 +45,8 @@ class RunPaths:
         """The critic's updates since its last checkpoint."""
         self.episodes = root / "episodes"
         """What environments said to episodes, a directory a process: `aligner.environments.episode_journal`."""
+        self.judge = root / "judge"
+        """What judges have said, which a run that begins anew keeps: `aligner.rewards.judge_ledger`."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
         self.samples = root / "samples.jsonl"
@@ -69,6 +71,8 @@ class RunPaths:
         """What Weights & Biases writes, a directory a start of the run."""
         self.mlflow = root / "mlruns"
         """MLflow's store, where it is not elsewhere."""
+        self.end = root / "end.txt"
+        """Why the run has ended before its last step, where it did so by what it reached."""
         self.status = root / "status.json"
         """The launcher's word on its processes: `aligner.launcher.launcher_state`."""
         self.job_script = root / "job.sh"
@@ -89,7 +93,7 @@ class RunPaths:
         """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
-        return (*files, *trackers, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
+        return (*files, self.end, *trackers, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
 
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""
@@ -131,6 +135,11 @@ def can_resume(config: Config) -> bool:
     """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none (preferences)."""
     paths = run_paths(config)
     return paths.metrics.is_file() if config.algorithm.trainer == "preferences" else bool(complete_steps(paths.checkpoints))
+
+
+def early_end(paths: RunPaths) -> str | None:
+    """Why the run has ended before its last step, by what it reached; None of one that has not ended so."""
+    return paths.end.read_text(encoding="utf-8").strip() if paths.end.is_file() else None
 
 
 def complete_steps(checkpoints: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine, beside transformers' `generate` and beside the matrix products alone.
+"""Tokens per second of the embedded engine, beside transformers' `generate`, vLLM and the matrix products alone.
 
 Random weights. The engine runs as one replica (DP') a core with one thread each, or as one with all threads, and
 transformers in one process with one thread or all: each side tries both and goes on with its best. Both sample for the same
@@ -8,6 +8,9 @@ beforehand: they stand for the stop tokens of a trained model.
 
 `gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows on the same cores, over the
 step's. Told are medians over `--repeats`, and of the ratios within each.
+
+`--engines embedded,vllm,transformers` measures vLLM too, as engine=vllm drives it (`aligner install-vllm`); it uses cores its
+own way.
 
 With `--guesses N` one response alone is generated instead, with N tokens guessed ahead (`engine.speculation`) and with none:
 the likeliest tokens of random weights, which soon repeat themselves, so that it is the most that guesses can gain.
@@ -44,7 +47,6 @@ WAYS = {
 PEER_WAYS = (Way("1 thread", 1), Way(f"{CORES} threads", CORES))
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SHORTEST, LONGEST = 8, 64
-MIXED_BATCHES = 5
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,40 @@ class Replica:
         return seconds
 
 
+class VLLM:
+    """vLLM as our engine drives it."""
+
+    def __init__(self, directory: str, model: str, batch: int, precision: str) -> None:
+        import dataclasses
+
+        from aligner.data.export import find_source
+        from aligner.engines.generate import load
+        from aligner.engines.vllm.vllm_engine import VLLMEngine
+        from aligner.schema import EngineConfig
+
+        shape = shape_of(model)
+        shape = dataclasses.replace(shape, max_positions=min(shape.max_positions, 512))
+        settings = EngineConfig(kind="vllm", update="in_place", batch_size=batch, precision=precision)
+        self._shape, self._engine = shape, VLLMEngine(Path(directory), shape, settings, rank=0, seed=1)
+        load(self._engine, find_source(Path(directory)))
+
+    def generate(self, work: Work) -> float:
+        """Seconds."""
+        import torch
+
+        from aligner.data.types import Prompt
+        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+
+        prompts = [torch.tensor(prompt) for prompt in work.prompts(self._shape.vocab_size)]
+        requests = [
+            GenerationRequest(Prompt(index // work.samples, "", prompt), index % work.samples, length)
+            for index, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True))
+        ]
+        begin = time.perf_counter()
+        advance(self._engine.start(requests, SamplingOptions(max(work.lengths))))
+        return time.perf_counter() - begin
+
+
 class Peer:
     """transformers' generate."""
 
@@ -177,7 +213,7 @@ def best_way(ways: Sequence[Way], make: Callable[[Way], Callable[[], Any]], work
 def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     draw = random.Random(1)
     equal = Work((args.new_tokens,) * args.batch, args.samples_per_prompt, args.prompt_tokens)
-    lengths = tuple(draw.randint(SHORTEST, LONGEST) for _ in range(MIXED_BATCHES * args.batch))
+    lengths = tuple(draw.randint(SHORTEST, LONGEST) for _ in range(args.mixed_batches * args.batch))
     mixed = Work(lengths, args.samples_per_prompt, args.prompt_tokens)
 
     def ours(way: Way) -> Callable[[], Any]:
@@ -186,12 +222,19 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     def peer(_: Way) -> Callable[[], Any]:
         return functools.partial(Peer, directory, args.batch, args.precision)
 
+    def vllm(_: Way) -> Callable[[], Any]:
+        return functools.partial(VLLM, directory, args.model, args.batch, args.precision)
+
     sides = {"ours": (best_way(args.ways, ours, equal), ours)}
-    if not args.no_transformers:
-        sides["peer"] = (best_way(PEER_WAYS, peer, equal), peer)
+    if "transformers" in args.engines:
+        sides["transformers"] = (best_way(PEER_WAYS, peer, equal), peer)
+    if "vllm" in args.engines:
+        sides["vllm"] = (PEER_WAYS[-1], vllm)
     seconds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         groups = {side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()}
+        if "vllm" in groups:
+            groups["vllm"].call("generate", equal)  # the first compiles something
         for _ in range(args.repeats):
             for name, work in (("equal", equal), ("mixed", mixed)):
                 for side, group in groups.items():
@@ -226,13 +269,14 @@ def report(ways: dict[str, str], seconds: dict[str, list[float]], equal: Work, m
         **paired("gemm_fraction", seconds["products"], seconds["step"]),
         "mixed_tokens_per_s": sum(mixed.lengths) / typical["ours_mixed"],
     }
-    if "peer" in ways:
+    for side in ways.keys() - {"ours"}:
+        prefix = "" if side == "transformers" else f"{side}_"
         result |= {
-            "transformers": ways["peer"],
-            "transformers_tokens_per_s": sum(equal.lengths) / typical["peer_equal"],
-            "transformers_mixed_tokens_per_s": sum(mixed.lengths) / typical["peer_mixed"],
-            **paired("ratio", seconds["peer_equal"], seconds["ours_equal"]),
-            **paired("mixed_ratio", seconds["peer_mixed"], seconds["ours_mixed"]),
+            side: ways[side],
+            f"{side}_tokens_per_s": sum(equal.lengths) / typical[f"{side}_equal"],
+            f"{side}_mixed_tokens_per_s": sum(mixed.lengths) / typical[f"{side}_mixed"],
+            **paired(f"{prefix}ratio", seconds[f"{side}_equal"], seconds["ours_equal"]),
+            **paired(f"{prefix}mixed_ratio", seconds[f"{side}_mixed"], seconds["ours_mixed"]),
         }
     return result
 
@@ -243,12 +287,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at a time, over all replicas")
     parser.add_argument("--new-tokens", type=int, default=32, help="length of every response, where all are equal")
     parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--mixed-batches", type=int, default=5, metavar="N", help="responses of mixed lengths, in batches (5)")
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--way", choices=sorted(WAYS), help="how the engine uses the cores; the best way when not given")
     parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
     parser.add_argument("--guesses", type=int, metavar="N", help="measure guesses ahead, for one response alone")
     parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
-    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument(
+        "--engines",
+        type=lambda text: text.split(","),
+        default=["embedded", "transformers"],
+        metavar="NAME,…",
+        help="embedded, and what it is measured beside: vllm, transformers (embedded,transformers)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
     args.ways = [WAYS[args.way]] if args.way else list(WAYS.values())

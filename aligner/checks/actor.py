@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems
+from aligner.checks.trained_model import (
+    cut_shape,
+    frozen_problems,
+    micro_batch_problems,
+    optimizer_problems,
+    precision_problems,
+)
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
@@ -26,6 +32,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             " 0 with algorithm.trainer=reward_model"
         )
     yield from micro_batch_problems(config, "actor", actor, rows_together(config))
+    yield from precision_problems(config, "actor", actor, model)
     yield from optimizer_problems("actor", actor, policy_updates(config))
 
 

@@ -74,10 +74,10 @@ def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
         return
     if model is not None and not model.num_experts:
         yield "algorithm.replay_routes=true: the model has no experts; give false"
-    if config.engine.kind == "tensorrt_llm":
+    if config.engine.kind != "embedded":
         yield (
-            "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts it chose; give false, or use"
-            " engine=embedded"
+            f"algorithm.replay_routes=true: engine.kind={config.engine.kind} does not tell which experts it chose; give false,"
+            " or use engine=embedded"
         )
 
 

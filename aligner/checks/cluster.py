@@ -81,9 +81,9 @@ def _seconds(time: str) -> float:
 
 
 def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
-    """TensorRT-LLM starts a replica's workers on the machine of its first rank."""
+    """Engines that are programs of their own start a replica's workers on the machine of its first rank."""
     engine = config.engine
-    if engine.kind != "tensorrt_llm" or not config.algorithm.generates:
+    if engine.kind == "embedded" or not config.algorithm.generates:
         return
     role = "generator" if has_generator(config) else "trainer"
     place, settings, tensor = layout.places[role], slurm_role(config, role), engine.parallel.tensor
@@ -92,7 +92,7 @@ def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
     key = "cluster.devices_per_node" if settings.devices is None else f"cluster.slurm.roles.{role}.devices"
     key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
     yield (
-        f"engine.parallel.tensor={tensor}: a replica of TensorRT-LLM must be on one node, but the {role} has"
+        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must be on one node, but the {role} has"
         f" {place.ranks_per_node} ranks on each of {place.nodes} nodes ({key}); give more ranks a node, or a size that divides"
         f" {place.ranks_per_node}"
     )

@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from aligner.checks.trained_model import cut_shape, frozen_problems, micro_batch_problems, optimizer_problems
+from aligner.checks.trained_model import (
+    cut_shape,
+    frozen_problems,
+    micro_batch_problems,
+    optimizer_problems,
+    precision_problems,
+)
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
@@ -24,4 +30,5 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from layout_problems("critic.parallel", critic.parallel, shape)
         yield from frozen_problems("critic", critic, weight_table(shape, "scalar"))
     yield from micro_batch_problems(config, "critic", critic)
+    yield from precision_problems(config, "critic", critic, model)
     yield from optimizer_problems("critic", critic, critic_updates(config))

@@ -3,14 +3,23 @@
 import importlib.util
 from collections.abc import Iterator
 
+from aligner.errors import ConfigError
 from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
-from aligner.models.model_source import ExpectedInputs
+from aligner.models.model_source import ExpectedInputs, read_architecture
 from aligner.models.shape import ModelShape
+from aligner.models.weight_blocks import BLOCK_FORMATS, block_problems
+from aligner.models.weight_slices import tensor_slice, weight_table
 from aligner.placement.roles import device_of, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.vllm_environment import vllm_architectures
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
+VLLM_FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox")
+_VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads that vLLM 0.32 has attention for on CPUs."""
+_PROGRAMS = ("tensorrt_llm", "vllm")
+"""The engines that are programs of their own, and have a `timeout_s`."""
 _ELSE = "use engine=embedded"
 _VECTOR = 32
 """Numbers that an activation is computed of at a time; what is left over is computed otherwise."""
@@ -25,12 +34,16 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from engine_kind_problems(config.engine, model)
         yield from _rank_problems(config, model)
         yield from _cache_problems(config, model)
+        if config.engine.kind == "vllm" and not uses_gpus(config) and model.head_dim not in _VLLM_CPU_HEADS:
+            sizes = ", ".join(map(str, _VLLM_CPU_HEADS))
+            yield f"engine.kind=vllm: the model's heads have {model.head_dim} numbers each, on CPUs it takes {sizes}; {_ELSE}"
     if config.cluster.kind == "local":
-        yield from engine_machine_problems(config.engine)
+        named = read_architecture(config, model, expected) if model and config.engine.kind == "vllm" else None
+        yield from engine_machine_problems(config.engine, named)
     yield from _drawing_problems(config)
     if config.engine.exact:
         yield from _exact_problems(config, model)
-    yield from _update_problems(config)
+    yield from _update_problems(config, model)
     yield from _start_problems(config)
 
 
@@ -60,7 +73,7 @@ def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
 def _drawing_problems(config: Config) -> Iterator[str]:
     """How tokens are drawn, against what the engine can do and tell."""
     rollout = config.rollout
-    if config.engine.kind != "tensorrt_llm":
+    if config.engine.kind == "embedded":
         if config.engine.speculation.tokens and config.algorithm.replay_routes:
             guessed = config.engine.speculation.tokens
             yield (
@@ -68,12 +81,13 @@ def _drawing_problems(config: Config) -> Iterator[str]:
                 " every token that is run, one at a time; give 0, or algorithm.replay_routes=false"
             )
         return
-    if rollout.min_p:
+    if rollout.min_p and config.engine.kind == "tensorrt_llm":
         yield f"rollout.min_p={rollout.min_p:g}: not every sampler of TensorRT-LLM's reads it; allowed: 0; or {_ELSE}"
-    elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1):
+    elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1 or rollout.min_p):
         yield (
-            "rollout.renormalize=true: TensorRT-LLM does not tell among which tokens it drew with"
-            f" rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p:g}; give rollout.renormalize=false, or {_ELSE}"
+            f"rollout.renormalize=true: engine.kind={config.engine.kind} does not tell among which tokens it drew with"
+            f" rollout.top_k={rollout.top_k}, top_p={rollout.top_p:g} and min_p={rollout.min_p:g}; give"
+            f" rollout.renormalize=false, or {_ELSE}"
         )
 
 
@@ -88,8 +102,8 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
                 f"{name}.parallel.tensor={section.parallel.tensor}: {key} needs layers whole on a rank, whose sums have one"
                 " order; give 1, with data or pipeline parallelism instead"
             )
-        if section.precision == "bf16":
-            yield f"{name}.precision=bf16: {key} needs float32 in engine and trainer; allowed: auto, fp32"
+        if section.precision in ("bf16", "fp8"):
+            yield f"{name}.precision={section.precision}: {key} needs float32 in engine and trainer; allowed: auto, fp32"
     if actor.lora.rank:
         yield f"actor.lora.rank={actor.lora.rank}: {key} needs one weight, where the trainer adds up two products; give 0"
     if threads is not None and threads > 1:
@@ -103,7 +117,7 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
         )
 
 
-def _update_problems(config: Config) -> Iterator[str]:
+def _update_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     """How weights reach the engine, against where it runs."""
     if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
@@ -112,6 +126,7 @@ def _update_problems(config: Config) -> Iterator[str]:
         )
     if config.engine.placement == "server":
         yield from _generator_problems(config)
+    yield from _publish_problems(config, model)
     if config.engine.update != "shared":
         return
     if config.actor.lora.rank:
@@ -127,6 +142,34 @@ def _update_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _publish_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+    """What weights travel as, against where they go."""
+    engine, key = config.engine, f"engine.publish={config.engine.publish}"
+    if engine.publish == "changes":
+        if engine.placement != "server":
+            yield (
+                f"{key}: an engine on the trainer's ranks copies what it is given as fast as numbers are compared; give"
+                " engine.placement=server, or engine.publish=whole"
+            )
+        if engine.kind == "tensorrt_llm":
+            yield f"{key}: every GPU would keep all tensors a second time; allowed with engine.kind=tensorrt_llm: whole"
+    elif engine.publish in BLOCK_FORMATS:
+        if engine.update == "shared":
+            yield f"{key}: engine.update=shared takes the trainer's own tensors; allowed: atomic, in_place"
+        if engine.exact:
+            yield f"{key}: engine.exact=true needs the trainer's own numbers in the engine; give engine.publish=whole"
+        if model is not None:
+            trainer, table = config.actor.parallel, [spec for spec in weight_table(model) if spec.layer == 0]
+            slices = {
+                tensor_slice(spec, at, size)
+                for spec in table
+                for size in (trainer.tensor if spec.expert is None else trainer.expert_tensor_size, engine.parallel.tensor)
+                for at in range(size)
+            }
+            found = sorted(block_problems(table, slices))
+            yield from (f"{key}: {problem}; give other parallel sizes, or engine.publish=whole" for problem in found)
+
+
 def _generator_problems(config: Config) -> Iterator[str]:
     """What an engine in a world of its own cannot do."""
     engine, key = config.engine, "engine.placement=server"
@@ -134,33 +177,40 @@ def _generator_problems(config: Config) -> Iterator[str]:
         yield f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere; allowed: atomic, in_place"
     if engine.sleep:
         yield f"{key}: engine.sleep=true gives memory to the trainer, which is elsewhere; give engine.sleep=false"
-    if engine.kind == "tensorrt_llm":
-        why = "engine.kind=tensorrt_llm gives out complete responses alone; allowed with it"
-        if engine.in_flight == "interrupt":
-            yield f"engine.in_flight=interrupt: {why}: finish"
-        if config.rollout.spare_prompts:
-            yield f"rollout.spare_prompts={config.rollout.spare_prompts}: {why}: 0"
+    if engine.kind in _PROGRAMS:
         # It serves once it is built; one on the trainer's ranks starts with these, which nobody waits for to be healthy.
-        starts, may_take = config.server.start_timeout_s, engine.tensorrt_llm.timeout_s
+        starts, may_take = config.server.start_timeout_s, _may_start(engine)
         if starts < may_take:
             yield (
                 f"server.start_timeout_s={starts:g}: the generator is healthy once its engine has started, which may take"
-                f" engine.tensorrt_llm.timeout_s={may_take:g} s; give {may_take:g} or more"
+                f" engine.{engine.kind}.timeout_s={may_take:g} s; give {may_take:g} or more"
             )
 
 
+def _may_start(engine: EngineConfig) -> float:
+    """Seconds that an engine of another program may take to start."""
+    return engine.vllm.timeout_s if engine.kind == "vllm" else engine.tensorrt_llm.timeout_s
+
+
 def _start_problems(config: Config) -> Iterator[str]:
-    """Who waits for a TensorRT-LLM engine to start: its replica's other ranks, in a collective."""
+    """Who waits for another program's engine to start: its replica's other ranks, in a collective."""
     engine, waits = config.engine, config.cluster.collective_timeout_s
-    if engine.kind == "tensorrt_llm" and engine.parallel.tensor > 1 and waits <= engine.tensorrt_llm.timeout_s:
+    if engine.kind in _PROGRAMS and engine.parallel.tensor > 1 and waits <= _may_start(engine):
         yield (
             f"cluster.collective_timeout_s={waits:g}: a replica's other ranks wait so long for its engine to start, which may"
-            f" take engine.tensorrt_llm.timeout_s={engine.tensorrt_llm.timeout_s:g} s; give more than that"
+            f" take engine.{engine.kind}.timeout_s={_may_start(engine):g} s; give more than that"
         )
 
 
 def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """One line for each thing that keeps the engine from running this model, wherever it runs."""
+    if engine.kind == "vllm":
+        if shape.family not in VLLM_FAMILIES:
+            families = ", ".join(VLLM_FAMILIES)
+            yield f"engine.kind=vllm: weights of the {shape.family} kind are not known to reach it, of {families} are; {_ELSE}"
+        if engine.update != "in_place":
+            yield f"engine.update={engine.update}: vLLM overwrites its weights; allowed: in_place"
+        return
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"
@@ -175,8 +225,21 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
         yield f"engine.update={engine.update}: TensorRT-LLM overwrites its weights; allowed: in_place"
 
 
-def engine_machine_problems(engine: EngineConfig) -> Iterator[str]:
-    """One line for each thing that keeps the engine from running on this machine; nothing is imported for it."""
+def engine_machine_problems(engine: EngineConfig, architecture: str | None = None) -> Iterator[str]:
+    """One line for each thing that keeps the engine from running on this machine; nothing is imported for it.
+
+    `architecture` is the model's in its config.json, where that is known.
+    """
+    if engine.kind == "vllm":
+        try:
+            known = vllm_architectures(engine.vllm)
+            if architecture is not None and known and architecture not in known:
+                yield f"engine.kind=vllm: the vLLM that is installed has no model {architecture}; {_ELSE}"
+        except ConfigError as error:
+            yield str(error)
+        if engine.sleep and not has_gpu():
+            yield "engine.sleep=true: vLLM gives memory back on GPUs alone; give engine.sleep=false"
+        return
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"

@@ -1,9 +1,10 @@
 """The reward's sources against the model, the layout and the machine."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checks.trained_model import micro_batch_problems
+from aligner.checks.trained_model import micro_batch_problems, precision_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, model_directory, read_normalization
@@ -11,7 +12,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
-from aligner.schema.reward_sources import ModelSource, RemoteSource, Source, model_sources, reward_sources
+from aligner.schema.reward_sources import JudgeSource, ModelSource, RemoteSource, Source, model_sources, reward_sources
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -34,8 +35,12 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     layout_key, layout = _layout(config)
     if layout.ranks > 1:
         yield from _patience_problems(config, sources)
+    for source in sources:
+        if isinstance(source, JudgeSource):
+            yield from _judge_problems(config, source)
     if models:
         yield from micro_batch_problems(config, "reward", config.reward)
+        yield from precision_problems(config, "reward", config.reward, None)
     for source in models:
         try:
             shape = directory_shape(Path(source.path), f"{source.key}.path", expected)
@@ -70,6 +75,64 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
                 f"{source.key}.timeout_s={source.timeout_s:g}: must be below cluster.collective_timeout_s={limit:g}, for the"
                 " other ranks wait no longer"
             )
+        if isinstance(source, JudgeSource) and source.longest_s >= limit:
+            yield (
+                f"{_judge_patience(source)} must be below cluster.collective_timeout_s={limit:g}, for the other ranks wait no"
+                " longer"
+            )
+
+
+def _judge_patience(source: JudgeSource) -> str:
+    return (
+        f"{source.key}.judge_timeout_s={source.judge_timeout_s:g}, {source.key}.judge_tries={source.judge_tries}: a question"
+        f" may take {source.longest_s:g} s, which"
+    )
+
+
+def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+    """What keeps a judge from being asked, or its answers from being waited for."""
+    if config.cluster.kind == "local" and (problem := judge_key_problem(source)):
+        yield problem  # a job has an environment of its own
+    patience_s = config.server.request_timeout_s
+    if source.longest_s >= patience_s:
+        limit = f"server.request_timeout_s={patience_s:g}"
+        yield f"{_judge_patience(source)} must be below {limit}, for the trainer waits no longer"
+    if source.compares:
+        yield from _comparison_problems(config, source)
+
+
+def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+    """What keeps the samples of a prompt from coming to the judge together, with the same prompt before them."""
+    asks, rollout, server = f"{source.key}.judge_asks={source.judge_asks}", config.rollout, config.server
+    each, evaluation = rollout.samples_per_prompt, config.evaluation
+    if each < 2:
+        yield f"{asks}: compares the samples of a prompt, and rollout.samples_per_prompt={each} gives one; give 2 or more"
+    size = server.max_batch_size
+    if rollout.prompts_per_step * each > size and size % each:
+        yield (
+            f"{asks}: compares the samples of a prompt, which server.max_batch_size={size} would cut into several requests;"
+            f" give a multiple of rollout.samples_per_prompt={each}"
+        )
+    if config.environment.draws_episodes:
+        yield f"{asks}: compares responses to one prompt, and episodes of several turns have come to several; ask for a score"
+    if config.algorithm.trainer == "online" and evaluation.every and evaluation.function is None:
+        yield (
+            f"{asks}: compares the samples of a prompt, and evaluation scores each by itself, a prompt's reference too; give"
+            " evaluation.function, or evaluation.every=0"
+        )
+
+
+def judge_key_problem(source: JudgeSource) -> str | None:
+    """What is wrong with the endpoint's key in this process's environment, which is not told itself."""
+    name = source.judge_key_variable
+    if name is None:
+        return None
+    key, given = os.environ.get(name, "").strip(), f"{source.key}.judge_key_variable={name}"
+    if not key:
+        return f"{given}: there is no such variable in the environment, or nothing in it; export the endpoint's key as it"
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        return f"{given}: what the variable holds is no key: it has spaces, or characters that a header cannot have"
+    return None
 
 
 def _size_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:

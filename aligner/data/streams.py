@@ -1,6 +1,7 @@
 """Endless, shuffled, mixed streams of examples that need no state but a position."""
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -44,6 +45,10 @@ class ExampleStream(Generic[Example]):
     def __len__(self) -> int:
         """How many examples the sources have together."""
         return sum(map(len, self._sources))
+
+    def examples(self) -> Iterator[Example]:
+        """Every example of every source once, in the sources' own order."""
+        return itertools.chain.from_iterable(self._sources)
 
     def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
         """A stream without `count` examples of each source, and those; ConfigError where a source has no more.

@@ -7,7 +7,8 @@ import torch
 
 from aligner.data.kept_tokens import KeptTokens
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import GenerationRequest, PartialResponse
+from aligner.engines.engine_protocol import GenerationRequest
+from aligner.engines.partial_response import PartialResponse
 from aligner.environments.agent_session import AgentTurn
 
 

@@ -44,8 +44,8 @@ def build_engine(
 
     `directory` is a Hugging Face directory of the model, of which only the configuration is read; `group` holds the ranks
     of this rank's replica, in order (None when it is the only one). `shared` are the trainer's parameters that the embedded
-    engine may use as its own; `context` is the longest sequence that TensorRT-LLM is to be ready for, the model's if None.
-    The embedded engine tells `listener` of every pass that runs prompts, as "prefill".
+    engine may use as its own; `context` is the longest sequence that TensorRT-LLM or vLLM is to be ready for, the model's if
+    None. The embedded engine tells `listener` of every pass that runs prompts, as "prefill".
     Raises ConfigError when the engine can not run this model, here.
     """
     if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
@@ -54,6 +54,10 @@ def build_engine(
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
+    if settings.kind == "vllm":
+        from aligner.engines.vllm.vllm_engine import VLLMEngine
+
+        return VLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)

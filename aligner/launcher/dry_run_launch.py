@@ -68,7 +68,7 @@ def _exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether something listens where an HTTP scorer should be."""
+    """Whether something listens where an HTTP scorer or a judge should be."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

@@ -15,7 +15,7 @@ from aligner.errors import AlignerError
 from aligner.exit_codes import exit_code
 from aligner.files import write_file
 from aligner.launcher.processes import process_start
-from aligner.paths import run_paths
+from aligner.paths import early_end, run_paths
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config
 
@@ -92,7 +92,8 @@ class StateRecorder:
     """Keeps a run's `status.json` for as long as the `with` block; a full disk, where it cannot be written, ends no run."""
 
     def __init__(self, config: Config, job: str | None = None) -> None:
-        self._path = run_paths(config).status
+        self._paths = run_paths(config)
+        self._path = self._paths.status
         pid, ranks = os.getpid(), {name: RoleState(count) for name, count in role_ranks(config).items()}
         self._state = LauncherState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
         self._touched = 0.0
@@ -119,8 +120,9 @@ class StateRecorder:
 
     def end(self, error: BaseException | None, queued_again: bool = False) -> None:
         """The run has ended, and its job may be queued again."""
-        reason = None
-        if error is not None:
+        if error is None:
+            reason = early_end(self._paths)
+        else:
             told = error.summary if isinstance(error, AlignerError) else str(error)
             reason = (told or type(error).__name__).splitlines()[0]
         queued_again = queued_again or self._state.queued_again

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.config.compose import AUTOMATIC
-from aligner.paths import can_resume, run_paths
+from aligner.paths import can_resume, early_end, run_paths
 from aligner.schema import Config
 
 
@@ -37,7 +37,10 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     if has_model:
         yield f"aligner convert {run} MODEL", "the model as a Hugging Face directory"
     if config.cluster.kind == "local":
-        if step < config.run.steps:
+        if early_end(run_paths(config)) is not None:
+            without = [f"{key}=null" for key in config.run.ends]
+            yield resume_command(config, *without, f"run.changes=[{','.join(config.run.ends)}]"), "go on to the last step"
+        elif step < config.run.steps:
             yield resume_command(config), "go on"
         elif has_model:
             yield resume_command(config, f"run.steps={2 * config.run.steps}"), "as many steps again"

@@ -16,7 +16,7 @@ from aligner.launcher.next_steps import next_steps
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
-from aligner.paths import PRIVATE, RunPaths, run_paths
+from aligner.paths import PRIVATE, RunPaths, early_end, run_paths
 from aligner.placement.addresses import create_access_key
 from aligner.schema import Config
 
@@ -54,6 +54,8 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
                 print_line(console, f"{paths.trace} was not written: {error}")
         metrics = read_metrics(paths.metrics)
         print_summary(metrics, paths, console)
+        if (ended := early_end(paths)) is not None:
+            print_line(console, ended)
         for line in next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
             print_line(console, line)
         if stopped is not None:

@@ -17,7 +17,7 @@ from aligner.launcher.server_ports import is_healthy
 from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW, Pace, describe_step
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, can_resume, run_paths
+from aligner.paths import RunPaths, can_resume, early_end, run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
@@ -61,7 +61,7 @@ class RunStatus:
     job: str | None
     exit_code: int | None
     note: str | None
-    """Why it has ended, and how to go on."""
+    """Why it has ended, and how to go on; of one that has finished, by what it reached if not by its steps."""
 
 
 def read_status(run: Path) -> RunStatus:
@@ -93,7 +93,7 @@ def status_of(paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, fl
     in_queue = _is_in_queue(config, launcher, asking) if state == "stopped" else False
     if in_queue:
         state = "queued"
-    resumable = state in OVER and step < config.run.steps and can_resume(config)
+    resumable = state in OVER and step < config.run.steps and early_end(paths) is None and can_resume(config)
     return RunStatus(
         name=str(config.run.name),
         directory=str(paths.root),
@@ -127,7 +127,7 @@ def describe_status(status: RunStatus) -> str:
 
 
 def _state(config: Config, launcher: LauncherState | None, step: int, last_step: float | None) -> str:
-    is_done = step >= config.run.steps
+    is_done = step >= config.run.steps or early_end(run_paths(config)) is not None
     if launcher is None:
         waiting = "queued" if config.cluster.kind == "slurm" else "stopped"
         return "finished" if is_done else waiting
@@ -181,7 +181,7 @@ def _roles(config: Config, launcher: LauncherState, state: str, asking: bool) ->
 
 
 def _note(config: Config, launcher: LauncherState | None, state: str, resumable: bool, in_queue: bool | None) -> str | None:
-    """Why the run does no more, and how it goes on; None for one that runs or has finished."""
+    """Why the run does no more, and how it goes on; None for one that runs or has done all of its steps."""
     paths = run_paths(config)
     jobs = f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
     if in_queue:
@@ -195,6 +195,6 @@ def _note(config: Config, launcher: LauncherState | None, state: str, resumable:
         if in_queue is None:
             how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"
     else:
-        return None
+        return early_end(paths) if state == "finished" else None
     why = "it has no status.json" if launcher is None else launcher.why_ended
     return f"{why}; {how}" if why else how

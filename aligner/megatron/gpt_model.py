@@ -1,5 +1,6 @@
 """GPT models in megatron-core from a model's shape and a parallel layout."""
 
+import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from aligner.errors import ConfigError
 from aligner.megatron.grouped_experts import GroupedExperts
 from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
@@ -37,6 +39,12 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+# Recipes whose scales are those of the numbers at hand: one with a history of them would not resume to the bit.
+_FP8: dict[str, dict[str, Any]] = {
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
 
 
@@ -110,8 +118,12 @@ def transformer_config(
     recompute: str = "none",
     *,
     transformer_engine: bool = False,
+    fp8_recipe: str | None = None,
 ) -> TransformerConfig:
-    """megatron-core's description of the model at a layout, whose layers are transformer-engine's or not."""
+    """megatron-core's description of the model at a layout, whose layers are transformer-engine's or not.
+
+    With an `fp8_recipe` their products are of fp8 numbers.
+    """
     plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,7 +142,7 @@ def transformer_config(
             calculate_per_token_loss=True,
             deterministic_mode=torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled(),
             finalize_model_grads_func=_finalize_gradients,
-            gradient_accumulation_fusion=not torch.cuda.is_available(),  # on a GPU it needs apex's kernels
+            gradient_accumulation_fusion=_adds_gradients_in_products(),
             masked_softmax_fusion=False,
             # megatron-core's, compiled where there is a GPU; cpu_backend has others.
             bias_activation_fusion=plain_swiglu,
@@ -139,13 +151,20 @@ def transformer_config(
             apply_rope_fusion=transformer_engine and shape.position == "rotary",
             **_layout_arguments(layout),
             **_RECOMPUTE[recompute],
+            **({} if fp8_recipe is None else _FP8[fp8_recipe]),
         )
+
+
+def _adds_gradients_in_products() -> bool:
+    """Whether a weight's gradient is added to its buffer by the product that computes it: on a CPU, and by apex's kernels."""
+    return not torch.cuda.is_available() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
     """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16 product."""
     auto = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[auto if settings.precision == "auto" else settings.precision]
+    chosen = auto if settings.precision == "auto" else settings.precision
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[chosen]
 
 
 def build_model(
@@ -153,12 +172,15 @@ def build_model(
 ) -> list[GPTModel]:
     """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves.
 
-    `exact` is `engine.exact`.
+    `exact` is `engine.exact`. Raises ConfigError for fp8 products where transformer-engine's layers cannot be had.
     """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
     engine = uses_transformer_engine(settings, dtype)
-    config = transformer_config(shape, world.layout, dtype, recompute, transformer_engine=engine)
+    fp8_recipe = settings.fp8_recipe if settings.precision == "fp8" else None
+    if fp8_recipe is not None and not engine:
+        raise ConfigError("precision=fp8: needs transformer-engine's layers, on a GPU where it is installed; give bf16")
+    config = transformer_config(shape, world.layout, dtype, recompute, transformer_engine=engine, fp8_recipe=fp8_recipe)
     layers = partial(decoder_submodules, shape, config, exact=exact, transformer_engine=engine)
     rotary = "rope" if engine else "none"  # our attention rotates by itself
     chunks = range(world.layout.virtual_pipeline)
@@ -229,6 +251,7 @@ def wrap_for_training(chunks: Sequence[GPTModel], optimizer: OptimizerConfig) ->
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather,
         use_distributed_optimizer=optimizer.distributed,
         average_in_collective=False,
     )

@@ -138,6 +138,9 @@ def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
 def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
     """Logits over the temperature in the first rows of a float32 buffer; the product runs in the weight's precision."""
     scores = buffer[: len(hidden)]
+    if hidden.is_cuda and hidden.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype_out"):  # from torch 2.8 on
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=scores)  # type: ignore[call-overload]
+        return scores if temperature == 1 else scores.mul_(1 / temperature)
     if hidden.dtype != torch.float32:
         return scores.copy_(torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=1 / temperature))
     padded = batch_invariant.enough_rows(hidden)

@@ -5,7 +5,7 @@ parameter a named tensor is. File import, resharding, checkpoints and checks all
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -63,12 +63,15 @@ class NamedWeights:
         self.specs = {spec.name: spec for spec in table}
         self._shape = shape
         self._parameters = _global_parameters(chunks, shape, world)
+        self.finish_update: Callable[[], None] = lambda: None
+        """Returns when nothing of the last update is still on its way into the weights."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slices)
 
     def parameter(self, name: str) -> nn.Parameter:
         """The megatron-core parameter that holds a named weight, and maybe others."""
+        self.finish_update()
         wanted = self.specs[name].parameter
         # Without the embedding, a tied model's last stage holds a copy of it as the head.
         if wanted not in self._parameters and self._shape.tied_embeddings:

@@ -54,6 +54,7 @@ def build_optimizer(
                 params_dtype=dtype,
                 bf16=dtype == torch.bfloat16,
                 use_distributed_optimizer=settings.distributed,
+                overlap_param_gather=settings.overlap_param_gather,
                 optimizer_cpu_offload=offload,
                 optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
                 overlap_cpu_optimizer_d2h_h2d=offload,

@@ -20,6 +20,7 @@ from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer import AdamState, GuardedStep, build_optimizer
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
+from aligner.megatron.parameter_gather import ParameterGather
 from aligner.megatron.world import World
 from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape
@@ -31,6 +32,8 @@ ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
 """Model output [1, T, …] of a micro-batch to what is wanted of it."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
 """Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
+_FP8_ROWS = 32
+"""Tokens of an fp8 product on a rank are a multiple of it: the largest that any of transformer-engine's recipes asks for."""
 
 
 def offload(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
@@ -114,13 +117,14 @@ class ModelRunner:
             context=layout.context,
             context_rank=world.place.context,
             context_group=parallel_state.get_context_parallel_group(),
-            rows=batch_invariant.ROWS if exact else 1,
+            rows=batch_invariant.ROWS if exact else _FP8_ROWS if settings.precision == "fp8" else 1,
             tree=not exact and _attends_over_trees(shape, world),
         )
         self.updates = 0
         self.routes_differing = math.nan
         """Of the last pass with routes: the share of choices, in a layer each, that the router would have made otherwise."""
         self._restore: Callable[[], None] | None = None
+        self._gather: ParameterGather | None = None
 
     def start_training(self) -> None:
         """Make gradient buffers and the optimizer, from the weights as they are now, but for those that stay frozen.
@@ -137,6 +141,9 @@ class ModelRunner:
         self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
         self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
+        if optimizer.overlap_param_gather:
+            self._gather = ParameterGather(self.ddp)
+            self.weights.finish_update = self.trained.finish_update = self._gather.finish
 
     def adam_state(self) -> AdamState:
         """Adam's moments and main weights of what is trained."""
@@ -157,6 +164,7 @@ class ModelRunner:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of every chunk, by a name of this rank's own."""
+        self.weights.finish_update()
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
@@ -258,6 +266,8 @@ class ModelRunner:
         self.optimizer.zero_grad()
         parts = self._run_schedule(self.ddp, step, batches, forward_only=False)
         taken = self._take_step()
+        if self._gather is not None and not taken["skipped"]:
+            self._gather.start()
         self._count_differing(batches)
         self.updates += 1
         stats = self._reduce_stats(parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.gguf_header import gguf_shape
-from aligner.models.hugging_face import read_config
+from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.packaged_models import package_directory, package_version
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
@@ -71,6 +71,18 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
     if model.source == "gguf":
         return gguf_shape(gguf_file(model))
     return directory_shape(_given_directory(model), "model.path", expected)
+
+
+def read_architecture(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> str:
+    """The name that the policy's config.json gives its architecture; where it is still to be written, one of the shape's."""
+    model = config.model
+    if model.source == "random":
+        entries: Mapping[str, Any] = model.config
+    elif model.source == "gguf" or is_expected(directory := _given_directory(model), expected):
+        entries = hugging_face_config(shape)
+    else:
+        entries = directory_config(directory, "model.path")
+    return str(entries["architectures"][0])
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:

@@ -187,7 +187,8 @@ def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
     )
 
 
-def _cut(spec: TensorSpec, rank: int, size: int) -> Slice:
+def tensor_slice(spec: TensorSpec, rank: int, size: int) -> Slice:
+    """What a tensor-parallel rank, of so many, holds of a tensor."""
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
     step = spec.shape[spec.axis] // size
@@ -225,12 +226,12 @@ def trainer_slices(table: tuple[TensorSpec, ...], num_layers: int, layout: Paral
 
     def piece(spec: TensorSpec) -> Slice:
         if spec.expert is not None:
-            return _cut(spec, place.expert_tensor, layout.expert_tensor_size)
-        return _cut(spec, place.tensor, layout.tensor)
+            return tensor_slice(spec, place.expert_tensor, layout.expert_tensor_size)
+        return tensor_slice(spec, place.tensor, layout.tensor)
 
     return {spec.name: piece(spec) for spec in table if holds(spec)}
 
 
 def engine_slices(table: tuple[TensorSpec, ...], layout: EngineParallelConfig, rank: int) -> dict[str, Slice]:
     """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas slowest."""
-    return {spec.name: _cut(spec, rank % layout.tensor, layout.tensor) for spec in table}
+    return {spec.name: tensor_slice(spec, rank % layout.tensor, layout.tensor) for spec in table}

@@ -61,7 +61,7 @@ class Device:
 def device_of(config: Config, precision: str) -> Device:
     """Of a role, or engine, at a precision: auto is bf16 on GPUs and fp32 on CPUs."""
     gpus = uses_gpus(config)
-    return Device(gpus, 2 if precision == "bf16" or (precision == "auto" and gpus) else 4)
+    return Device(gpus, 2 if precision in ("bf16", "fp8") or (precision == "auto" and gpus) else 4)
 
 
 def has_generator(config: Config) -> bool:

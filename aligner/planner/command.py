@@ -16,6 +16,7 @@ from aligner.planner.plan import PlanRequest, make_plan, proportional_split
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured
+    from aligner.planner.publish_cost import PublishCost
 
 _STEPS = 100
 _MOST = 10**9  # seconds, devices, tokens or steps beyond which nothing is meant; numbers overflow somewhere beyond
@@ -55,7 +56,14 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add("--serial", metavar="NAME=SHARE,…", help="share of a phase's seconds that more devices do not shorten (0)")
     add("--steps", metavar="N", help=f"steps of the whole run ({_STEPS}; the run's)")
     add("--seed", metavar="N", help="of the lengths that are drawn (1; the run's)")
+    add("--link", metavar="GB_PER_S", help="what a rank sends, and receives, a second while weights are published (the run's)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="whose publish is told: experiment=NAME and further keys, as of launch; other values of the measured run's",
+    )
 
 
 def print_prediction(parsed: argparse.Namespace) -> None:
@@ -93,7 +101,9 @@ def _request(parsed: argparse.Namespace) -> PlanRequest:
     if parsed.sweep and devices is None:
         raise ConfigError(f"--sweep: it needs --devices N, the number to split; got {parsed.devices or 'none'}")
     steps = _whole("--steps", parsed.steps, 1, usual=_STEPS if measured is None else measured.steps)
-    return PlanRequest(pipeline, placement, units, steps, devices if parsed.sweep else None, measured)
+    return PlanRequest(
+        pipeline, placement, units, steps, devices if parsed.sweep else None, measured, _publish(parsed, measured)
+    )
 
 
 def _measured(parsed: argparse.Namespace) -> Measured | None:
@@ -108,6 +118,29 @@ def _measured(parsed: argparse.Namespace) -> Measured | None:
     from aligner.planner.measured import read_run
 
     return read_run(parsed.measured)
+
+
+def _publish(parsed: argparse.Namespace, measured: Measured | None) -> PublishCost | None:
+    """What a publish of the measured run, or of a configuration that is given, costs; None where there is neither."""
+    rate = None if parsed.link is None else _number("--link", parsed.link) * 1e9
+    if rate == 0:
+        raise ConfigError(f"--link={parsed.link}: must be above 0")
+    if measured is None and not parsed.overrides:
+        if rate is not None:
+            raise ConfigError(f"--link {parsed.link}: needs --measured RUN, or experiment=NAME: whose weights are published")
+        return None
+    from aligner.config.compose import compose_config, load_config
+    from aligner.paths import RunPaths
+    from aligner.planner.publish_cost import cost_of  # imports torch
+
+    if measured is None:
+        cost = cost_of(compose_config(parsed.overrides))
+    else:
+        file = RunPaths(parsed.measured).config
+        own, cost = cost_of(load_config(file)), cost_of(load_config(file, parsed.overrides))
+        if rate is None and own.most and measured.publish_s:
+            rate = own.most / measured.publish_s
+    return cost if rate is None else cost.at(rate)
 
 
 def _pipeline(parsed: argparse.Namespace, given: Mapping[str, Phase], measured: Measured | None) -> PipelineModel:

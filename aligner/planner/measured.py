@@ -36,6 +36,8 @@ class Measured:
     """Mean of the measured steps, evaluations and checkpoints left out"""
     counted: int
     """Steps that this is the mean of"""
+    publish_s: float
+    """Mean seconds of a publish, from when the trainer begins to send until the engine has the weights"""
     has_servers: bool
     """Whether a timeline tells what the servers computed, rather than how long the trainer waited for them"""
 
@@ -134,6 +136,7 @@ def _measured(run: _Recording) -> Measured:
         seed=config.seed,
         step_s=sum(whole) / len(whole),
         counted=len(whole),
+        publish_s=sum(phase.seconds for phase in phases if phase.name == "load" or (phase.name == "publish" and not ahead)),
         has_servers=bool(served),
     )
 

@@ -14,6 +14,7 @@ from aligner.planner.simulation import Forecast, forecast
 
 if TYPE_CHECKING:
     from aligner.planner.measured import Measured
+    from aligner.planner.publish_cost import PublishCost
 
 Units = Mapping[str, int]
 """Devices by role that come together only, such as its tensor- and pipeline-parallel ranks."""
@@ -38,6 +39,8 @@ class PlanRequest:
     devices: int | None
     """How many to find the best split of"""
     measured: Measured | None
+    publish: PublishCost | None = None
+    """Of a configuration, which does not depend on the placement"""
 
 
 @dataclass(frozen=True)

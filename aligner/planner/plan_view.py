@@ -1,6 +1,9 @@
 """A plan as tables and as JSON."""
 
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +12,9 @@ from aligner.observability.console import print_line
 from aligner.planner.phases import HOST, Placement
 from aligner.planner.plan import Plan
 from aligner.planner.simulation import Forecast
+
+if TYPE_CHECKING:
+    from aligner.planner.publish_cost import PublishCost
 
 _BAR = 20
 _NOTABLE = 0.0005  # A share of a step below which a change is not spoken of
@@ -37,6 +43,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         shown["synchronous_colocated"] = {"devices": dict(plan.colocated[0]), **times(plan.colocated[1])}
     if plan.request.measured is not None and plan.as_measured is not None:
         shown |= {"measured_step_s": plan.request.measured.step_s, "predicted_measured_step_s": plan.as_measured.step_s}
+    if plan.request.publish is not None:
+        shown["publish"] = asdict(plan.request.publish)
     return shown
 
 
@@ -45,7 +53,7 @@ def print_plan(plan: Plan) -> None:
     console = Console()
     console.print(_steps_table(plan))
     console.print(_roles_table(plan))
-    for line in [*_conclusions(plan), *_about_the_measured_run(plan)]:
+    for line in [*_conclusions(plan), *_about_the_publish(plan.request.publish), *_about_the_measured_run(plan)]:
         print_line(console, line)
 
 
@@ -104,6 +112,15 @@ def _conclusions(plan: Plan) -> list[str]:
     if plan.request.devices is not None and plan.request.devices > plan.devices:
         lines.append(f"{plan.request.devices - plan.devices} of {plan.request.devices} devices would not help")
     return lines
+
+
+def _about_the_publish(cost: PublishCost | None) -> list[str]:
+    if cost is None:
+        return []
+    total, sent, received = (f"{size / 1e9:.3g} GB" for size in (cost.bytes, cost.sent, cost.received))
+    line = f"publish: {total} from rank to rank, at most {sent} from one and {received} to one"
+    seconds = "" if cost.seconds is None else f": {_seconds(cost.seconds)}"
+    return [f"{line}, in {cost.rounds} rounds with {cost.votes} votes{seconds}"]
 
 
 def _about_the_measured_run(plan: Plan) -> list[str]:

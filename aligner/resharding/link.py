@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, EngineGone
 
 _GRACE_S = 2.0
 """How long ranks that have said nothing are waited for, once an agreement has failed, to learn what befell them."""
@@ -152,7 +152,8 @@ class Link:
 
         Collective. A single entry of the store decides, so that no rank can think otherwise than another; the store's
         host must live until all of them have returned, which its own return does not say. `failure` heads the error, which
-        tells what went wrong on which ranks, and which ones did not answer within the timeout.
+        tells what went wrong on which ranks, and which ones did not answer within the timeout. A rank whose engine is gone
+        raises that, by which it ends.
         """
         self._open_group()
         self._agreements += 1
@@ -176,6 +177,8 @@ class Link:
                 problem += f"\n{self.labels[self.rank]}: {cause}"
         if problem is not None:
             self.close(problem)
+            if isinstance(cause, EngineGone):
+                raise cause
             raise AlignerError(f"{failure}:\n{problem}") from cause
 
     def close(self, reason: str = "it was closed") -> None:

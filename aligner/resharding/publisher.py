@@ -1,33 +1,36 @@
 """The policy's weights into the engine after every update."""
 
+import itertools
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from aligner.errors import AlignerError
+from aligner.models.weight_blocks import BLOCK_FORMATS, block_problems
+from aligner.resharding.encodings import Changes, Quantized
 from aligner.resharding.link import Link
+from aligner.resharding.microscaling import Format
 from aligner.resharding.transfer_plan import TransferPlan
-from aligner.resharding.transport import Exchange, Read, ReadOnce, copy_local, slice_shape, steps
+from aligner.resharding.transport import (
+    Encoding,
+    Exchange,
+    Plain,
+    Read,
+    ReadOnce,
+    Step,
+    copy_local,
+    rows_of,
+    slice_shape,
+    steps,
+)
 from aligner.resharding.verify import verify
-from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.resharding.weight_update import PublishStats, WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig
-
-
-@dataclass(frozen=True)
-class PublishStats:
-    """What a publish took on one rank."""
-
-    staging_bytes: int
-    """The most memory that messages took which could not travel from or into their own places."""
-    seconds: float
-    """Of the whole publish, verification included."""
-    verify_seconds: float | None
-    """None when the publish was not verified."""
 
 
 class Publisher:
@@ -49,6 +52,8 @@ class Publisher:
         verify_every: int,
         group_bytes: int | None = None,
         copied: Container[str] = (),
+        travels: str = "whole",
+        before: Read | None = None,
     ) -> None:
         """`read` gives this rank's source slices and is None on a rank that has none; `begin_update(version)` opens the
         update of this rank's engine and is None on a rank without one.
@@ -56,6 +61,9 @@ class Publisher:
         Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on every rank: most bytes of
         tensors that the engine takes at a time; None where all its views exist at once. `copied` names the tensors of which
         `read` gives a copy, not the trainer's own memory: they are staged, and one such copy lives at a time.
+
+        `travels` is `engine.publish`. With "changes" `before` gives what `read` gave at the publish before, in the travelling
+        dtype, and the engine's views hold what that wrote.
         Raises AlignerError when these do not fit the plan or the link.
         """
         rank, problems = link.rank, []
@@ -67,8 +75,14 @@ class Publisher:
             problems.append(f"the plan has {len(plan.labels)} ranks, the link {link.size}")
         if dtype.itemsize != plan.itemsize:
             problems.append(f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}")
+        if travels in BLOCK_FORMATS:
+            slices = (held.values() for side in (plan.source, plan.target) for held in side.values())
+            problems += block_problems(plan.table, set(itertools.chain.from_iterable(slices)))
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
+        self._travels, self._before = travels, before or _no_source
+        self.stats: PublishStats | None = None
+        """Of the last publish."""
         self._plan, self._link, self._dtype = plan, link, dtype
         self._read = read or _no_source
         self._copied, self._begin_update = copied, begin_update
@@ -87,6 +101,7 @@ class Publisher:
         read: Read | None = None,
         begin_update: Callable[[int], WeightUpdate] | None = None,
         copied: Container[str] = (),
+        before: Read | None = None,
     ) -> "Publisher":
         """To an engine of these settings, in the format that it takes."""
         return cls(
@@ -99,6 +114,8 @@ class Publisher:
             verify_every=settings.verify_every,
             group_bytes=to.group_bytes,
             copied=copied,
+            travels=settings.publish,
+            before=before,
         )
 
     @torch.no_grad()
@@ -115,6 +132,8 @@ class Publisher:
         failure = f"weights version {version} was not published, the engine aborts its update"
         update: WeightUpdate | None = None
         staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
+        compares = self._travels == "changes" and self.stats is not None
+        moved = changed = 0
         with ExitStack() as undo:
             for group, order in self._groups:
                 names = list(group.target.get(self._link.rank, ()))
@@ -125,12 +144,14 @@ class Publisher:
                     views = {} if update is None else update.views(names)
                     self._check(group, views)
                 with self._link.agreement(failure):
-                    copy_local(group, self._link.rank, read, views)
-                    exchange = Exchange(group, self._link, self._dtype, read, views, self._copied)
+                    encoding = self._encoding(group, order, read, compares=compares)
+                    copy_local(group, self._link.rank, read, views, encoding.arrives)
+                    exchange = Exchange(group, self._link, self._dtype, read, views, self._copied, encoding)
                     staging = max(staging, exchange.run(order))
+                    moved, changed = moved + exchange.sent_bytes, changed + (encoding.changed or 0)
                     if verifies:
                         start = time.perf_counter()
-                        verify(group, self._link, self._dtype, read, views)
+                        verify(group, self._link, self._dtype, read, views, encoding.arrives)
                         verify_seconds += time.perf_counter() - start
                     if self._group_bytes is None and update is not None:
                         update.load(names)
@@ -139,14 +160,41 @@ class Publisher:
                         if update is not None:
                             update.load(names)
             with self._link.agreement(f"weights version {version} may serve on some ranks and not on others"):
+                of_all = torch.tensor([moved, changed], device=self._link.device)
+                self._link.all_reduce(of_all)
                 if update is not None:
                     update.commit()
                 undo.pop_all()
-        return PublishStats(staging, time.perf_counter() - begin, verify_seconds if verifies else None)
+        whole = sum(transfer.numel for transfer in self._plan.transfers if transfer.source != transfer.target)
+        moved, changed = of_all.tolist()
+        self.stats = PublishStats(
+            staging_bytes=staging,
+            seconds=time.perf_counter() - begin,
+            verify_seconds=verify_seconds if verifies else None,
+            moved_bytes=moved,
+            whole_bytes=whole * self._dtype.itemsize,
+            changed=changed / whole if compares and whole else None,
+        )
+        return self.stats
 
     def give_up(self, store: Store) -> None:
         """Have the publish under way fail on every rank, as `Link.give_up` has it."""
         self._link.give_up(store)
+
+    def _encoding(self, plan: TransferPlan, order: Sequence[Step], read: Read, *, compares: bool) -> Encoding:
+        """What this publish's pieces travel as; `compares` tells that the other ends have what `before` gives. Collective."""
+        if self._travels in BLOCK_FORMATS:
+            return Quantized(plan, cast(Format, self._travels), self._dtype)
+        if compares:
+            before = ReadOnce(self._before)
+            return Changes.agreed(
+                order,
+                self._link,
+                self._dtype,
+                lambda piece: rows_of(plan, piece, read),
+                lambda piece: rows_of(plan, piece, before),
+            )
+        return Plain(self._dtype)
 
     def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
         """Raise an error that names every tensor whose view is missing or is not as the plan says."""

@@ -24,7 +24,7 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.rank_store import open_store
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import Read
-from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.resharding.weight_update import PublishStats, WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, ParallelConfig
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ _END_S = 2.0
 
 def plan_between_worlds(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat) -> TransferPlan:
     """The plan from the trainer's ranks to the generator's, which are counted behind them."""
-    return plan_resharding(shape, trainer, to.layout, first_engine_rank=trainer.ranks, itemsize=to.dtype.itemsize)
+    return plan_resharding(
+        shape, trainer, to.layout, first_engine_rank=trainer.ranks, itemsize=to.dtype.itemsize, one_of=to.one_of
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Snapshots:
         self._source, self._names, self._dtype, self._device = source, tuple(names), dtype, device
         self._on_gpu = device.type == "cuda"
         self._selected: dict[str, Tensor] = {}
+        self._served: dict[str, Tensor] = {}
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._free: list[dict[str, Tensor]] = []
         self._changed = threading.Condition()
@@ -96,9 +99,14 @@ class Snapshots:
         """The slice of the version that was selected."""
         return self._selected[name].to(self._device, non_blocking=True)
 
+    def read_served(self, name: str) -> Tensor:
+        """The slice of the version that was the last to serve."""
+        return self._served[name].to(self._device, non_blocking=True)
+
     def forget_below(self, version: int) -> None:
-        """Older versions than this, which is selected, are not read any more."""
+        """This version, which is selected, serves; older ones are not read any more."""
         with self._changed:
+            self._served = self._selected
             for old in [kept for kept in self._kept if kept < version]:
                 self._free.append(self._kept.pop(old))
 
@@ -150,6 +158,8 @@ class RemotePublisher:
         self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
         self._publisher: Publisher | None = None
         """Of the link to the generator's ranks; None where it is not there, or broken."""
+        self.stats: PublishStats | None = None
+        """Of the newest publish."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._moves = self._links = 0
         self._serving, self._wanted, self._instance = -1, -1, ""
@@ -276,7 +286,7 @@ class RemotePublisher:
                 raise AlignerError("there is no link to the generator")
             self._snapshots.select(version, self._timeout.total_seconds())
             with on_stream(self._stream):
-                self._publisher.publish(version)
+                self.stats = self._publisher.publish(version)
             self._snapshots.forget_below(version)
 
     def _join(self, generation: int) -> Publisher:
@@ -290,7 +300,10 @@ class RemotePublisher:
             store_host=self._plan.labels[0],
         )
         copied = () if self._device.type == "cpu" else self._plan.specs
-        return Publisher.to_engine(self._plan, link, self._settings, self._format, read=self._snapshots.read, copied=copied)
+        copies = self._snapshots
+        return Publisher.to_engine(
+            self._plan, link, self._settings, self._format, read=copies.read, before=copies.read_served, copied=copied
+        )
 
 
 def _both(asked: Future[Any], act: Callable[[], None]) -> None:

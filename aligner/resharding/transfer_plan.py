@@ -133,11 +133,13 @@ def plan_resharding(
     *,
     first_engine_rank: int = 0,
     itemsize: int = 4,
+    one_of: int = 1,
 ) -> TransferPlan:
     """The plan from a trainer's layout to an engine's; elements travel as `itemsize` bytes.
 
     Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share their processes,
-    `trainer.ranks` where they are worlds of their own.
+    `trainer.ranks` where they are worlds of their own. The engine has `one_of` times as many ranks as its layout: of so many
+    in a row the first is one of the layout's, and the others take nothing.
     Raises AlignerError naming everything of the model that does not divide as a layout says.
     """
     if problems := [*layout_problems("actor.parallel", trainer, shape), *engine_problems(engine, shape)]:
@@ -146,7 +148,10 @@ def plan_resharding(
     return plan_transfers(
         table,
         {rank: trainer_slices(table, shape.num_layers, trainer, rank) for rank in range(trainer.ranks)},
-        {first_engine_rank + rank: engine_slices(table, engine, rank) for rank in range(engine.ranks)},
+        {
+            first_engine_rank + rank: {} if rank % one_of else engine_slices(table, engine, rank // one_of)
+            for rank in range(engine.ranks * one_of)
+        },
         itemsize,
     )
 

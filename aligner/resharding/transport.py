@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
+
+Arrives = Callable[[TensorSpec, Tensor], Tensor]
+"""The numbers that the engine gets for a part of a tensor."""
 
 _IN_FLIGHT = 2
 """Batches under way each way: one moves while another is packed or unpacked."""
@@ -51,6 +55,56 @@ class Step:
     receiving: Batch
 
 
+class Encoding(Protocol):
+    """What pieces travel as, and how many bytes that takes, which both ends know."""
+
+    changed: int | None
+    """Numbers that are others than at the publish before, of those that this rank sends; None: they were not compared."""
+
+    def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
+        """The numbers that the engine gets for a part of a tensor."""
+
+    def nbytes(self, piece: Piece) -> int:
+        """Bytes of a piece on its way; a multiple of those of a number."""
+
+    def is_plain(self, piece: Piece) -> bool:
+        """Whether it travels as it is, and may leave from and arrive in its own place."""
+
+    def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
+        """Write a piece of the source into uint8 [nbytes]."""
+
+    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
+        """Write what has come into its place."""
+
+
+class Plain:
+    """An `Encoding`: numbers as they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.changed: int | None = None
+
+    def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
+        """The same."""
+        return rows
+
+    def nbytes(self, piece: Piece) -> int:
+        """Of all of its numbers."""
+        return piece.numel * self._dtype.itemsize
+
+    def is_plain(self, piece: Piece) -> bool:
+        """Always."""
+        return True
+
+    def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
+        """Copy it."""
+        packed.view(self._dtype).view(rows.shape).copy_(rows)
+
+    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
+        """Copy it."""
+        place.copy_(packed.view(self._dtype).view(place.shape))
+
+
 def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
     """Shape of a slice."""
     return cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
@@ -74,6 +128,11 @@ def given(plan: TransferPlan, transfer: Transfer, read: Read) -> Tensor:
 def wanted(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) -> Tensor:
     """Where the receiver of a transfer writes it."""
     return _part_of(plan, transfer, plan.target[transfer.target][transfer.name], views[transfer.name])
+
+
+def rows_of(plan: TransferPlan, piece: Piece, read: Read) -> Tensor:
+    """What the sender of a piece gives."""
+    return given(plan, piece.transfer, read)[piece.start : piece.stop]
 
 
 def _part_of(plan: TransferPlan, transfer: Transfer, held: Slice, tensor: Tensor) -> Tensor:
@@ -150,10 +209,16 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
     return found
 
 
-def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
-    """Copy what this rank already holds into its views; nothing where a view is the source itself."""
+def copy_local(
+    plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor], arrives: Arrives = lambda spec, rows: rows
+) -> None:
+    """Copy what this rank already holds into its views; nothing where a view is the source itself.
+
+    `arrives` gives what becomes of such a part by its encoding.
+    """
     for transfer in plan.between(rank, rank):
-        source, view = given(plan, transfer, read), wanted(plan, transfer, views)
+        source = arrives(plan.specs[transfer.name], given(plan, transfer, read))
+        view = wanted(plan, transfer, views)
         places = {(tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device) for tensor in (source, view)}
         if len(places) > 1:
             view.copy_(source)
@@ -183,20 +248,22 @@ class _Carried:
     tensor: Tensor
     staged: bool
 
-    def parts(self) -> Iterator[tuple[Piece, Tensor]]:
+    def parts(self, encoding: Encoding) -> Iterator[tuple[Piece, Tensor]]:
         """Where each piece lies in a staged message."""
         offset = 0
         for piece in self.message:
-            yield piece, self.tensor[offset : offset + piece.numel]
-            offset += piece.numel
+            size = encoding.nbytes(piece)
+            yield piece, self.tensor[offset : offset + size]
+            offset += size
 
 
 class Exchange:
     """Sends and receives one rank's remote pieces.
 
-    Two batches are under way each way. A message that is one contiguous piece of the travelling dtype is sent from, or
-    received into, its own place; only the others take staging memory. Of the tensors in `copied`, of which `read` makes
-    copies, a message that is the whole copy is sent from there; a part would keep all of the copy alive, and is staged.
+    Two batches are under way each way. A message that is one contiguous piece, of the travelling dtype and not encoded, is
+    sent from, or received into, its own place; only the others take staging memory. Of the tensors in `copied`, of which
+    `read` makes copies, a message that is the whole copy is sent from there; a part would keep all of the copy alive, and is
+    staged.
     """
 
     def __init__(
@@ -207,9 +274,12 @@ class Exchange:
         read: Read,
         views: Mapping[str, Tensor],
         copied: Container[str] = (),
+        encoding: Encoding | None = None,
     ) -> None:
+        """`encoding` None: numbers travel as they are."""
         self._plan, self._link, self._dtype, self._read, self._views = plan, link, dtype, read, views
-        self._copied = copied
+        self._copied, self._encoding = copied, encoding or Plain(dtype)
+        self.sent_bytes = 0
         self._staging: dict[tuple[str, int], Tensor] = {}
         self._posted: deque[tuple[list[_Carried], list[_Carried]]] = deque()
         self._most_copies = 0
@@ -229,9 +299,13 @@ class Exchange:
         received = self._carry(step.receiving, self._place, ("in", slot))
         for carried in sent:
             if carried.staged:
-                for piece, packed in carried.parts():
-                    self._pack(piece, packed)
-        self._link.post([(each.tensor, step.to) for each in sent], [(each.tensor, step.from_) for each in received])
+                for piece, packed in carried.parts(self._encoding):
+                    self._encoding.pack(piece, self._rows(piece), packed)
+        self.sent_bytes += sum(each.tensor.nbytes for each in sent)
+        self._link.post(
+            [(each.tensor, step.to) for each in sent if each.tensor.numel()],
+            [(each.tensor, step.from_) for each in received if each.tensor.numel()],
+        )
         self._posted.append((sent, received))  # what is sent has to live until it has left
         self._most_copies = max(self._most_copies, sum(self._bytes_of_copies(sent) for sent, _ in self._posted))
 
@@ -241,13 +315,8 @@ class Exchange:
         _, received = self._posted.popleft()
         for carried in received:
             if carried.staged:
-                for piece, packed in carried.parts():
-                    place = self._place(piece)
-                    place.copy_(packed.view(place.shape))
-
-    def _pack(self, piece: Piece, packed: Tensor) -> None:
-        rows = self._rows(piece)
-        packed.view(rows.shape).copy_(rows)
+                for piece, packed in carried.parts(self._encoding):
+                    self._encoding.unpack(piece, packed, self._place(piece))
 
     def _own_rows(self, piece: Piece) -> Tensor | None:
         transfer = piece.transfer
@@ -260,7 +329,7 @@ class Exchange:
         return sum(carried.tensor.nbytes for carried in own if carried.message[0].transfer.name in self._copied)
 
     def _rows(self, piece: Piece) -> Tensor:
-        return given(self._plan, piece.transfer, self._read)[piece.start : piece.stop]
+        return rows_of(self._plan, piece, self._read)
 
     def _place(self, piece: Piece) -> Tensor:
         return wanted(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
@@ -270,8 +339,14 @@ class Exchange:
 
         `slot` names the staging memory, which the step before the last has left.
         """
-        own = [self._travelling(locate(message[0])) if len(message) == 1 else None for message in batch]
-        sizes = [0 if tensor is not None else numel_of_message(message) for message, tensor in zip(batch, own, strict=True)]
+        encoding = self._encoding
+        own = [
+            self._travelling(locate(message[0])) if len(message) == 1 and encoding.is_plain(message[0]) else None
+            for message in batch
+        ]
+        sizes = [
+            0 if tensor is not None else sum(map(encoding.nbytes, message)) for message, tensor in zip(batch, own, strict=True)
+        ]
         staging = self._buffer(slot, sum(sizes)).split(sizes)
         return [
             _Carried(message, part if tensor is None else tensor, tensor is None)
@@ -285,8 +360,9 @@ class Exchange:
         fits = tensor.is_contiguous() and tensor.dtype == self._dtype and tensor.device == self._link.device
         return tensor if fits else None
 
-    def _buffer(self, slot: tuple[str, int], numel: int) -> Tensor:
-        if slot not in self._staging or self._staging[slot].numel() < numel:
+    def _buffer(self, slot: tuple[str, int], size: int) -> Tensor:
+        """uint8 [`size`]."""
+        if slot not in self._staging or self._staging[slot].numel() < size:
             self._staging.pop(slot, None)  # before another is made
-            self._staging[slot] = torch.empty(numel, dtype=self._dtype, device=self._link.device)
-        return self._staging[slot][:numel]
+            self._staging[slot] = torch.empty(size, dtype=torch.uint8, device=self._link.device)
+        return self._staging[slot][:size]

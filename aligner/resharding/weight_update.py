@@ -15,10 +15,12 @@ class WeightFormat:
     """How an engine takes its weights."""
 
     layout: EngineParallelConfig
-    """To publish to, over the engine's ranks."""
+    """To publish to, over the engine's ranks that take weights."""
     dtype: torch.dtype
     group_bytes: int | None
     """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
+    one_of: int = 1
+    """Of so many of the engine's ranks in a row the first takes weights, for all of them."""
 
 
 class WeightUpdate(Protocol):
@@ -40,8 +42,30 @@ class WeightUpdate(Protocol):
         """The update failed somewhere: the engine stays at the version it had, or has none if that was overwritten."""
 
 
+@dataclass(frozen=True)
+class PublishStats:
+    """What a publish took on one rank."""
+
+    staging_bytes: int
+    """The most memory that messages took which could not travel from or into their own places."""
+    seconds: float
+    """Of the whole publish, verification included."""
+    verify_seconds: float | None
+    """None when the publish was not verified."""
+    moved_bytes: int
+    """That crossed from rank to rank, of all ranks."""
+    whole_bytes: int
+    """That would have crossed with all numbers as they are."""
+    changed: float | None
+    """Share of the numbers that would have crossed which are others than at the publish before; None: not compared."""
+
+
 class WeightPublisher(Protocol):
     """What takes the policy's weights into the engine."""
+
+    @property
+    def stats(self) -> PublishStats | None:
+        """Of the newest publish that this rank has seen the end of; None before the first."""
 
     def publish(self, version: int) -> object:
         """The engine serves the weights, as `version`, when this returns.

@@ -1,24 +1,13 @@
 """Scores over HTTP, in the shape that OpenRLHF's `remote_rm_url` has."""
 
-import contextlib
-import http.client
 import json
-import socket
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.rewards.http_endpoint import HttpEndpoint
+from aligner.rewards.scorers import ScoringError, ScoringRequest
 from aligner.schema.options import is_finite_number
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_SHOWN_BYTES = 200
-_LARGEST_ANSWER = 16 * 2**20  # bytes
-_LATER = (http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY, http.HTTPStatus.TOO_MANY_REQUESTS)
-"""Statuses below 500 that ask for another attempt."""
 
 
 @dataclass(frozen=True)
@@ -35,90 +24,21 @@ class RemoteScorer:
     """Until the answer is there, retries included."""
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        """One score a request.
-
-        No connection, a lost one and the statuses 408, 425, 429 and 5xx are tried again until the deadline, after a pause that
-        is no shorter than what the answer asks for (Retry-After, in seconds), and then raise ScorerUnavailable.
-        Any other status and an answer of another shape or beyond 16 MiB raise ScoringError at once. Both tell the address.
-        """
+        """One score a request. Raises as `HttpEndpoint.post`, and ScoringError for an answer of another shape."""
         body = {
             "query": [request.prompt + request.response for request in requests],
             "prompts": [request.prompt for request in requests],
             "labels": [request.metadata.get("label", request.metadata.get("answer", "")) for request in requests],
         }
-        return self._scores(self._answer(json.dumps(body).encode()), len(requests))
-
-    def _answer(self, body: bytes) -> bytes:
-        deadline = time.monotonic() + self.timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                status, answer, asked_s = self._post(body, deadline)
-            except (OSError, http.client.HTTPException) as error:
-                problem, asked_s = f"{type(error).__name__}: {error}", 0.0
-            else:
-                if status == http.HTTPStatus.OK:
-                    return answer
-                problem = f"status {status}, {_shown(answer)}"
-                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LATER:
-                    raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
-            wait_s = max(pause_s, asked_s)
-            if time.monotonic() + wait_s >= deadline:
-                raise ScorerUnavailable(f"{self.url} gave no scores within {self.timeout_s:g} s; the last attempt: {problem}")
-            time.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _post(self, body: bytes, deadline: float) -> tuple[int, bytes, float]:
-        """Status, answer, and for how many seconds it asks to be left alone."""
-        address = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01))
-        path = (address.path or "/") + (f"?{address.query}" if address.query else "")
-        with contextlib.closing(connection):
-            connection.connect()
-            with _cut_off(connection.sock, deadline):
-                connection.request("POST", path, body, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                answer = response.read(_LARGEST_ANSWER + 1)
-        if len(answer) > _LARGEST_ANSWER:
-            raise ScoringError(f"{self.url} answered with more than {_LARGEST_ANSWER} bytes, the most that is read")
-        if time.monotonic() >= deadline:
-            raise TimeoutError("the answer was not complete by the deadline")
-        if response.length:
-            raise http.client.IncompleteRead(answer, response.length)
-        asked = response.getheader("Retry-After", "")
-        return response.status, answer, float(asked) if asked.isdecimal() else 0.0
-
-    def _scores(self, answer: bytes, count: int) -> list[float]:
+        endpoint = HttpEndpoint(self.url, self.timeout_s)
+        answer, count = endpoint.post(json.dumps(body).encode()), len(requests)
         try:
             rewards: Any = json.loads(answer)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ScoringError(f"{self.url} answered with {_shown(answer)}; it must be JSON with `rewards`") from error
+            raise ScoringError(f"{self.url} answered with {endpoint.shown(answer)}; it must be JSON with `rewards`") from error
         if not isinstance(rewards, list) or len(rewards) != count or not all(map(is_finite_number, rewards)):
             raise ScoringError(
-                f"{self.url} answered with {_shown(answer)}; `rewards` must be a list of {count} finite numbers,"
+                f"{self.url} answered with {endpoint.shown(answer)}; `rewards` must be a list of {count} finite numbers,"
                 " one for each query"
             )
         return [float(reward) for reward in rewards]
-
-
-def _shown(answer: bytes) -> str:
-    more = f" and {len(answer) - _SHOWN_BYTES} bytes more" if len(answer) > _SHOWN_BYTES else ""
-    return f"{answer[:_SHOWN_BYTES].decode(errors='replace')!r}{more}"
-
-
-@contextlib.contextmanager
-def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
-    """End what waits for the socket at the deadline: its own timeout begins anew with every byte that trickles in."""
-
-    def end() -> None:
-        with contextlib.suppress(OSError):  # it has ended by itself
-            connected.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(deadline - time.monotonic(), 0), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -80,7 +80,7 @@ def scored(function: Scorer, requests: Sequence[Sequence[Any]]) -> list[float]:
 
 def _elsewhere(module: str, name: str, timeout_s: float | None) -> Scorer:
     """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason alone."""
-    child = ChildFunction(module, name, through=f"{__name__}:scored", deadline_s=timeout_s)
+    child = ChildFunction(module, name, through=f"{__name__}:scored", takes=1, deadline_s=timeout_s)
     child.start()
     return lambda requests: child([[each.prompt, each.response, dict(each.metadata)] for each in requests])
 
@@ -105,7 +105,8 @@ def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | N
         scorer = imported(module, attribute)
     except AlignerError as error:
         raise ConfigError(
-            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}"
+            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}, a"
+            " function of a list of requests, each with prompt, response and metadata (docs/rewards.md)"
         ) from error
     return _verifier(scorer) if name in RULES else scorer
 

@@ -20,7 +20,7 @@ from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.resharding.remote_publisher import RemotePublisher
-from aligner.resharding.weight_update import WeightPublisher
+from aligner.resharding.weight_update import PublishStats, WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
@@ -112,6 +112,11 @@ class RolloutPipeline:
     def is_ahead(self) -> bool:
         """Whether samples are drawn before their step."""
         return self._settings.steps_ahead > 0
+
+    @property
+    def publish_stats(self) -> PublishStats | None:
+        """Of the newest publish that this rank has seen the end of."""
+        return self._weights.stats
 
     def publish_weights(self, version: int, last: bool = False) -> None:
         """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.

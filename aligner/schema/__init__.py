@@ -13,7 +13,7 @@ from aligner.schema.cluster import ClusterConfig, SlurmRoleConfig
 from aligner.schema.critic import TRAINED, CriticConfig
 from aligner.schema.data import DataConfig
 from aligner.schema.dry_run import DryRunConfig
-from aligner.schema.engine import EngineConfig, EngineParallelConfig, SpeculationConfig
+from aligner.schema.engine import EngineConfig, EngineParallelConfig, SpeculationConfig, TensorRTLLMConfig, VLLMConfig
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation import EvaluationConfig
 from aligner.schema.logging import LoggingConfig

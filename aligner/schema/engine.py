@@ -31,8 +31,35 @@ class TensorRTLLMConfig:
         read="engine.kind=tensorrt_llm and engine.kv_cache_mib=null",
     )
     max_num_tokens: int = option(8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1)
+    stream_interval: int = option(
+        16,
+        "tokens of a response between two messages of TensorRT-LLM's; where responses are interrupted, those since its last"
+        " message are drawn again",
+        minimum=1,
+    )
     timeout_s: float = option(
         900.0, "starting, giving memory back, or no response gaining a token may take so long before the run fails", minimum=1
+    )
+
+
+@dataclass
+class VLLMConfig:
+    """What only vLLM needs to know (engine.kind=vllm)."""
+
+    python: str | None = option(
+        None, "the Python of an environment that has vLLM; null: the one that `aligner install-vllm` makes in the cache"
+    )
+    memory_fraction: float = option(
+        0.4, "share of a GPU's memory that vLLM takes in all, for the model and for keys and values", minimum=0.01, maximum=1
+    )
+    stream_interval: int = option(
+        16,
+        "tokens of a response between two messages of vLLM's; where responses are interrupted, those since its last message"
+        " are drawn again",
+        minimum=1,
+    )
+    timeout_s: float = option(
+        180.0, "starting, giving memory back, or no response gaining a token may take so long before the run fails", minimum=1
     )
 
 
@@ -53,8 +80,9 @@ class EngineConfig:
 
     kind: str = option(
         "embedded",
-        "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs",
-        choices=("embedded", "tensorrt_llm"),
+        "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM, on GPUs; vllm: vLLM, in an"
+        " environment of its own, anywhere",
+        choices=("embedded", "tensorrt_llm", "vllm"),
     )
     placement: str = option(
         "colocated",
@@ -90,6 +118,13 @@ class EngineConfig:
         " trainer's tensors themselves",
         choices=("atomic", "in_place", "shared"),
     )
+    publish: str = option(
+        "whole",
+        "what new weights travel as; whole: all numbers; changes: those whose bits are others than at the publish before, of a"
+        " piece of a tensor where that is less (nothing is lost; in bf16 most stay as they are); mxfp8, mxint8: layers'"
+        " matrices in eight bits a number, as which they serve",
+        choices=("whole", "changes", "mxfp8", "mxint8"),
+    )
     in_flight: str = option(
         "finish",
         "what new weights do to responses under way; finish: wait for them; interrupt: have them go on from"
@@ -101,5 +136,6 @@ class EngineConfig:
     verify_every: int = option(
         0, "weights are checked by checksum at the first publish and at every N-th after it; 0: the first only", minimum=0
     )
-    bucket_mib: int = option(64, "weights move between ranks in buckets of this size", minimum=1)
+    bucket_mib: int = option(1024, "weights move between ranks in buckets of at most this size", minimum=1)
     tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read="engine.kind=tensorrt_llm")
+    vllm: VLLMConfig = section(VLLMConfig, read="engine.kind=vllm")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.schema.judge_questions import ASKINGS
 from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import MegatronModelConfig
@@ -11,6 +12,7 @@ OWN_SERVER = (
     "critic.with_reward=false or algorithm.with_critic=false or algorithm.advantage!=gae|*:* or algorithm.trainer=preferences"
 )
 """When the reward has a server of its own: where no critic serves it."""
+_JUDGE = ".kind=judge"
 
 
 @dataclass
@@ -19,9 +21,9 @@ class RewardConfig(MegatronModelConfig):
 
     kind: str = option(
         "function",
-        "function: a Python function; model: a Megatron reward model; remote: an HTTP scorer; combined: the weighted sum of"
-        " `sources`",
-        choices=("function", "model", "remote", "combined"),
+        "function: a Python function; model: a Megatron reward model; remote: an HTTP scorer; judge: a language model behind"
+        " an OpenAI-compatible endpoint; combined: the weighted sum of `sources`",
+        choices=("function", "model", "remote", "judge", "combined"),
     )
     function: str = option("digit_fraction", "a built-in scorer's name, or module:callable", read=".kind=function")
     function_timeout_s: float = option(
@@ -49,14 +51,63 @@ class RewardConfig(MegatronModelConfig):
         "leave special tokens out of the texts that the remote scorer gets; a chat reward model needs them, to tell the turns",
         read=".kind=remote",
     )
+    judge_url: str | None = option(
+        None, "base address of the judge's endpoint, as OpenAI clients have it: http://HOST:PORT/v1", read=_JUDGE
+    )
+    judge_model: str | None = option(None, "the judge's name at the endpoint", read=_JUDGE)
+    judge_asks: str = option(
+        "score",
+        "score: a number for each response; yes_no: the probability of yes, by log-probs; pairwise: which of two samples of a"
+        " prompt is better, of every two in both orders; ranking: the order of all samples of a prompt",
+        choices=tuple(ASKINGS),
+        read=_JUDGE,
+    )
+    judge_template: str | None = option(
+        None,
+        "the question, with fields in braces: {prompt}, {response} ({response_a} and {response_b}, or {responses}) and any of"
+        " the record's; a plain one when null",
+        read=_JUDGE,
+    )
+    judge_pattern: str = option(
+        r"SCORE:\s*(-?\d+(?:\.\d+)?)",
+        "regular expression whose last match in the judge's answer has the score as its first group (judge_asks=score)",
+        read=_JUDGE,
+    )
+    judge_lowest: float = option(0.0, "lowest score; an answer with a lower one cannot be read", read=_JUDGE)
+    judge_highest: float = option(10.0, "highest score", read=_JUDGE)
+    judge_temperature: float = option(0.0, "temperature that the judge answers at", minimum=0, read=_JUDGE)
+    judge_max_tokens: int = option(512, "longest answer; with judge_asks=yes_no it is one token", minimum=1, read=_JUDGE)
+    judge_tries: int = option(
+        3,
+        "a question is asked so often, at most, until its answer can be read; then its prompt is refused",
+        minimum=1,
+        read=_JUDGE,
+    )
+    judge_timeout_s: float = option(
+        60.0, "deadline of an answer, retries over HTTP included, each time that it is asked for", minimum=0.1, read=_JUDGE
+    )
+    judge_concurrency: int = option(8, "questions under way at a time, of each replica", minimum=1, read=_JUDGE)
+    judge_requests_per_minute: float | None = option(
+        None, "requests that are sent at most, of each replica; as many as there are when null", above=0, read=_JUDGE
+    )
+    judge_key_variable: str | None = option(
+        None, "environment variable with the endpoint's key, which is sent as a bearer token; no key when null", read=_JUDGE
+    )
+    judge_input_price: float = option(0.0, "price of a million tokens of questions, for judge/cost", minimum=0, read=_JUDGE)
+    judge_output_price: float = option(0.0, "price of a million tokens of answers", minimum=0, read=_JUDGE)
+    judge_cache: str | None = option(
+        None,
+        "directory of the answers that are known, which several runs may share; judge/ in the run directory when null",
+        read=_JUDGE,
+    )
     gain: float = option(
         1.0, "scores are multiplied by it: normalization to a mean and deviation is gain and bias", read=".kind!=combined"
     )
     bias: float = option(0.0, "and this is added", read=".kind!=combined")
     sources: dict[str, Any] = option(
         {},
-        "name to kind, weight, gain, bias and function and function_timeout_s, path, or url, timeout_s and"
-        " skip_special_tokens",
+        "name to kind, weight, gain, bias and function and function_timeout_s, path, url, timeout_s and skip_special_tokens,"
+        " or the judge_… keys",
         read=".kind=combined",
     )
     missing_end_score: float | None = option(

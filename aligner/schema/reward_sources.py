@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError
 from aligner.schema import RewardConfig
+from aligner.schema.judge_questions import ASKINGS, COMPARISONS, pattern_problem, record_fields, template_problem
+from aligner.schema.keys import schema_keys
 from aligner.schema.options import is_finite_number, key_hint
 from aligner.schema.scoring_functions import function_problem
 
@@ -24,8 +26,8 @@ class Source:
     weight: float = 1.0
     gain: float = 1.0
     bias: float = 0.0
-    needs: ClassVar[str]
-    """The key that says where the scores come from."""
+    needs: ClassVar[tuple[str, ...]]
+    """The keys without which there are no scores; the first says where they come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class FunctionSource(Source):
 
     function: str
     function_timeout_s: float = RewardConfig.function_timeout_s
-    needs = "function"
+    needs = ("function",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class ModelSource(Source):
     """A Megatron reward model."""
 
     path: str
-    needs = "path"
+    needs = ("path",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,59 @@ class RemoteSource(Source):
     url: str
     timeout_s: float = RewardConfig.timeout_s
     skip_special_tokens: bool = RewardConfig.skip_special_tokens
-    needs = "url"
+    needs = ("url",)
 
 
-_KINDS: Mapping[str, type[Source]] = {"function": FunctionSource, "model": ModelSource, "remote": RemoteSource}
+@dataclass(frozen=True, kw_only=True)
+class JudgeSource(Source):
+    """A language model behind an OpenAI-compatible endpoint. What each key is, `reward` says of the one of the same name."""
+
+    judge_url: str
+    judge_model: str
+    judge_asks: str = RewardConfig.judge_asks
+    judge_template: str | None = None
+    judge_pattern: str = RewardConfig.judge_pattern
+    judge_lowest: float = RewardConfig.judge_lowest
+    judge_highest: float = RewardConfig.judge_highest
+    judge_temperature: float = RewardConfig.judge_temperature
+    judge_max_tokens: int = RewardConfig.judge_max_tokens
+    judge_tries: int = RewardConfig.judge_tries
+    judge_timeout_s: float = RewardConfig.judge_timeout_s
+    judge_concurrency: int = RewardConfig.judge_concurrency
+    judge_requests_per_minute: float | None = None
+    judge_key_variable: str | None = None
+    judge_input_price: float = RewardConfig.judge_input_price
+    judge_output_price: float = RewardConfig.judge_output_price
+    judge_cache: str | None = None
+    needs = ("judge_url", "judge_model")
+
+    @property
+    def template(self) -> str:
+        """The question, its fields in braces."""
+        return self.judge_template or ASKINGS[self.judge_asks].template
+
+    @property
+    def record_fields(self) -> tuple[str, ...]:
+        """Fields of the question that a prompt's record must have."""
+        return record_fields(self.judge_asks, self.template)
+
+    @property
+    def longest_s(self) -> float:
+        """How long a question may take at most, until its answer is read or given up."""
+        return self.judge_tries * self.judge_timeout_s
+
+    @property
+    def compares(self) -> bool:
+        """Whether it tells the samples of a prompt apart by each other, and so needs several of them."""
+        return self.judge_asks in COMPARISONS
+
+
+_KINDS: Mapping[str, type[Source]] = {
+    "function": FunctionSource,
+    "model": ModelSource,
+    "remote": RemoteSource,
+    "judge": JudgeSource,
+}
 
 
 def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
@@ -80,6 +131,18 @@ def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
     return tuple(source for source in sources if isinstance(source, ModelSource))
 
 
+def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
+    """Those that are judges. Raises ConfigError as `reward_sources`."""
+    return tuple(source for source in reward_sources(reward) if isinstance(source, JudgeSource))
+
+
+def asked_address(source: Source) -> str | None:
+    """Where a source that asks another program over HTTP does so; None for any other."""
+    if isinstance(source, RemoteSource):
+        return source.url
+    return source.judge_url if isinstance(source, JudgeSource) else None
+
+
 def has_reward_model(reward: RewardConfig) -> bool:
     """Whether a model scores; False for sources that do not say what they must."""
     try:
@@ -91,7 +154,7 @@ def has_reward_model(reward: RewardConfig) -> bool:
 def describe_sources(sources: tuple[Source, ...]) -> str:
     """What scores, in a few words, for the placement table."""
     return " + ".join(
-        ("" if source.weight == 1 else f"{source.weight:g} x ") + f"{kind} {getattr(source, source.needs)}"
+        ("" if source.weight == 1 else f"{source.weight:g} x ") + f"{kind} {getattr(source, source.needs[0])}"
         for source in sources
         for kind, chosen in _KINDS.items()
         if isinstance(source, chosen)
@@ -102,7 +165,9 @@ def source_entry(source: Source) -> dict[str, Any]:
     """A source as an entry of `reward.sources`."""
     (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-    return {"kind": kind} | {name: value for name, value in values.items() if name not in ("name", "key")}
+    return {"kind": kind} | {
+        name: value for name, value in values.items() if name not in ("name", "key") and value is not None
+    }
 
 
 def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
@@ -133,11 +198,27 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
             yield f"{key}.{entry}: unknown key with kind={entries['kind']}; {hint}"
         elif problem := _value_problem(entry, value):
             yield f"{key}.{entry}={value}: {problem}"
-    if kind.needs not in entries:
-        yield f"{key}.{kind.needs}: missing; kind={entries['kind']} needs it"
+    for needed in kind.needs:
+        if needed not in entries:
+            yield f"{key}.{needed}: missing; kind={entries['kind']} needs it"
+    if kind is JudgeSource:
+        yield from _judge_problems(key, entries)
+
+
+def _judge_problems(key: str, entries: Mapping[str, Any]) -> Iterator[str]:
+    """What does not go together among a judge's entries, those that are wrong by themselves left aside."""
+    right = {entry: value for entry, value in entries.items() if _value_problem(entry, value) is None}
+    lowest, highest = (right.get(entry, getattr(RewardConfig, entry)) for entry in ("judge_lowest", "judge_highest"))
+    if lowest >= highest:
+        yield f"{key}.judge_lowest={lowest:g}: must be below {key}.judge_highest={highest:g}"
+    template, asks = right.get("judge_template"), right.get("judge_asks", RewardConfig.judge_asks)
+    if template is not None and (problem := template_problem(asks, template)):
+        yield f"{key}.judge_template: {problem}"
 
 
 def _value_problem(entry: str, value: Any) -> str | None:
+    if entry.startswith("judge_"):
+        return _judge_value_problem(entry, value)
     if entry == "skip_special_tokens":
         return None if isinstance(value, bool) else "must be true or false"
     if entry in ("weight", "gain", "bias", "timeout_s", "function_timeout_s"):
@@ -151,6 +232,23 @@ def _value_problem(entry: str, value: Any) -> str | None:
     if entry == "function":
         return function_problem(value)
     return _url_problem(value) if entry == "url" else None
+
+
+def _judge_value_problem(entry: str, value: Any) -> str | None:
+    """By the section's key of the same name."""
+    key = schema_keys()[f"reward.{entry}"]
+    kind = key.type_name.removesuffix(" | None")
+    if kind == "str" and not (isinstance(value, str) and value):
+        return f"expected text, got {type(value).__name__}"
+    if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+        return "must be a whole number"
+    if kind == "float" and not is_finite_number(value):
+        return "must be a finite number"
+    if (problem := key.bound_problem(value)) is not None:
+        return problem
+    if entry == "judge_url":
+        return _url_problem(value)
+    return pattern_problem(value) if entry == "judge_pattern" else None
 
 
 def _url_problem(url: str) -> str | None:

@@ -1,5 +1,6 @@
 """One run: its name, its directory and its length."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,25 @@ class RunConfig:
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
     steps: int = option(1, "training steps", minimum=1, maximum=10**9)
     stop_after: int | None = option(None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1)
+    end_kl: float | None = option(
+        None,
+        "end after a step whose kl/reference, nats a response, is above this; never by that when null",
+        above=0,
+        read="algorithm.trainer=online",
+    )
+    end_at: str | None = option(
+        None,
+        "METRIC:NUMBER, such as eval/score:0.9: end after a step in which the metric is so high or, of a loss or a KL, so low;"
+        " never by that when null",
+        read="algorithm.trainer!=preferences",
+    )
+    end_without_gain: int | None = option(
+        None,
+        "end after so many evaluations in a row that are no better than the best before them, by checkpoint.best_metric; never"
+        " by that when null",
+        minimum=1,
+        read="algorithm.trainer!=preferences",
+    )
     max_restarts: int = option(
         3,
         "a trainer of which a rank is killed or hangs is started again from the last checkpoint so often, while the servers"
@@ -48,3 +68,19 @@ class RunConfig:
     def resumes(self) -> bool:
         """Whether training goes on from a checkpoint, where there is one."""
         return self.resume != "false"
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """By what the run may end before its last step: the keys that are given, and their values."""
+        found = {"run.end_kl": self.end_kl, "run.end_at": self.end_at, "run.end_without_gain": self.end_without_gain}
+        return {key: value for key, value in found.items() if value is not None}
+
+    @property
+    def end_target(self) -> tuple[str, float] | None:
+        """The metric and the number of `end_at`. Raises ValueError for a text of another form."""
+        if self.end_at is None:
+            return None
+        metric, _, number = self.end_at.rpartition(":")
+        if not metric or not math.isfinite(float(number)):
+            raise ValueError(self.end_at)
+        return metric, float(number)

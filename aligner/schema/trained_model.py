@@ -59,6 +59,9 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = option(
         False, "add gradients up over the data-parallel ranks while the backward pass goes on; gains where nodes are many"
     )
+    overlap_param_gather: bool = option(
+        False, "gather updated weights while the next forward pass begins; needs distributed and overlap_grad_reduce"
+    )
     offload_fraction: float = option(
         0.0,
         "share of the optimizer state kept and updated in host memory; GPUs only, needs distributed",
@@ -78,8 +81,16 @@ class MegatronModelConfig:
     micro_batch_tokens: int = option(2048, "token budget of a packed micro-batch", minimum=1)
     precision: str = option(
         "auto",
-        "arithmetic of the layers; auto: bf16 on GPUs, fp32 on CPUs; training always keeps fp32 main weights",
-        choices=("auto", "fp32", "bf16"),
+        "arithmetic of the layers; auto: bf16 on GPUs, fp32 on CPUs; fp8: bf16 with transformer-engine's fp8 products;"
+        " training always keeps fp32 main weights",
+        choices=("auto", "fp32", "bf16", "fp8"),
+    )
+    fp8_recipe: str = option(
+        "tensorwise",
+        "what a scale of fp8 numbers is for; tensorwise: a tensor; blockwise: 128 numbers, or squares of them (Hopper, CUDA"
+        " 12.9); mxfp8: 32 numbers (Blackwell)",
+        choices=("tensorwise", "blockwise", "mxfp8"),
+        read=".precision=fp8",
     )
 
 

@@ -1,4 +1,4 @@
-"""The reward role: requests to scores, by functions, remote scorers and models, on ranks of its own or beside the critic."""
+"""The reward role: requests to scores, by functions, HTTP scorers, judges and models, on its own ranks or the critic's."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,18 @@ from aligner.data.tokenizer import read_tokenizer, with_beginning
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
 from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
+from aligner.paths import run_paths
+from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rewards.sources import ModelSource, RewardNormalizer, RewardSource, ScoringBatch, WeightedSum, text_source
+from aligner.rewards.sources import (
+    ModelSource,
+    RewardNormalizer,
+    RewardSource,
+    ScoringBatch,
+    TextSource,
+    WeightedSum,
+    text_source,
+)
 from aligner.schema import Config, reward_sources
 from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor
@@ -159,6 +169,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
             parts.append((source, ModelSource(source.name, model, normalizer)))
             its_limits = model_limits(config, Path(source.path), model.vocab_size, f"{source.key}.path")
             limits = narrower(limits, its_limits)
+        elif isinstance(source, reward_sources.JudgeSource):
+            parts.append((source, TextSource(source.name, build_judge(source, run_paths(config)))))
         else:
             parts.append((source, text_source(source)))
     return Scoring(WeightedSum(parts), tokenizer, limits)

@@ -80,10 +80,11 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
     weights, world, to = policy.runner.weights, policy.world, engine.weight_format
 
     def begin_update(version: int) -> WeightUpdate:
+        weights.finish_update()  # the engine may share the trainer's memory
         engine.wake()
         return engine.begin_update(version)
 
-    plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize)
+    plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize, one_of=to.one_of)
     link = Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device)
     return Publisher.to_engine(
         plan, link, config.engine, to, read=weights.read, begin_update=begin_update, copied=weights.copied

@@ -1,26 +1,35 @@
 """The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 
 import torch
 from torch import Tensor
 
+from aligner.data.claim import writing
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.transcripts import branch_texts, transcript
 from aligner.exit_codes import STOP_SIGNAL
+from aligner.files import write_file
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.metrics import MetricsWriter, Record, RecordWriter, read_metrics
 from aligner.observability.stages import tell_phase, tell_stage
 from aligner.observability.timeline import PhaseTimer, Timeline
+from aligner.paths import run_paths
+from aligner.rewards.judge_ledger import JudgeMeter
 from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.rollout.services import together
 from aligner.schema import Config
+from aligner.training.end_rule import EndRule
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from aligner.training.step_samples import SampleRecorder, StepSamples
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Recorder:
     tokenizer: Tokenizer
     sampled: SampleRecorder | None = None
     """None: of all that is sampled `samples` alone are kept."""
+    judges: JudgeMeter | None = None
+    """None: no judge scores."""
 
     def truncate_after(self, step: int, *, amends: bool) -> None:
         """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
@@ -136,6 +147,10 @@ class TrainingLoop:
     """The checkpoints that the run may resume from, the newest last."""
     _saving: tuple[TrainingState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, and its metric."""
+    _evaluations: list[float] = field(default_factory=list, init=False)
+    """What evaluations have found so far of the metric that `run.end_without_gain` counts by. Rank 0's."""
+    _reached: str | None = field(default=None, init=False)
+    """Why the run has ended before its last step, where it has."""
 
     def run(self) -> None:
         """Train from where the run stands to its end."""
@@ -146,16 +161,28 @@ class TrainingLoop:
         self.begin(first)
         timer = PhaseTimer(listener=self.timeline.add, begins=partial(tell_phase, self.config))
         self._evaluate_beforehand(first, timer)
+        if not self._has_reached_its_end(self._recorded()):
+            self._train(first, timer)
+        self._finish_save(timer)
+        self.finish()
+        self._tell_what_was_reached()
+        self.timeline.flush()
+
+    def _train(self, first: int, timer: PhaseTimer) -> None:
         for step in range(first, self.stop.last):
             done = step + 1
             self.timeline.begin_step(done)
             result = self.step(step, timer)
             ends = self.stop.is_after(done)
             self.publish(done, timer, last=ends)
-            saves = self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, done))
             if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
                 # What is measured hangs on steps alone: a checkpoint for the time that has passed has no part in it.
-                result.metrics.update(self._evaluate(done, timer, saves=saves))
+                evaluated = self._evaluate(done, timer, saves=self._saves(done, ends=ends))
+                result.metrics.update(evaluated)
+                if self._has_reached_its_end([{"step": done, **result.metrics}]):
+                    ends = True
+                    result.metrics.update(evaluated or self._evaluate(done, timer, saves=True, as_last=True))
+            saves = self._saves(done, ends=ends)
             self._record(done, result, timer.take())
             if timer.begins is not None:  # how long steps take is known from here on
                 timer.begins = None
@@ -167,9 +194,6 @@ class TrainingLoop:
                 self._begin_save(done, None, timer)
             if ends:
                 break
-        self._finish_save(timer)
-        self.finish()
-        self.timeline.flush()
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
         """Restore what the last of these checkpoints holds, if there is one; the steps that are done."""
@@ -216,6 +240,8 @@ class TrainingLoop:
         first = self.resume(self._saved)
         if self.recorder is not None:
             self.recorder.truncate_after(first, amends=self._owes_evaluation)
+            with writing():
+                run_paths(self.config).end.unlink(missing_ok=True)  # it may go on from there now
         self.timeline.begin_run(first)
         return first
 
@@ -237,11 +263,60 @@ class TrainingLoop:
         else:
             self.recorder.metrics.write(first, evaluated)
 
-    def _evaluate(self, step: int, timer: PhaseTimer, *, saves: bool) -> dict[str, float]:
-        if not self.is_evaluated(step, saves=saves):
+    def _evaluate(self, step: int, timer: PhaseTimer, *, saves: bool, as_last: bool = False) -> dict[str, float]:
+        """Evaluate a step where one is due: that of a run's last step with `as_last`."""
+        if not self.is_evaluated(self.config.run.steps if as_last else step, saves=saves):
             return {}
         with timer.phase("evaluate"):
             return self.evaluate(step)
+
+    def _saves(self, step: int, *, ends: bool) -> bool:
+        """Whether a checkpoint of a step is taken that is not for the time that has passed."""
+        return self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, step))
+
+    @cached_property
+    def _end_rule(self) -> EndRule | None:
+        return None if self.checkpoints is None else EndRule.of(self.config)
+
+    def _recorded(self) -> list[dict[str, float]]:
+        """The metrics of the steps that are done, if they are asked for. Rank 0's."""
+        return [] if self.recorder is None or self._end_rule is None else read_metrics(run_paths(self.config).metrics)
+
+    def _has_reached_its_end(self, records: Sequence[Record]) -> bool:
+        """Whether the run ends by what it reached after the last of these steps, which follow those of the call before.
+
+        The initial policy ends none. Collective; rank 0 decides.
+        """
+        rule = self._end_rule
+        if rule is None:
+            return False
+
+        def reason() -> str | None:
+            measured: Record = {}
+            for measured in map(self._comparable, records):
+                if rule.metric in measured:
+                    self._evaluations.append(measured[rule.metric])
+            done = int(measured.get("step", 0))
+            why = rule.reason(measured, self._evaluations) if done else None
+            return why and f"ended after step {done}: {why}"
+
+        self._reached = together(lambda: None if self.recorder is None else reason())
+        return self._reached is not None
+
+    def _comparable(self, record: Record) -> Record:
+        """A step's metrics without an evaluation that is there because the run stopped or ended then: where it ends must not
+        hang on where it was stopped."""
+        step = int(record["step"])
+        if self.is_evaluated(step, saves=self._saves(step, ends=False)):
+            return record
+        return {name: value for name, value in record.items() if not name.startswith("eval/")}
+
+    def _tell_what_was_reached(self) -> None:
+        """Leave why the run has ended before its last step, once its checkpoint is complete, for whoever asks."""
+        if self.recorder is not None and self._reached is not None:
+            _log.info("%s", self._reached)
+            with writing():
+                write_file(run_paths(self.config).end, f"{self._reached}\n")
 
     def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:
         if self.checkpoints is not None:
@@ -254,7 +329,8 @@ class TrainingLoop:
         self.recorder.keep(step, result)
         if self.checkpoints is None:  # the run goes on behind the last step that has metrics
             self.recorder.settle(step)
-        self.recorder.metrics.write(step, result.metrics | times | throughput)
+        judged = {} if self.recorder.judges is None else self.recorder.judges.metrics()
+        self.recorder.metrics.write(step, result.metrics | judged | times | throughput)
 
     def _begin_save(self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer) -> None:
         """`metrics` are the step's; None: it is saved for the time that has passed, and not compared with others."""

@@ -25,6 +25,7 @@ from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import (
     epoch_metrics,
     experience_metrics,
+    publish_metrics,
     rollout_metrics,
     sequence_kl,
     staleness_metrics,
@@ -84,6 +85,8 @@ class OnlineTrainer(TrainingLoop):
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
+        if self.config.engine.publish != "whole" and (stats := self.pipeline.publish_stats) is not None:
+            metrics |= publish_metrics(stats)
         sampled = StepSamples.of(drawn, experience)
         return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
 

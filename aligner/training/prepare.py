@@ -1,18 +1,20 @@
 """What comes before a run's roles: its model's directory, and a look at all that they will read."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aligner.algorithms.extension import require_functions
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
+from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.keys import only_read
-from aligner.schema.reward_sources import FunctionSource, reward_sources
+from aligner.schema.reward_sources import FunctionSource, judge_sources, reward_sources
 
 
 def prepare_run(config: Config) -> None:
@@ -34,9 +36,26 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
     if config.algorithm.trainer == "online" and config.evaluation.every:
-        open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
+        evaluated = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
+        if config.evaluation.function is None:
+            _check_judged(config, evaluated)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, listed, tokenizer)
-        return open_prompts(config.data, tokenizer, config.seed, tools=tools).notices
+        prompts = open_prompts(config.data, tokenizer, config.seed, tools=tools)
+        _check_judged(config, prompts.examples())
+        return prompts.notices
     return open_run_data(config, tokenizer).notices
+
+
+def _check_judged(config: Config, prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError for a prompt whose record lacks a field that a judge's template has."""
+    judges = [source for source in judge_sources(config.reward) if source.record_fields]
+    for prompt in prompts if judges else ():
+        for source in judges:
+            for field in source.record_fields:
+                if field not in prompt.metadata:
+                    raise ConfigError(
+                        f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt {prompt.text!r} has no"
+                        f" such field, but {', '.join(prompt.metadata) or 'none'}; give it with every record, or leave it out"
+                    )

@@ -19,6 +19,7 @@ from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.schema.keys import shown
+from aligner.training.named_metric import better_sign, check_named
 from aligner.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -98,9 +99,8 @@ class RunCheckpoints:
         To be asked long before the first checkpoint is taken.
         """
         name = self._settings.best_metric
-        kind = f"{name}".partition("/")[0] + "/"
-        if name is not None and name not in stats and any(known.startswith(kind) for known in stats):
-            raise AlignerError(f"checkpoint.best_metric={name}: no such metric; this step's: {', '.join(sorted(stats))}")
+        if name is not None:
+            check_named(f"checkpoint.best_metric={name}", name, stats)
 
     def commit(self, state: TrainingState, metric: float | None = None) -> None:
         """Declare a checkpoint, whose parts are complete, complete. Raises AlignerError where one is not."""
@@ -147,13 +147,8 @@ class RunCheckpoints:
             self._undeletable.add(directory.name)
 
     def best(self) -> int | None:
-        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of equals.
-
-        The highest value is the best one, but for losses, perplexities and distances from another distribution.
-        """
-        name = str(self._settings.best_metric)
-        sign = -1 if name.endswith(("loss", "perplexity", "_kl")) or name.startswith(("kl/", "mismatch/")) else 1
-        values = {}
+        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of equals."""
+        sign, values = better_sign(str(self._settings.best_metric)), {}
         for step in self.steps():
             metric = self._read(step)["metric"]
             if metric is not None and metric["name"] == self._settings.best_metric and not math.isnan(metric["value"]):

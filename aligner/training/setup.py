@@ -27,13 +27,14 @@ from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
 from aligner.resharding.remote_publisher import RemotePublisher
+from aligner.rewards.judge_ledger import JudgeMeter, judge_directory, judge_run
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.reward_sources import reward_sources
+from aligner.schema.reward_sources import judge_sources, reward_sources
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
@@ -160,9 +161,16 @@ def _loop_parts(
             names = [source.name for source in reward_sources(config.reward)]
             sampled = SampleRecorder(SampleFiles(paths.sample_files, limit_mib), tokenizer, prompts.origin, names)
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
-        recorder = Recorder(*writers, tokenizer, sampled)
+        recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
     checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)
     return {"config": config, "checkpoints": checkpoints, "recorder": recorder, "timeline": timeline, "stop": stop}
+
+
+def _judge_meter(config: Config) -> JudgeMeter | None:
+    """What reads the counts of the run's judges, from where the reward's processes keep them."""
+    paths, judges = run_paths(config), judge_sources(config.reward) if config.algorithm.generates else ()
+    directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))
+    return JudgeMeter(directories, judge_run(paths)) if directories else None
 
 
 def build_rollout_builder(

@@ -10,6 +10,7 @@ from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
 from aligner.data.types import Experience, SampleBatch
 from aligner.errors import AlignerError
+from aligner.resharding.weight_update import PublishStats
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import RolloutConfig
 
@@ -35,6 +36,17 @@ def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
     """
     counts = Counter(1 << (length - 1).bit_length() for length in lengths)
     return {f"{name}_to_{edge}": float(counts[edge]) for edge in sorted(counts)}
+
+
+def publish_metrics(stats: PublishStats) -> dict[str, float]:
+    """What the newest publish that has ended took: MiB that crossed from rank to rank, what share that is of what all numbers
+    would have been, seconds on this rank and, where they were compared, the share of numbers that had changed."""
+    found = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
+    if stats.whole_bytes:
+        found["publish/share"] = stats.moved_bytes / stats.whole_bytes
+    if stats.changed is not None:
+        found["publish/changed"] = stats.changed
+    return found
 
 
 def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:

@@ -28,8 +28,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["rollout.min_p=1.1"], "rollout.min_p=1.1: must be at most 1"),
         (
             ["engine=tensorrt_llm", "rollout.top_p=0.95"],
-            "rollout.renormalize=true: TensorRT-LLM does not tell among which tokens it drew with rollout.top_k=0 and"
-            " rollout.top_p=0.95; give rollout.renormalize=false, or use engine=embedded",
+            "rollout.renormalize=true: engine.kind=tensorrt_llm does not tell among which tokens it drew with rollout.top_k=0,"
+            " top_p=0.95 and min_p=0; give rollout.renormalize=false, or use engine=embedded",
         ),
         (
             ["engine=tensorrt_llm", "rollout.min_p=0.05", "rollout.renormalize=false"],
@@ -53,10 +53,6 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (
             ["rollout.spare_prompts=2", "rollout.max_deferrals=2", "rollout.max_staleness=2"],
             "rollout.spare_prompts=2: what is left behind rollout.max_deferrals=2 times is more versions old than",
-        ),
-        (
-            ["engine=tensorrt_llm", "engine.placement=server", "rollout.spare_prompts=2"],
-            "rollout.spare_prompts=2: engine.kind=tensorrt_llm gives out complete responses alone; allowed with it: 0",
         ),
         (["engine.in_flight=interrupt"], "engine.in_flight=interrupt: not read with engine.placement=colocated"),
         (["engine.update=shared", "actor.lora.rank=4"], "engine.update=shared: the engine would serve the trainer's own"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from aligner.errors import ConfigError
 from aligner.placement import roles
 from aligner.placement.roles import device_of, uses_gpus
 from aligner.schema import EngineConfig
+from tests.engines.vllm.shared_clients import INSTALLED
 from tests.models.test_layouts import DENSE, EXPERTS
 
 TENSORRT_LLM = EngineConfig(kind="tensorrt_llm", update="in_place")
@@ -71,6 +74,31 @@ def test_tensorrt_llm_runs_what_it_can() -> None:
 def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
     (problem,) = problems(**changes)
     assert message in problem
+
+
+VLLM = ("experiment=tiny_ppo", "engine=vllm", "+model.config.head_dim=32")
+
+
+@INSTALLED
+@pytest.mark.parametrize("source", ["random", "directory"])
+def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, source: str) -> None:
+    def checked(architecture: str) -> None:
+        config = compose_config([*VLLM, f"model.config.architectures=[{architecture}]", f"run.dir={tmp_path / 'run'}"])
+        if source == "directory":
+            (tmp_path / "config.json").write_text(json.dumps(config.model.config))
+            config.model = dataclasses.replace(config.model, source=source, path=str(tmp_path), config={})
+        check(config)
+
+    checked("LlamaForCausalLM")
+    told = "engine.kind=vllm: the vLLM that is installed has no model LlamaForSequenceClassification; use engine=embedded"
+    with pytest.raises(ConfigError, match=told):
+        checked("LlamaForSequenceClassification")
+
+
+def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
+    told = f"engine.vllm.python={sys.executable}: it has no vLLM; `aligner install-vllm` makes"
+    with pytest.raises(ConfigError, match=told):
+        check(compose_config([*VLLM, f"engine.vllm.python={sys.executable}", f"run.dir={tmp_path / 'run'}"]))
 
 
 def test_the_embedded_engine_needs_nothing_of_it() -> None:

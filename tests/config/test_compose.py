@@ -16,7 +16,7 @@ TINY = "experiment=tiny_ppo"
     [
         ([TINY, "actor.paralel.tensor=2"], "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?"),
         ([TINY, "learning_rate=1"], "did you mean actor.optimizer.learning_rate or critic.optimizer.learning_rate?"),
-        ([TINY, "+actor.depth=1"], "actor.depth: unknown key; allowed in actor: frozen, logprob_chunk_tokens, lora"),
+        ([TINY, "+actor.depth=1"], "actor.depth: unknown key; allowed in actor: fp8_recipe, frozen, logprob_chunk_tokens"),
         ([TINY, "actor={paralel: {tensor: 2}}"], "actor.paralel: unknown key; did you mean actor.parallel?"),
         ([TINY, "expriment=x"], "expriment: unknown key; did you mean experiment?"),
         ([TINY, "model.config.depth=1"], "model.config.depth: no such entry to override; add one with +model.config.depth="),

@@ -168,7 +168,7 @@ def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(monkeypatch: py
     config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), *given)
     assert not choices.keys() & {"rollout.samples_per_prompt", "actor.optimizer.learning_rate", "rollout.max_response_tokens"}
     assert (config.rollout.samples_per_prompt, config.actor.optimizer.learning_rate) == (2, 3e-7)
-    assert config.rollout.prompts_per_step == 32  # 64 samples all the same
+    assert config.rollout.prompts_per_step == 8  # 16 samples all the same
     check(config, situation.expected)
 
 
@@ -208,8 +208,8 @@ def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(monkeypatch: 
 
 def test_few_prompts_make_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(DATA, records=3, is_whole=True)
-    config, _, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=few)
-    assert config.rollout.prompts_per_step == 3 and config.run.steps == 20
+    config, _, situation = chosen(monkeypatch, "1M", CORES, *online("grpo"), data=few)
+    assert config.rollout.prompts_per_step == 3 and config.run.steps == 50
     check(config, situation.expected)
 
 
@@ -223,7 +223,7 @@ def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("machine", "model", "overrides", "words"),
     [
-        (CORES, "135M", [], "64 samples a step on 2 cores for 134.5 M parameters"),
+        (CORES, "135M", [], "16 samples a step on 2 cores for 134.5 M parameters"),
         (GPU, "8B", ["actor.lora.rank=16"], "128 samples a step on 1 GPU for 8.0 B parameters"),
         (CLUSTER, "70B", ["cluster=slurm"], "512 samples a step with 8 GPUs a node for 70.6 B parameters"),
     ],

@@ -142,6 +142,18 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
         check(small)
 
 
+def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_as_the_run_asks_it():
+    judge = {"reward.kind": "judge", "reward.judge_url": "http://judge:1/v1", "reward.judge_model": "tester"}
+    config = with_values(base("dapo"), judge | {"reward.judge_asks": "pairwise", "dry_run.scale": "tiny"})
+    models = Models(check(config), {})
+    reached, _ = tiny_run(config, models)
+    assert reached.reward.sources["judge"]["judge_asks"] == "pairwise"
+    alone, _ = tiny_run(config, models, ["http://judge:1/v1"])
+    assert alone.reward.sources["judge"]["function"] == "digit_fraction"
+    for small in (reached, alone):
+        check(small)
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_has_a_dry_run(experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()

@@ -191,6 +191,14 @@ def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: 
         assert all(before[name] != after[name] for name in ("pairs", "judge")), "nor does what is made from it"
 
 
+def test_by_what_a_run_ends_makes_a_result_and_then_so_does_what_is_measured(conf: Path) -> None:
+    found = []
+    for more in ({}, {"run": {"end_at": "eval/loss:0.5"}}, {"run": {"end_at": "eval/loss:0.5"}, "evaluation": {"every": 3}}):
+        write(conf, "judge", {**JUDGE, **more})
+        found.append(entries(planned(conf, "experiment=against"))["judge"])
+    assert len(set(found)) == 3
+
+
 def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')

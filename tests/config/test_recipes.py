@@ -29,6 +29,8 @@ WITH = {
     ("algorithm", "sft"): ["data=sum_demonstrations"],
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],
+    ("engine", "vllm"): ["cluster=slurm"],  # on CPUs this model's heads are too small for it
+    ("reward", "judge"): ["reward.judge_url=http://127.0.0.1:9/v1", "reward.judge_model=judge"],
     ("reward", "remote"): ["reward.url=http://127.0.0.1:9/get_reward"],
 }
 

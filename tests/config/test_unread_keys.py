@@ -120,6 +120,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "reward.path=DIR", "reward.kind=function", "reward.kind=model"),
     ("tiny_ppo", "reward.url=http://127.0.0.1:1/a", "reward.kind=function", "reward.kind=remote"),
     ("tiny_ppo", "reward.timeout_s=5", "reward.kind=function", "reward.kind=remote"),
+    ("tiny_ppo", "reward.judge_tries=5", "reward.kind=function", "reward.kind=judge"),
     ("tiny_ppo", "reward.micro_batch_tokens=64", "reward.kind=function", "reward.kind=model or combined"),
     ("tiny_ppo", "+reward.config.hidden_size=64", "reward.kind=function", "reward.kind=model"),
     ("tiny_ppo", "+reward.sources.a={kind:function}", "reward.kind=function", "reward.kind=combined"),
@@ -164,6 +165,8 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "+logging.mlflow.tags.team=x", "logging.mlflow.enabled=false", "logging.mlflow.enabled=true"),
     ("tiny_ppo", "dry_run.steps=3", "dry_run.scale=none", "dry_run.scale=tiny"),
     ("tiny_ppo", "run.changes=[seed]", "run.resume=false", "run.resume other than false"),
+    ("arithmetic_sft", "run.end_kl=1", "algorithm.trainer=sft", "algorithm.trainer=online"),
+    ("smollm2_pairs", "run.end_at=reward/mean:1", "algorithm.trainer=preferences", "algorithm.trainer other than preferences"),
 )
 OTHER: Mapping[str, object] = {
     "data.path": "a.jsonl",

@@ -19,7 +19,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
-    ("+run.color=red", "run.color: unknown key; allowed in run: automatic, changes, chosen, command, date, dir, experiment"),
+    ("+run.color=red", "run.color: unknown key; allowed in run: automatic, changes, chosen, command, date, dir, end_at"),
     ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
     ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
     ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
@@ -41,7 +41,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
     ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
     ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
-    ("engine.kind=vllm", "engine.kind=vllm: allowed: embedded, tensorrt_llm"),
+    ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
     ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
     # Layouts and sizes that do not go together.
     ("actor.parallel.tensor=3", "actor.parallel.tensor=3", "4 attention heads do not divide by 3"),

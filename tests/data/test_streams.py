@@ -81,6 +81,10 @@ def test_sources_of_one_size_are_shuffled_differently_and_by_the_seed():
     assert [index for name, index in in_order if name == 0] == list(range(20))
 
 
+def test_every_example_is_there_once():
+    assert sorted(stream(2, 3).examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
 def test_what_is_held_out_is_drawn_from_everywhere_in_each_source_by_the_seed_alone():
     examples = stream(1000, 500)
     rest, kept = examples.hold_out(100)

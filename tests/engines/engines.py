@@ -16,11 +16,13 @@ from aligner.data.types import Prompt, Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
 from aligner.resharding.weight_update import WeightUpdate
-from aligner.schema import EngineConfig, EngineParallelConfig
+from aligner.schema import EngineConfig, EngineParallelConfig, TensorRTLLMConfig, VLLMConfig
+from tests.engines.vllm import shared_clients
 
 VOCABULARY, CONTEXT = 120, 48
 SETTINGS = EngineConfig(
@@ -30,11 +32,13 @@ SETTINGS = EngineConfig(
     update="in_place",
     cuda_graphs=False,
     bucket_mib=1,
+    tensorrt_llm=TensorRTLLMConfig(stream_interval=1),
+    vllm=VLLMConfig(stream_interval=1, timeout_s=280),  # beside other tests it starts slowly
 )
 KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
 
 
-def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False) -> Path:
+def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False, layers: int = 2, head_dim: int = 8) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -42,9 +46,10 @@ def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False)
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT,
         initializer_range=0.3,
         tie_word_embeddings=tied,
@@ -94,6 +99,10 @@ def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Ite
             )
             yield engine
             engine.shutdown()
+    elif kind == "vllm":
+        chosen = dataclasses.replace(SETTINGS, **{"kind": kind, "kv_cache_mib": 64} | settings)
+        with shared_clients.shared():
+            yield VLLMEngine(directory, shape_of(directory), chosen, 0, seed)
     else:
         chosen = dataclasses.replace(SETTINGS, update=kind.partition("-")[2], **settings)
         yield EmbeddedEngine(shape_of(directory), chosen, 0, seed)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationRequest, PartialResponse, SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.partial_response import PartialResponse
 
 
 class Scripted:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,40 @@ from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest,
 from aligner.errors import AlignerError
 from tests.engines import engines
 from tests.engines.engines import generate, greedy, prompts, publish, requests, response, whole_logprobs, write
+from tests.engines.vllm.shared_clients import NEEDED
 
 STOPS = tuple(range(0, engines.VOCABULARY, 6))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engines.save_tiny(tmp_path_factory.mktemp("first"), seed=0)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
+    """A tiny model by its seed, for an engine of a kind."""
+
+    @functools.cache
+    def save(seed: int, layers: int, head_dim: int) -> Path:
+        return engines.save_tiny(tmp_path_factory.mktemp("model"), seed, layers=layers, head_dim=head_dim)
+
+    # vLLM has no kernels for smaller heads on CPUs; and deeper, since it goes on while a test looks at what it has drawn.
+    return lambda seed, kind: save(seed, *((64, 32) if kind == "vllm" else (2, 8)))
 
 
-@pytest.fixture(scope="module")
-def other_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def directory(saved: Callable[[int, str], Path], kind: str) -> Path:
+    return saved(0, kind)
+
+
+@pytest.fixture
+def other_directory(saved: Callable[[int, str], Path], kind: str) -> Path:
     """The same model with other weights."""
-    return engines.save_tiny(tmp_path_factory.mktemp("second"), seed=1)
+    return saved(1, kind)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(directory: Path) -> Any:
     return engines.reference_model(directory)
 
 
-@pytest.fixture(params=engines.KINDS)
+@pytest.fixture(params=[*engines.KINDS, pytest.param("vllm", marks=NEEDED)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -85,11 +99,12 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine,
 @pytest.mark.parametrize("keys", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, kind, model, keys):
     options = SamplingOptions(8, temperature=1.3, renormalize=True, **keys)
-    if kind == "tensorrt_llm":
-        told = "min_p=0.1" if "min_p" in keys else "to tell among which tokens it drew"
-        with pytest.raises(
-            AlignerError, match=f"tensorrt_llm: asked for {told}, which not every release can; allowed: embedded"
-        ):
+    if kind in ("tensorrt_llm", "vllm"):
+        told = "vLLM: asked to tell among which tokens it drew"
+        if kind == "tensorrt_llm":
+            wanted = "min_p=0.1" if "min_p" in keys else "to tell among which tokens it drew"
+            told = f"TensorRT-LLM: asked for {wanted}, which not every release can"
+        with pytest.raises(AlignerError, match=f"{told}; allowed: engine.kind=embedded"):
             engine.start(requests(), options)
         return
     for sample in generate(engine, requests(2), options):
@@ -127,8 +142,8 @@ def test_a_narrowed_distribution_gives_the_likeliest_token(engine):
 
 
 def test_a_response_ends_with_its_first_stop_token(engine):
-    free = generate(engine, requests(4), SamplingOptions(12))
-    stopped = generate(engine, requests(4), SamplingOptions(12, stop_token_ids=STOPS))
+    free = generate(engine, requests(8), SamplingOptions(12))
+    stopped = generate(engine, requests(8), SamplingOptions(12, stop_token_ids=STOPS))
     assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
     for unlimited, sample in zip(free, stopped, strict=True):
         tokens = response(unlimited)
@@ -152,7 +167,7 @@ def test_requests_have_limits_of_their_own(engine, model):
         assert response(sample) == greedy(model, request.prompt.tokens, 6)[: len(response(sample))]
 
 
-def test_steps_give_every_response_once_with_its_place(engine):
+def test_steps_give_every_response_once_with_its_place(engine, kind):
     wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)]
     generation = engine.start(wanted, SamplingOptions(9))
     found: dict[int, Any] = {}
@@ -161,7 +176,7 @@ def test_steps_give_every_response_once_with_its_place(engine):
             assert place not in found
             found[place] = sample
     assert generation.step() == []
-    assert next(iter(found)) == 1
+    assert next(iter(found)) == 1 or kind == "vllm"  # of which several may be complete between two looks
     assert [len(response(found[place])) for place in range(4)] == [9, 1, 4, 2]
     assert generate(engine, [], SamplingOptions(3)) == []
 
@@ -189,20 +204,16 @@ def _half_way(engine: GenerationEngine) -> Any:
     return generation, found
 
 
-def test_responses_under_way_are_handed_over_and_taken_or_an_engine_says_that_it_cannot(engine, kind, model):
+def test_responses_under_way_are_handed_over_and_taken(engine, kind, model):
     generation, _ = _half_way(engine)
     options, begun = SamplingOptions(30, greedy=True), unbegun(prompts(), 1)
-    if kind == "tensorrt_llm":
-        with pytest.raises(AlignerError, match="tensorrt_llm: responses under way cannot be handed over; allowed: embedded"):
-            generation.unfinished()
-        generation.cancel()
-        with pytest.raises(AlignerError, match="tensorrt_llm: a response cannot go on from tokens that it is given"):
-            engine.start([dataclasses.replace(requests()[1], begun=begun[1])], options)
-        return
     for place, sample in generation.unfinished():
         begun[place] = sample
     generation.cancel()
-    assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
+    if kind.startswith("embedded"):
+        assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
+    else:  # programs of their own go on meanwhile
+        assert all(0 < len(response(sample)) < 30 for sample in begun[1:])
     going_on = [dataclasses.replace(one, begun=sample) for one, sample in zip(requests(), begun, strict=True)]
     for prompt, sample in zip(prompts(), generate(engine, going_on, options), strict=True):
         assert response(sample) == greedy(model, prompt.tokens, 30)
@@ -290,7 +301,15 @@ def test_one_generation_at_a_time(engine):
     assert len(generate(engine, requests(), SamplingOptions(2))) == 4
 
 
-def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory):
+def test_responses_that_are_dropped_as_they_begin_are_gone(engine):
+    for _ in range(5):
+        engine.start(requests(8), SamplingOptions(20)).cancel()
+    assert len(generate(engine, requests(), SamplingOptions(2))) == 4
+
+
+def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory, kind):
+    if kind == "vllm":
+        pytest.skip("it can sleep on GPUs alone")
     options = SamplingOptions(5)
     before = [response(sample) for sample in generate(engine, requests(), options)]
     engine.sleep()
@@ -305,7 +324,9 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory):
     assert [response(sample) for sample in generate(engine, requests(), options)] == before
 
 
-def test_weights_that_a_sleep_dropped_are_published_again(engine, directory):
+def test_weights_that_a_sleep_dropped_are_published_again(engine, directory, kind):
+    if kind == "vllm":
+        pytest.skip("it can sleep on GPUs alone")
     options = SamplingOptions(5)
     before = [response(sample) for sample in generate(engine, requests(), options)]
     engine.sleep()
@@ -334,7 +355,7 @@ def test_one_update_at_a_time(engine, directory):
 
 def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, directory):
     update = engine.begin_update(1)
-    assert list(update.views(["model.norm.weight", "model.layers.9.mlp.up_proj.weight"])) == ["model.norm.weight"]
+    assert list(update.views(["model.norm.weight", "model.layers.99.mlp.up_proj.weight"])) == ["model.norm.weight"]
     write(engine, update, directory, leave_out="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(AlignerError, match=r"lacks .*model\.layers\.1\.mlp\.up_proj\.weight"):
         update.commit()

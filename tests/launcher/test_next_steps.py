@@ -33,6 +33,14 @@ def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained
     assert "run.steps=4" not in on
 
 
+def test_a_run_that_has_ended_by_what_it_reached_says_how_it_goes_on_without_that(tmp_path: Path) -> None:
+    (tmp_path / "end.txt").write_text("ended after step 2: reward/mean 0.5 has reached run.end_at=reward/mean:0.5\n")
+    *_, on = commands(tmp_path, 2, "run.end_at=reward/mean:0.5", "run.end_kl=9")
+    changes = "run.changes=[run.end_kl,run.end_at]"
+    assert on[-5:] == ["run.end_kl=null", "run.end_at=null", changes, f"run.dir={tmp_path}", "run.resume=auto"]
+    assert "run.end_at=reward/mean:0.5" not in on and "run.end_kl=9" not in on
+
+
 def test_a_run_without_a_checkpoint_says_how_it_is_started_again(tmp_path: Path) -> None:
     found = commands(tmp_path, 2)
     assert [words[0] for words in found] == ["view", "launch"] and found[1][-2:] == [

@@ -194,6 +194,19 @@ def test_a_run_of_before_there_was_a_state_file_is_judged_by_its_steps(tmp_path:
     assert (status.state, status.step, status.roles) == (state, steps, {})
 
 
+def test_a_run_that_has_ended_by_what_it_reached_has_finished_and_says_why(tmp_path: Path) -> None:
+    why = "ended after step 2: reward/mean 0.5 has reached run.end_at=reward/mean:0.5"
+    state = LauncherState(1, None, "node-17", time.time() - 9, {}, None, time.time(), 0, why)
+    run = made_run(tmp_path / "run", state, 2, "run.end_at=reward/mean:0.5")
+    (run / "checkpoints" / "step_2").mkdir(parents=True)
+    (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
+    assert (read_status(run).state, read_status(run).resumable) == ("stopped", True)
+    (run / "end.txt").write_text(f"{why}\n")
+    status = read_status(run)
+    assert (status.state, status.resumable, status.note) == ("finished", False, why)
+    assert describe_status(status).startswith("run: finished  step 2/5") and describe_status(status).endswith(f"\n  {why}")
+
+
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path / 'absent'}: no such directory; give a run directory"):
         read_status(tmp_path / "absent")

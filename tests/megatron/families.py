@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from aligner.megatron import gpt_model, grouped_experts, layers
+from aligner.megatron import gpt_model, grouped_experts, layers, parameter_gather
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
@@ -193,10 +193,16 @@ def overlapped_steps(
 ) -> dict[str, Any]:
     """`family_steps` whose gradients are added up over the ranks meanwhile, in buckets as small as this model asks for.
 
-    `early` is how many buckets were on their way before the backward pass had ended.
+    `early` is how many buckets were on their way before the backward pass had ended, `waits` how often somebody who reads
+    weights found buckets of the last update on their way.
     """
     make, start = gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready
-    early = [0]
+    wait = parameter_gather._wait
+    early, waits = [0], [0]
+
+    def counted_wait(groups: Sequence[Any]) -> None:
+        waits[0] += any(group.param_gather_handle is not None for group in groups)
+        wait(groups)
 
     def counted(group: Any, *arguments: Any) -> None:
         before = group.grad_reduce_handle
@@ -204,12 +210,13 @@ def overlapped_steps(
         early[0] += before is None and group.grad_reduce_handle is not None
 
     gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
-    _ParamAndGradBucketGroup.register_grad_ready = counted
+    _ParamAndGradBucketGroup.register_grad_ready, parameter_gather._wait = counted, counted_wait
     try:
         chosen = {"optimizer": {"overlap_grad_reduce": True, **optimizer}, "micro_batch_tokens": micro_batch_tokens}
-        return family_steps(directory, layout, **chosen) | {"early": early[0]}
+        return family_steps(directory, layout, **chosen) | {"early": early[0], "waits": waits[0]}
     finally:
         gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready = make, start
+        parameter_gather._wait = wait
 
 
 def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -257,8 +264,10 @@ def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: M
     return errors
 
 
-def grouped_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """`family_steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and how many in place."""
+def grouped_steps(
+    directory: str, layout: dict[str, Any], *, steps: Callable[..., dict[str, Any]] = family_steps, **settings: Any
+) -> dict[str, Any]:
+    """`steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and how many in place."""
     can_group, together, view = layers.can_group, grouped_experts._together, grouped_experts._view
     found = {"grouped": 0, "in_place": 0}
 
@@ -269,6 +278,11 @@ def grouped_steps(directory: str, layout: dict[str, Any], **settings: Any) -> di
 
     layers.can_group, grouped_experts._together = lambda config: True, counted
     try:
-        return family_steps(directory, layout, **settings) | found
+        return steps(directory, layout, **settings) | found
     finally:
         layers.can_group, grouped_experts._together = can_group, together
+
+
+def overlapped_grouped_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """`overlapped_steps` of a model whose experts are multiplied in groups."""
+    return grouped_steps(directory, layout, steps=overlapped_steps, **settings)

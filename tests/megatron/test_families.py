@@ -155,3 +155,24 @@ def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool,
         for kind in ("gradients", "weights"):
             for name, (_, array) in one[kind].items():
                 torch.testing.assert_close(array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama2", {"data": 2}),
+        ("gpt2", {"data": 2, "tensor": 2}),  # a head that is the embedding
+        ("qwen3_moe", {"data": 2, "expert": 2}),
+        ("pythia", {"data": 2, "pipeline": 2}),
+    ],
+)
+def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_bit(pool, tmp_path, family, layout):
+    directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
+    steps = families.overlapped_grouped_steps if "expert" in layout else families.overlapped_steps
+    expected, found = (
+        pool.run(steps, ranks, directory, layout, optimizer={"distributed": True} | more, micro_batch_tokens=24)
+        for more in ({}, {"overlap_param_gather": True})
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert other["waits"] == 0 and one["waits"] >= families.STEPS  # each forward pass, and who reads at the end
+        families.assert_same_bits(one, other)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from megatron.core.models.common.embeddings import rope_utils
 
+from aligner.checks.check import check
 from aligner.config.compose import compose_config
+from aligner.errors import ConfigError
 from aligner.megatron import layers
-from aligner.megatron.gpt_model import transformer_config
+from aligner.megatron.gpt_model import build_model, computing_dtype, transformer_config
 from aligner.models.hugging_face import read_config
 from aligner.placement.placement_table import layer_notes
 from aligner.schema import ActorConfig, LoraConfig, MegatronModelConfig, ParallelConfig
@@ -45,6 +51,47 @@ def test_deterministic_kernels_are_megatron_cores_too(monkeypatch: pytest.Monkey
     assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
+
+
+def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
+    for recipe, numbers in {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}.items():
+        made = transformer_config(shape, ParallelConfig(), torch.bfloat16, fp8_recipe=recipe)
+        assert (made.fp8, made.fp8_recipe, made.fp8_param) == (numbers, recipe, False)
+    assert transformer_config(shape, ParallelConfig(), torch.bfloat16).fp8 is None
+    settings = ActorConfig(precision="fp8")
+    assert computing_dtype(settings, torch.device("cpu")) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"precision=fp8: needs transformer-engine's layers"):
+        build_model(shape, SimpleNamespace(device=torch.device("cpu")), "vocabulary", settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["critic.precision=fp8"], None),
+        (["actor.precision=fp8", "actor.lora.rank=8"], r"actor\.precision=fp8: layers with adapters"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch, more: list[str], named: str | None) -> None:
+    config = compose_config(["experiment=tiny_ppo", *more])
+    monkeypatch.setenv("ALIGNER_GPUS", "0")
+    with pytest.raises(ConfigError, match=r"precision=fp8: needs GPUs with transformer-engine"):
+        check(config)
+    monkeypatch.setenv("ALIGNER_GPUS", "8")
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
+        check(config)
+
+
+def test_gradients_are_added_by_the_products_where_apex_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
+    assert transformer_config(shape, ParallelConfig(), torch.float32).gradient_accumulation_fusion, "ours, on a CPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).gradient_accumulation_fusion
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find("torch" if name == "fused_weight_gradient_mlp_cuda" else name)
+    )
+    assert transformer_config(shape, ParallelConfig(), torch.bfloat16).gradient_accumulation_fusion
 
 
 def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tests.megatron import jobs, reference
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAP = {"optimizer": {"overlap_grad_reduce": True}}
 OVERLAP_DISTRIBUTED = {"optimizer": {"overlap_grad_reduce": True, "distributed": True}}
+GATHER = {"optimizer": {"overlap_grad_reduce": True, "distributed": True, "overlap_param_gather": True}}
 # Layout, and keys of the actor's section that change how the model runs but not what it computes.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -46,6 +47,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp2-dp2-overlap-distributed": ({"context": 2, "data": 2}, OVERLAP_DISTRIBUTED),
     "pp2-dp2-overlap": ({"pipeline": 2, "data": 2}, OVERLAP),
     "vpp2-dp2-overlap-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, OVERLAP_DISTRIBUTED),
+    "dp2-gather-distributed": ({"data": 2}, GATHER),
+    "vpp2-dp2-gather-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, GATHER),
+    "full-recompute-tp2-sp-dp2-gather": ({"tensor": 2, "sequence": True, "data": 2}, {"recompute": "full", **GATHER}),
     "full-recompute-dp2-overlap": ({"data": 2}, {"recompute": "full", **OVERLAP}),
     "full-recompute": ({}, {"recompute": "full"}),
     "selective-recompute": ({}, {"recompute": "selective"}),

@@ -177,6 +177,18 @@ def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     assert 2 * in_place["generation"].engine == awake["generation"].engine
 
 
+def test_a_trainer_that_publishes_beside_its_work_has_a_bucket_all_the_time() -> None:
+    smaller, larger = (
+        {
+            phase.name: phase.engine
+            for phase in needs("experiment=llama3_70b_ppo", f"engine.bucket_mib={mib}")["trainer"].phases
+        }
+        for mib in (64, 1024)
+    )
+    assert set(smaller.values()) == {64 << 20} and set(larger.values()) == {1 << 30} and smaller.keys() == larger.keys()
+    assert needs("experiment=tiny_ppo", "engine.placement=server")["trainer"].phases[0].engine < 1 << 20, "all of the weights"
+
+
 def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory() -> None:
     asleep, awake = (needs("experiment=llama3_8b_grpo", f"engine.sleep={sleep}")["trainer"] for sleep in ("true", "false"))
     engine = {phase.name: phase for phase in asleep.phases}["generation"].engine

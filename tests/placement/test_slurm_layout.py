@@ -148,8 +148,8 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"], "cluster.slurm.mounts: /tmp is not SOURCE:TARGET"),
         (
             [*REPLICAS_OF_4, "actor.parallel.data=8", "cluster.devices_per_node=2"],
-            "engine.parallel.tensor=4: a replica of TensorRT-LLM must be on one node, but the trainer has 2 ranks on each of 4"
-            " nodes (cluster.devices_per_node); give more ranks a node, or a size that divides 2",
+            "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must be on one node, but the trainer has 2 ranks"
+            " on each of 4 nodes (cluster.devices_per_node); give more ranks a node, or a size that divides 2",
         ),
         (
             [*REPLICAS_OF_4, "actor.parallel.data=8", f"{NODES}.trainer.devices=0-1"],

@@ -76,6 +76,15 @@ def test_lengths_serial_shares_parts_and_interruption_reach_the_forecast(capsys:
     assert parts["step_s"] == pytest.approx(20 + 4 + 1)
 
 
+def test_a_publish_is_told_of_a_configuration_with_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [*BOTH, "experiment=tiny_ppo", "engine.placement=server"]
+    fast = planned(capsys, *apart, "--link", "2")["publish"]
+    assert fast["bytes"] == fast["sent"] == fast["received"] == 2e9 * fast["seconds"]
+    two = planned(capsys, *apart, "engine.parallel.data=2", "engine.bucket_mib=1")["publish"]
+    assert two["bytes"] == 2 * fast["bytes"] and two["rounds"] > fast["rounds"] and two["seconds"] is None
+    assert "publish" not in planned(capsys, *BOTH)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,6 +99,10 @@ def test_lengths_serial_shares_parts_and_interruption_reach_the_forecast(capsys:
         (["--phases", "generate=21,train=1,score@moon=2"], "--phases score@moon=2: moon does not run score; allowed: reward"),
         ([*BOTH, "--max-staleness", "-1"], "--max-staleness=-1: must be a whole number from 0 to 100"),
         (["--phases", "generate@trainer=2,train=3", "--max-staleness", "1"], "--max-staleness 1: with generate@trainer"),
+        ([*BOTH, "--link", "5"], "--link 5: needs --measured RUN, or experiment=NAME"),
+        ([*BOTH, "--link", "0"], "--link=0: must be above 0"),
+        ([*BOTH, "experiment=arithmetic_sft"], "algorithm.trainer=sft: it has no engine to publish to; allowed: online"),
+        ([*BOTH, "experiment=tiny_ppo", "engine.parallel.tensor=3"], "the weights do not divide as the layouts say"),
         ([*BOTH, "--sweep"], "--sweep: it needs --devices N"),
         ([*BOTH, "--devices", "1"], "--devices 1: too few, at least 2 are needed (trainer 1 + generator 1)"),
         ([*BOTH, "--devices", "many"], "--devices=many: must be a whole number from 1 to 1000000000"),

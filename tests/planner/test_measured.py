@@ -167,6 +167,20 @@ def test_a_run_beside_training_is_predicted_from_what_each_role_did(
     assert f"bottleneck: {bottleneck}" in shown
 
 
+def test_a_publish_of_other_layouts_takes_as_long_at_the_rate_that_the_run_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = read_run(recorded_apart(tmp_path, IN_TURN))
+    assert measured.publish_s == pytest.approx(mean([phases["reshard"] for _, phases, _ in IN_TURN[1:]]))
+    costs = []
+    for override in ([], ["engine.parallel.data=2"]):
+        with pytest.raises(SystemExit):
+            main(["plan", "--measured", str(tmp_path), "--json", *override])
+        costs.append(json.loads(capsys.readouterr().out)["publish"])
+    assert costs[0]["seconds"] == pytest.approx(measured.publish_s)
+    assert costs[1]["seconds"] == pytest.approx(2 * measured.publish_s) and costs[1]["sent"] == 2 * costs[0]["sent"]
+
+
 def test_a_batch_that_the_trainer_waits_for_is_there_when_the_next_weights_are_served(tmp_path: Path) -> None:
     bound = [
         read_run(recorded_apart(tmp_path / how, GENERATION_BOUND[:4], "rollout.max_staleness=1", f"engine.in_flight={how}"))

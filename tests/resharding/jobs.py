@@ -22,9 +22,10 @@ from aligner.errors import AlignerError
 from aligner.megatron.world import join
 from aligner.models.weight_slices import Slice, TensorSpec
 from aligner.resharding.link import Link
-from aligner.resharding.publisher import Publisher, PublishStats
+from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.verify import verify
+from aligner.resharding.weight_update import PublishStats
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests import other_user
 from tests.resharding.layouts import cut, tiny_shape, whole_weights
@@ -56,11 +57,14 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         sink: Sink | None = None,
         copied: Container[str] = (),
+        travels: str = "whole",
     ) -> None:
         self.plan, self.link = plan, link
-        self.sink = sink or Sink(plan, link.rank, group_bytes, dtype)
+        self.sink = sink or Sink(plan, link.rank, group_bytes, dtype, keeps=travels == "changes")
         self.before_read: Callable[[str], None] = lambda name: None
         self.whole: dict[str, Tensor] = {}
+        self.served: dict[str, Tensor] = {}
+        """What the publish before took."""
         self.publisher = Publisher(
             plan,
             link,
@@ -71,6 +75,8 @@ class Rank:
             verify_every=verify_every,
             group_bytes=group_bytes,
             copied=copied,
+            travels=travels,
+            before=lambda name: cut(self.served[name], plan.source[link.rank][name]).to(dtype),
         )
 
     def read(self, name: str) -> Tensor:
@@ -79,7 +85,9 @@ class Rank:
 
     def publish(self, version: int) -> PublishStats:
         self.whole = whole_weights(self.plan.table, version)
-        return self.publisher.publish(version)
+        stats = self.publisher.publish(version)
+        self.served = self.whole
+        return stats
 
     def check(self, version: int) -> None:
         """The engine serves this version, bit for bit."""

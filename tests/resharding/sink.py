@@ -16,11 +16,18 @@ class Sink:
     """The weights that serve, by name, and their version."""
 
     def __init__(
-        self, plan: TransferPlan, rank: int, group_bytes: int | None = None, dtype: torch.dtype = torch.float32
+        self,
+        plan: TransferPlan,
+        rank: int,
+        group_bytes: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: an update's views hold what serves."""
         slices = plan.target.get(rank, {})
         self.shapes = {name: slice_shape(plan.specs[name], piece) for name, piece in slices.items()}
-        self.dtype, self.group_bytes = dtype, group_bytes
+        self.dtype, self.group_bytes, self.keeps = dtype, group_bytes, keeps
         self.memory: type[dict[str, Tensor]] = dict
         self.before_load: Callable[[], None] = lambda: None
         self.before_commit: Callable[[], None] = lambda: None
@@ -36,7 +43,9 @@ class Sink:
         return self.open
 
     def empty(self, names: Sequence[str] | Mapping[str, object]) -> dict[str, Tensor]:
-        """Tensors full of NaN: what is not written shows."""
+        """Tensors full of NaN: what is not written shows; or of what serves."""
+        if getattr(self, "front", None) and self.keeps:
+            return self.memory((name, self.front[name].clone()) for name in names)
         return self.memory((name, torch.full(self.shapes[name], float("nan"), dtype=self.dtype)) for name in names)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, EngineGone
 from aligner.resharding.link import Link
 from aligner.resharding.transport import copy_local
 from aligner.resharding.verify import checksum
@@ -211,3 +211,21 @@ def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
     giving_up.join()
     theirs.close()
     assert time.monotonic() - begin < 20
+
+
+def test_an_engine_that_is_gone_ends_its_rank_and_fails_the_publish_on_the_others():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def agree(rank):
+        client = TCPStore("127.0.0.1", store.port, is_master=False)
+        link = Link(client, rank, ["trainer", "engine"], timeout=timedelta(seconds=60))
+        with link.agreement("it was not taken"):
+            if rank == 1:
+                raise EngineGone("its worker was killed")
+
+    with ThreadPoolExecutor(2) as threads:
+        trainer, engine = [threads.submit(agree, rank) for rank in (0, 1)]
+        with pytest.raises(AlignerError, match=r"it was not taken:\nengine: its worker was killed"):
+            trainer.result()
+        with pytest.raises(EngineGone, match="its worker was killed"):
+            engine.result()

@@ -99,7 +99,7 @@ def test_a_server_that_is_asked_too_often_is_asked_again_when_it_says(server, st
 def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
     server.answer(429, b"slow down", retry_after="3600")
     start = time.monotonic()
-    with pytest.raises(ScorerUnavailable, match=r"gave no scores within 10 s; the last attempt: status 429, 'slow down'"):
+    with pytest.raises(ScorerUnavailable, match=r"gave no answer within 10 s; the last attempt: status 429, 'slow down'"):
         RemoteScorer(server.url, 10)(REQUESTS)
     assert time.monotonic() - start < 5 and len(server.asked) == 1
 
@@ -146,7 +146,7 @@ def test_an_answer_that_breaks_off_is_a_lost_connection(server):
 def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
     server.answer(500, b"out of memory")
     start = time.monotonic()
-    with pytest.raises(ScoringError, match=r"gave no scores within 0.5 s; the last attempt: status 500, 'out of memory'"):
+    with pytest.raises(ScoringError, match=r"gave no answer within 0.5 s; the last attempt: status 500, 'out of memory'"):
         RemoteScorer(server.url, 0.5)(REQUESTS)
     assert len(server.asked) > 1
     assert time.monotonic() - start < 2
@@ -155,7 +155,7 @@ def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
 def test_nobody_listening_is_told_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ScorerUnavailable, match=rf"127.0.0.1:{port}/ gave no scores within 0.3 s; .*ConnectionRefusedError"):
+    with pytest.raises(ScorerUnavailable, match=rf"127.0.0.1:{port}/ gave no answer within 0.3 s; .*ConnectionRefusedError"):
         checked_scores("judge", RemoteScorer(f"http://127.0.0.1:{port}/", 0.3), REQUESTS)
     assert issubclass(ScorerUnavailable, UnavailableError)
 
@@ -179,7 +179,7 @@ def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
         thread.start()
         start = time.monotonic()
         try:
-            with pytest.raises(ScoringError, match=r"gave no scores within 0.5 s"):
+            with pytest.raises(ScoringError, match=r"gave no answer within 0.5 s"):
                 RemoteScorer(f"http://127.0.0.1:{listener.getsockname()[1]}/", 0.5)(REQUESTS)
             assert time.monotonic() - start < 2
         finally:

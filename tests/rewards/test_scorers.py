@@ -91,6 +91,17 @@ def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(tmp_
     assert "broken_scorer" not in sys.modules
 
 
+def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "others.py").write_text(
+        "def score(prompts, completions, **more): return [0.0]\ndef one(requests): return [1.0]"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    told = r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function of a list of requests, each with prompt"
+    with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {told}"):
+        resolve_scorer("others:score")
+    assert resolve_scorer("others:one")(requests("1")) == [1.0]
+
+
 def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
     with pytest.raises(ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"):
         checked_scores("lengths", fails_on_seven, requests("1", "2", "7", "3"))

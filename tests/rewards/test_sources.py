@@ -47,7 +47,7 @@ def ask_nobody() -> list[str]:
 
 def test_every_rank_knows_that_a_scorer_is_unavailable(pool):
     one, other = pool.run(ask_nobody, 2)
-    assert one[0].startswith("the scorer judge: http://127.0.0.1:1/ gave no scores within 0.1 s")
+    assert one[0].startswith("the scorer judge: http://127.0.0.1:1/ gave no answer within 0.1 s")
     assert len(one) == len(other) == 2
 
 

@@ -14,9 +14,10 @@ from aligner.errors import ConfigError
 from aligner.placement.placement_table import placements
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config
-from aligner.schema.reward_sources import FunctionSource, ModelSource, RemoteSource, reward_sources
+from aligner.schema.reward_sources import FunctionSource, JudgeSource, ModelSource, RemoteSource, reward_sources
 from aligner.servers.reward_server import build_scoring
 
+JUDGE = ("reward=judge", "reward.judge_url=http://judge:8000/v1", "reward.judge_model=tester")
 COMBINED = ("reward.kind=combined", "+reward.sources.a={kind: function, function: digit_fraction}")
 
 
@@ -41,12 +42,25 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
     remote = compose(tmp_path, "reward=remote", "reward.url=http://judge:5000/get_reward").reward
     judge = RemoteSource(name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60)
     assert reward_sources(remote) == (judge,)
+    asked = compose(tmp_path, *JUDGE, "reward.judge_lowest=1", "reward.gain=0.1").reward
+    assert reward_sources(asked) == (
+        JudgeSource(
+            name="judge",
+            key="reward",
+            judge_url="http://judge:8000/v1",
+            judge_model="tester",
+            judge_lowest=1,
+            gain=0.1,
+        ),
+    )
 
 
 def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path):
     sources = (
         "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1}",
         "+reward.sources.c={kind: remote, url: 'https://judge/score', timeout_s: 5, weight: -1}",
+        "+reward.sources.d={kind: judge, judge_url: 'http://judge/v1', judge_model: tester, judge_asks: ranking}",
+        "+reward.sources.d.judge_template='{responses} and {rubric}, as {\"json\": 1}'",
     )
     config = compose(tmp_path, *COMBINED, *sources)
     save_config(config, tmp_path / "config.yaml")
@@ -55,7 +69,16 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             FunctionSource(name="a", key="reward.sources.a", function="digit_fraction"),
             ModelSource(name="b", key="reward.sources.b", path="somewhere", weight=0.5, gain=2, bias=1),
             RemoteSource(name="c", key="reward.sources.c", url="https://judge/score", timeout_s=5, weight=-1),
+            JudgeSource(
+                name="d",
+                key="reward.sources.d",
+                judge_url="http://judge/v1",
+                judge_model="tester",
+                judge_asks="ranking",
+                judge_template='{responses} and {rubric}, as {"json": 1}',
+            ),
         )
+        assert [source.record_fields for source in reward_sources(reward) if isinstance(source, JudgeSource)] == [("rubric",)]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +89,11 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "reward.gain=2"], "reward.gain=2: not read with reward.kind=combined"),
         ([*COMBINED, "reward.bias=1"], "reward.bias=1: not read with reward.kind=combined"),
         ([*COMBINED, "+reward.sources.b=5"], "reward.sources.b=5: expected a mapping with kind"),
-        ([*COMBINED, "+reward.sources.b={weight: 1}"], "reward.sources.b.kind: missing; allowed: function, model, remote"),
-        ([*COMBINED, "+reward.sources.b.kind=judge"], "reward.sources.b.kind=judge: no such kind; allowed: function, model"),
+        (
+            [*COMBINED, "+reward.sources.b={weight: 1}"],
+            "reward.sources.b.kind: missing; allowed: function, model, remote, judge",
+        ),
+        ([*COMBINED, "+reward.sources.b.kind=jury"], "reward.sources.b.kind=jury: no such kind; allowed: function, model"),
         ([*COMBINED, "+reward.sources.b.kind=function"], "reward.sources.b.function: missing; kind=function needs it"),
         ([*COMBINED, "+reward.sources.a.wieght=2"], "unknown key with kind=function; did you mean reward.sources.a.weight?"),
         ([*COMBINED, "+reward.sources.a.url=x"], "reward.sources.a.url: unknown key with kind=function; allowed in reward"),
@@ -103,12 +129,85 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             ],
             "reward.timeout_s=600: must be below cluster.collective_timeout_s=600",
         ),
+        (["reward=judge"], "reward.judge_url: missing; kind=judge needs it"),
+        ([*JUDGE[:2]], "reward.judge_model: missing; kind=judge needs it"),
+        ([*JUDGE, "reward.judge_url=judge:8000"], "reward.judge_url=judge:8000: must be http://HOST[:PORT]/PATH"),
+        ([*JUDGE, "reward.judge_asks=essay"], "reward.judge_asks=essay: allowed: score, yes_no, pairwise, ranking"),
+        ([*JUDGE, "reward.judge_pattern='('"], "reward.judge_pattern=(: is no regular expression"),
+        ([*JUDGE, "reward.judge_pattern='[0-9]+'"], "reward.judge_pattern=[0-9]+: must have a group, in parentheses"),
+        ([*JUDGE, "reward.judge_lowest=10"], "reward.judge_lowest=10: must be below reward.judge_highest=10"),
+        (
+            [*JUDGE, "reward.judge_template='{prompt} {answer}'"],
+            "reward.judge_template: must have {response} with judge_asks=score, which fills {prompt}, {response}, {lowest}",
+        ),
+        (
+            [*JUDGE, "reward.judge_asks=pairwise", "reward.judge_template='{response} {response_a}'"],
+            "reward.judge_template: must have {response_b} with judge_asks=pairwise",
+        ),
+        (
+            [*JUDGE, "reward.judge_key_variable=NO_SUCH_KEY"],
+            "reward.judge_key_variable=NO_SUCH_KEY: there is no such variable in the environment",
+        ),
+        (
+            [*JUDGE, "reward.judge_timeout_s=100"],
+            "reward.judge_timeout_s=100, reward.judge_tries=3: a question may take 300 s, which must be below"
+            " server.request_timeout_s=300",
+        ),
+        (
+            [*JUDGE, "critic.with_reward=true", "critic.parallel.data=2", "cluster.collective_timeout_s=180"],
+            "a question may take 180 s, which must be below cluster.collective_timeout_s=180",
+        ),
+        (
+            [*JUDGE, "reward.judge_asks=ranking", "rollout.samples_per_prompt=1"],
+            "reward.judge_asks=ranking: compares the samples of a prompt, and rollout.samples_per_prompt=1 gives one",
+        ),
+        (
+            [*JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=6"],
+            "which server.max_batch_size=6 would cut into several requests; give a multiple of rollout.samples_per_prompt=4",
+        ),
+        (
+            [*JUDGE, "reward.judge_asks=pairwise", "environment.target=my_module:Game"],
+            "reward.judge_asks=pairwise: compares responses to one prompt, and episodes of several turns",
+        ),
+        (
+            [*JUDGE, "reward.judge_asks=ranking", "evaluation.every=1", "evaluation.prompts=[a]"],
+            "and evaluation scores each by itself, a prompt's reference too; give evaluation.function",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_tries: 0}"],
+            "reward.sources.b.judge_tries=0: must be at least 1",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_tries: 1.5}"],
+            "reward.sources.b.judge_tries=1.5: must be a whole number",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_asks: x}"],
+            "reward.sources.b.judge_asks=x: allowed: score, yes_no, pairwise, ranking",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: 3}"],
+            "reward.sources.b.judge_model=3: expected text, got int",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_temperature: hot}"],
+            "reward.sources.b.judge_temperature=hot: must be a finite number",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_source_is_told_by_key(tmp_path, overrides, message):
     with pytest.raises(ConfigError) as caught:
         check(compose(tmp_path, *overrides))
     assert message in str(caught.value)
+
+
+def test_a_judge_is_not_asked_to_be_checked_and_a_job_has_a_key_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_JUDGE_KEY", "sk-1")
+    check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=TEST_JUDGE_KEY"))
+    check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=NO_SUCH_KEY", "cluster=slurm"))
+    check(compose(tmp_path, *JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=8"))
+    evaluated = ("evaluation.every=1", "evaluation.prompts=[a]", "evaluation.function=digit_fraction")
+    check(compose(tmp_path, *JUDGE, "reward.judge_asks=ranking", *evaluated))
 
 
 def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
@@ -143,6 +242,8 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
     shown = {place.role: (place.ranks, place.layout, place.runs) for place in placements(config)}
     runs = f"function digit_fraction + 0.5 x model {reward_model}"
     assert shown["reward"] == shown["reward.1"] == (2, "TP1 PP1 DP2", runs)
+    judged = compose(tmp_path, *JUDGE)
+    assert {place.role: place.runs for place in placements(judged)}["reward"] == "judge http://judge:8000/v1"
     config = compose(tmp_path, *both, "critic.with_reward=true")
     assert [place.role for place in placements(config)] == ["trainer", "critic"]
     assert placements(config)[1].runs == f"value model, {runs}"

@@ -62,7 +62,8 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
     python = tmp_path / "venv" / "bin" / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     # The packages of this environment but ours: PyTriton finds its libraries in site-packages alone.
-    for place in [path for directory in site.getsitepackages() for path in Path(directory).iterdir()]:
+    existing = [place for place in map(Path, site.getsitepackages()) if place.is_dir()]  # Debian's names some that are not
+    for place in [path for directory in existing for path in directory.iterdir()]:
         if not place.name.startswith(("aligner", "_aligner", "__editable__", "pip")) and not (packages / place.name).exists():
             (packages / place.name).symlink_to(place)
     told([python, "-m", "pip", "install", "-qq", "--no-deps", wheel], tmp_path)

@@ -25,13 +25,15 @@ TWO_SOURCES = (
     "+reward.sources.fewer={kind: function, function: digit_fraction, weight: -1, bias: 1}",
 )
 RUNS = {
-    "ppo on two data ranks": ("tiny_ppo", ("actor.parallel.data=2", "engine.parallel.data=2")),
     "grpo on two pipeline stages": ("tiny_ppo", ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2")),
     "dapo with samples one version old": (
         "tiny_ppo",
         (*BESIDE, "algorithm=dapo", "rollout.max_response_tokens=2", *TWO_SOURCES),
     ),
-    "ppo with a critic that serves the reward": ("tiny_ppo", ("critic.with_reward=true", *TWO_SOURCES)),
+    "ppo on two data ranks with a critic that serves the reward": (
+        "tiny_ppo",
+        ("actor.parallel.data=2", "engine.parallel.data=2", "critic.with_reward=true", *TWO_SOURCES),
+    ),
     "episodes of an environment": ("calculator", EPISODES),
 }
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch.distributed as dist
 
+from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron import world as worlds
+from aligner.observability.metrics import MetricsWriter, RecordWriter
+from aligner.observability.timeline import PhaseTimer, Timeline
+from aligner.paths import run_paths
 from aligner.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
-from aligner.training.loop import StopCondition
+from aligner.training.loop import Recorder, StepResult, StopCondition, TrainingLoop
+from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 
 
 def saves(minutes: float) -> list[bool]:
@@ -35,3 +45,69 @@ def saves(minutes: float) -> list[bool]:
     assert asked == 6
     worlds.shutdown()
     return found
+
+
+@dataclass(kw_only=True)
+class ScriptedLoop(TrainingLoop):
+    """Trains nothing; what its steps and evaluations measure is written down, and rank 0 alone knows it."""
+
+    rank: int
+    kls: Sequence[float]
+    """Of steps 1, 2, …"""
+    scores: Sequence[float]
+    """Of the weights of steps 0, 1, …"""
+    told_after: int | None
+    """The step in which it is told to stop."""
+    done: list[int] = field(default_factory=list)
+
+    def resume(self, saved: Sequence[TrainingState]) -> int:
+        return saved[-1].step if saved else 0
+
+    def step(self, step: int, timer: PhaseTimer) -> StepResult:
+        if step + 1 == self.told_after:
+            signal.raise_signal(STOP_SIGNAL)
+        self.done.append(step + 1)
+        return StepResult({"kl/reference": self._known(self.kls[step])}, {"samples": 1})
+
+    def is_evaluated(self, step: int, *, saves: bool) -> bool:
+        return saves or step % 3 == 0 or step == self.config.run.steps
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return {"eval/score": self._known(self.scores[step])}
+
+    def begin_save(self, step: int) -> TrainingState:
+        (run_paths(self.config).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
+        return TrainingState(step, kl_coefficient=0.0, critic_updates=0, position=0)
+
+    def finish_save(self, state: TrainingState) -> TrainingState:
+        return state
+
+    def _known(self, value: float) -> float:
+        return value if self.rank == 0 else -value
+
+
+def scripted(
+    root: str, kls: Sequence[float], scores: Sequence[float], told_after: int | None, run: dict[str, Any]
+) -> list[int]:
+    """A start of a run whose steps find these; the steps that it does."""
+    world = worlds.initialize(ParallelConfig(data=2), seed=1, timeout_s=120)
+    config = Config(
+        run=RunConfig(name="scripted", dir=root, steps=len(kls), **run), checkpoint=CheckpointConfig(best_metric="eval/score")
+    )
+    paths, recorder = run_paths(config), None
+    if world.rank == 0:
+        recorder = Recorder(MetricsWriter(paths), RecordWriter(paths.samples), tokenizer=None)  # type: ignore[arg-type]
+    loop = ScriptedLoop(
+        config=config,
+        checkpoints=RunCheckpoints(config),
+        recorder=recorder,
+        timeline=Timeline(None),
+        stop=StopCondition(config, world),
+        rank=world.rank,
+        kls=kls,
+        scores=scores,
+        told_after=told_after,
+    )
+    loop.run()
+    worlds.shutdown()
+    return loop.done

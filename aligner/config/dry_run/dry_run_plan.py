@@ -18,7 +18,7 @@ from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
 from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import only_read, schema_keys, value_at, with_values
-from aligner.schema.reward_sources import RemoteSource, reward_sources
+from aligner.schema.reward_sources import asked_address, reward_sources
 
 _SUMS = {
     "online": "prompts",
@@ -54,14 +54,15 @@ class DryRun:
 def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
     """The dry run of a plan, after all of the checks that the run itself would have to pass, but for its directory's.
 
-    `is_reachable` tells whether an HTTP scorer's host answers. Raises ConfigError as `RunPlan.check` does.
+    `is_reachable` tells whether the host of an HTTP scorer or a judge answers. Raises ConfigError as `RunPlan.check` does.
     """
     expected = plan.expected_inputs(absent_inputs(plan.config))
     given, notes = with_present_data(plan.config, expected)
     policy = check(given, expected)
     models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, expected).items()})
     sources = reward_sources(given.reward) if given.algorithm.generates else ()
-    unreachable = [source.url for source in sources if isinstance(source, RemoteSource) and not is_reachable(source.url)]
+    asked = [address for source in sources if (address := asked_address(source)) is not None]
+    unreachable = [address for address in asked if not is_reachable(address)]
     tiny_config, tiny = tiny_run(given, models, unreachable)
     notes = (*notes, *_exchanges(given, tiny_config, unreachable))
     shapes = {"policy": (policy, tiny.policy), **{key: (shape, tiny.rewards[key]) for key, shape in models.rewards.items()}}
@@ -70,7 +71,7 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
 
 def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
-    """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers that do not answer."""
+    """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers and judges that do not answer."""
     config = with_fitting_layouts(given)
     config, tiny = with_tiny_models(config, given, models)
     config = with_values(config, settings.frozen(config, given, tiny, models))

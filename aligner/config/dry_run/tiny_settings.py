@@ -14,7 +14,7 @@ from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
 from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
-from aligner.schema.reward_sources import ModelSource, RemoteSource, reward_sources, source_entry
+from aligner.schema.reward_sources import ModelSource, asked_address, reward_sources, source_entry
 
 Values = dict[str, Any]
 """New values by key."""
@@ -41,6 +41,7 @@ def place(config: Config) -> Values:
         "run.dir": f"{run.dir}-dry-run",
         "run.steps": config.dry_run.steps,
         "run.stop_after": None,
+        **dict.fromkeys(("run.end_kl", "run.end_at", "run.end_without_gain")),
         "run.resume": RunConfig.resume,
         "run.inputs": {},
         "cluster.kind": "local",
@@ -184,7 +185,7 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
     exchanged = {
         name: _DRAWN_SCORE | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
         for name, source in sources.items()
-        if isinstance(source, RemoteSource) and source.url in unreachable
+        if asked_address(source) in unreachable
     }
     compares = (
         algorithm.dynamic_sampling_rounds > 0 or algorithm.train_on != "all" or algorithm.trainer == "preferences"

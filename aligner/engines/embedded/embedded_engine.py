@@ -110,6 +110,8 @@ class EmbeddedEngine(GenerationEngine):
             if self._spare is None:
                 self._spare = EngineWeights(self._layout, self._device, self._dtype)
             target = self._spare
+            if self._settings.publish == "changes":  # to what serves
+                target.storage.copy_(self._weights.storage)
         elif self.version is not None:
             self._settle()
         self._incoming = version

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.kept_tokens import KeptTokens
 from aligner.data.types import Sample
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.sampling import choose, renew, turn_uniforms
 from aligner.engines.embedded.speculation import Lookup
-from aligner.engines.engine_protocol import NO_IDS, GenerationRequest, PartialResponse, SamplingOptions
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.partial_response import NO_IDS, PartialResponse
 from aligner.errors import AlignerError
 from aligner.models import batch_invariant
 
@@ -379,18 +379,7 @@ def _begin(index: int, request: GenerationRequest, options: SamplingOptions, see
     prompt = tuple(request.prompt.tokens.tolist())
     numbers = None if options.greedy else turn_uniforms(seed, request, prompt, limit)
     response = _Response(request, limit, index=index, prompt=prompt, numbers=numbers)
+    response.take_begun(options)
     if request.begun is not None:
-        response.tokens = request.begun.response.tolist()
-        drawn = torch.ones(len(response.tokens), dtype=torch.bool) if request.begun.drawn is None else request.begun.drawn
-        # The turn that it is in begins behind what was given last, or behind the end of the turn before it.
-        ends = ~drawn | torch.isin(request.begun.response, torch.tensor(options.stop_token_ids, dtype=torch.int64))
-        before = ends.nonzero()[-1:, 0].tolist()
-        response.drawn = drawn[: before[0] + 1].tolist() if before else []
         renew(numbers, seed, request, response.tokens[: len(response.drawn)])
-        response.logprobs = request.begun.engine_logprobs.tolist()
-        response.versions = request.begun.weight_versions.tolist()
-        if options.tells_kept or request.begun.kept is not None:
-            response.kept = (request.begun.kept or KeptTokens.of_all(len(response.tokens))).each()
-        if options.routes and request.begun.routes is not None:
-            response.routes = [request.begun.routes]
     return response

@@ -15,7 +15,10 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
 WORKER_EXTENSION = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
-_OPTIONAL = ("max_input_len", "sampler_type", "cuda_graph_config", "skip_tokenizer_init", "enable_chunked_prefill")
+_OPTIONAL = (
+    *("max_input_len", "sampler_type", "cuda_graph_config", "skip_tokenizer_init"),
+    *("enable_chunked_prefill", "stream_interval"),
+)
 _KV_CACHE = "kv_cache"
 """The tag of the memory of keys and values; the others are the model's and the executor's."""
 _MEMORY_TYPES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
@@ -145,6 +148,7 @@ def llm_arguments(
         "max_batch_size": settings.batch_size,
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
         "enable_chunked_prefill": True,
+        "stream_interval": settings.tensorrt_llm.stream_interval,
         "kv_cache_config": find("tensorrt_llm.llmapi.KvCacheConfig")(enable_block_reuse=True, **limit),
         "cuda_graph_config": graphs(max_batch_size=settings.batch_size, enable_padding=True) if settings.cuda_graphs else None,
         "sampler_type": "TRTLLMSampler",

@@ -1,29 +1,22 @@
-"""TensorRT-LLM's asynchronous client, seen from a program that is not: every call here waits for its answer."""
+"""TensorRT-LLM's asynchronous client."""
 
-import asyncio
-import atexit
-import concurrent.futures
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.foreign.client import Client, ending_on_failure
+from aligner.engines.foreign.responses import Responder, Response
 from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
-from aligner.engines.tensorrt_llm.responses import Responder, Response
 from aligner.environment_variables import environment
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
-T = TypeVar("T")
-
-_CLOSE_S = 10.0
-"""How long a loop that is closed has for cancelling what runs there."""
+NAME = "TensorRT-LLM"
 _OTHER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_")
 _OTHER_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,64 +53,7 @@ def device_index(environ: Mapping[str, str], ordinal: int) -> int:
         raise AlignerError(f"CUDA_VISIBLE_DEVICES={visible}: TensorRT-LLM needs GPU indices there, such as 0,1") from error
 
 
-@contextlib.contextmanager
-def ending_on_failure(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` when the block raises; when that fails too, the error tells both."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            end()
-        except Exception as failure:
-            raise AlignerError(f"{error}; then TensorRT-LLM could not be ended: {failure}") from error
-        raise
-
-
-class EventLoop:
-    """An event loop on a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `work` there."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that takes longer."""
-        future = self.submit(work)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():  # the work's own
-                raise
-            future.cancel()
-            raise AlignerError(f"TensorRT-LLM did not answer within {timeout_s:g} s: {what}") from error
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancel what runs there and end the thread. A loop that is blocked can not be ended: it goes with the process."""
-        stopping = self.submit(_cancel_others())
-        if stopping not in concurrent.futures.wait([stopping], _CLOSE_S).done:
-            return
-        stopping.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Client:
+class TensorRTLLMClient(Client):
     """One TensorRT-LLM instance and its workers, which end with this process if not before."""
 
     def __init__(
@@ -134,12 +70,9 @@ class Client:
 
         `uuids` are the identifiers (GPU-…) of the same GPUs. Raises AlignerError when the workers run on others.
         """
-        self._workers, self._timeout_s = settings.parallel.tensor, settings.tensorrt_llm.timeout_s
-        self._update_timeout_s = settings.update_timeout_s
-        self._end = contextlib.ExitStack()  # all of it is tried, whatever fails of it
-        self._loop = EventLoop("tensorrt-llm")
-        self._end.callback(self._loop.close)
-        with ending_on_failure(self.shutdown):
+        super().__init__(NAME, settings.tensorrt_llm.timeout_s)
+        self._workers, self._update_timeout_s = settings.parallel.tensor, settings.update_timeout_s
+        with ending_on_failure(NAME, self.shutdown):
             with environment(worker_environment(os.environ, devices)):
                 package = load_package()  # which starts MPI where a launcher's variables ask for it
                 arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype)
@@ -148,30 +81,31 @@ class Client:
                 self._end.callback(self._llm.shutdown)
                 self._loop.run("starting", self._llm.setup_async(), self._timeout_s)
             self._check_devices(uuids)
-            self._responder = Responder(self._llm, package.SamplingParams, seed, self._timeout_s)
-        atexit.register(self.shutdown)
+            self._sampling_params = package.SamplingParams
+            timeout_key = "engine.tensorrt_llm.timeout_s"
+            self._responder = Responder(NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=False)
 
-    def start(self, responses: Sequence[Response], options: SamplingOptions) -> list[Any]:
-        """One task for each response, done when it is complete."""
-        return self._loop.run("submitting", self._responder.start(responses, options), self._timeout_s)
+    def _draw(self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int) -> Any:
+        """A stream. Stop tokens are stop words, not the end id: these are part of the output.
 
-    def cancel(self, responses: Mapping[Any, Response]) -> None:
-        """Drop responses, by their tasks."""
-        self._loop.run("cancelling", self._responder.cancel(responses), self._timeout_s)
+        The least length of TensorRT-LLM's own holds for the end id alone, so until then stop tokens are bad words.
+        """
+        stops = list(options.stop_token_ids)
+        sampling = self._sampling_params(
+            max_tokens=most or response.turn_limit - len(response.tokens),
+            temperature=options.temperature,
+            top_k=1 if options.greedy else options.top_k,
+            top_p=None if options.greedy else options.top_p,
+            seed=None if options.greedy else seed,
+            logprobs=1,
+            end_id=-1,
+            detokenize=False,
+            include_stop_str_in_output=True,
+            **({"bad_token_ids": stops} if most else {"stop_token_ids": stops} if stops else {}),
+        )
+        return self._llm.generate_async(inputs=tokens, sampling_params=sampling, streaming=True)
 
-    def wait(self, tasks: Sequence[Any]) -> None:
-        """Return when a task is done, or when none can be."""
-        self._loop.run("generating", self._responder.wait(tasks))
-
-    def hold(self, *, interrupts: bool) -> None:
-        """Let responses be finished or interrupted; none goes on until `admit`."""
-        self._loop.run("ending responses", self._responder.hold(interrupts=interrupts))
-
-    def admit(self, version: int) -> None:
-        """Responses go on; `version` stamps the tokens that they draw."""
-        self._loop.run("going on", self._responder.admit(version), self._timeout_s)
-
-    def update_weights(self, handles: dict[str, str] | None) -> None:
+    def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors given by handles, of every worker's GPU; None ends an update and forgets keys and values."""
         self._call("update_weights", handles, timeout_s=self._update_timeout_s)
 
@@ -184,11 +118,6 @@ class Client:
     def resume(self, *, cache: bool) -> None:
         """Take back the memory of keys and values, or the model's."""
         self._loop.run("taking memory back", self._llm.resume(list(self._tags[cache])), self._timeout_s)
-
-    def shutdown(self) -> None:
-        """End the workers; once is enough."""
-        atexit.unregister(self.shutdown)
-        self._end.close()
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """A method of every worker; their answers, in rank order. Raises AlignerError unless every one succeeds."""

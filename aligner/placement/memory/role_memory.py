@@ -113,6 +113,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         host += _packed(config, shape)
     if has_generator(config):
         host += _snapshots(config, weights)
+        # Weights are sent beside whatever the trainer does, staged in a bucket.
+        phases = [replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases]
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
 
 
@@ -167,7 +169,8 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
     tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
-        transfer += max(bucket, itemsize * largest_tensor(shape))
+    if engine.kind != "embedded":  # whole tensors, which the program takes from there
+        transfer += max(min(bucket, itemsize * engine_weights(shape, 1)), itemsize * largest_tensor(shape))
     logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
     held = weights + transfer + work + beside
@@ -175,12 +178,16 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
 
 
 def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
-    """Keys and values: as many as are used, or as TensorRT-LLM takes in advance, beside so many bytes held."""
+    """Keys and values: as many as are used, or as another program takes in advance, beside so many bytes held."""
     engine, memory = config.engine, config.cluster.device_memory_gib
     row = (longest_sequence(config) - 1) * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
-    if engine.kind == "tensorrt_llm" and limit is not None:
+    if engine.kind != "embedded" and limit is not None:
         return limit
+    if engine.kind == "vllm" and memory is not None and uses_gpus(config):
+        return max(row, int(memory * 2**30 * engine.vllm.memory_fraction) - held)
+    if engine.kind == "vllm":
+        return engine.batch_size * row
     if engine.kind == "tensorrt_llm" and memory is not None:
         return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
     used = rows_at_once(config) * row
@@ -202,7 +209,10 @@ def _generator(config: Config, shape: ModelShape) -> RoleMemory:
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
-    return RoleMemory("generator", phases, host=_packed(config, shape))
+    kept = 0
+    if config.engine.kind == "vllm" and config.engine.publish == "changes":  # what they are changes of
+        kept = device_of(config, config.engine.precision).itemsize * engine_weights(shape, 1)
+    return RoleMemory("generator", phases, host=kept + _packed(config, shape))
 
 
 def _packed(config: Config, shape: ModelShape) -> int:

@@ -58,7 +58,7 @@ SYMBOLS: Final = (
             *_all(tensor_parallel_size=1, pipeline_parallel_size=1, dtype="auto", load_format=UNCOMPARED),
             *_all(max_seq_len=None, max_input_len=1024, max_batch_size=UNCOMPARED, max_num_tokens=UNCOMPARED),
             *_all(kv_cache_config=UNCOMPARED, cuda_graph_config=UNCOMPARED, sampler_type=UNCOMPARED, backend=UNCOMPARED),
-            *_all(enable_chunked_prefill=UNCOMPARED),
+            *_all(enable_chunked_prefill=UNCOMPARED, stream_interval=1),
             *_all(ray_worker_extension_cls=UNCOMPARED),
             Parameter("enable_sleep", False, versions=("1.2",)),
             Parameter("sleep_config", None, versions=("1.3",)),

@@ -247,7 +247,7 @@ class Output:
             self._llm.running.discard(self)
 
     async def _draw(self) -> None:
-        params, tokens, logprobs = self._params, [], []
+        params, tokens, logprobs, sent = self._params, [], [], 0
         generator = torch.Generator()
         if self._llm.honors_seeds and params.seed is not None:
             generator.manual_seed(params.seed)
@@ -266,11 +266,13 @@ class Output:
             elif self._aborted:
                 reason = "cancelled"
                 logprobs.pop()  # a canceled request's last token may come alone
-            if self._streaming and reason is None:
-                await self._chunks.put(([token], [logprobs[-1]], None))
+            if self._streaming and reason is None and len(tokens) - sent >= self._llm.arguments["stream_interval"]:
+                await self._chunks.put((tokens[sent:], logprobs[sent:], None))
+                sent = len(tokens)
         if reason == "stop" and not params.include_stop_str_in_output:
             tokens.pop()
-        sent = len(tokens) - 1 if self._streaming else 0
+        if reason == "cancelled" and len(tokens) - sent > 1:  # what was not sent yet is lost
+            tokens, logprobs = tokens[:sent], logprobs[:sent]
         await self._chunks.put((tokens[sent:], logprobs[sent:], reason))
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.tensorrt_llm import llm_arguments, llm_client
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.engines.foreign import client
+from aligner.engines.tensorrt_llm import llm_arguments
 from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import EngineConfig
+from aligner.schema import EngineConfig, TensorRTLLMConfig
 from tests.engines import engines
 from tests.engines.engines import generate, greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
@@ -284,8 +285,8 @@ def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
 
 
 def test_a_blocked_event_loop_can_be_closed(monkeypatch):
-    monkeypatch.setattr(llm_client, "_CLOSE_S", 0.1)
-    loop, go_on = llm_client.EventLoop("blocked"), threading.Event()
+    monkeypatch.setattr(client, "_CLOSE_S", 0.1)
+    loop, go_on = client.EventLoop("blocked"), threading.Event()
 
     async def block():
         go_on.wait()
@@ -335,7 +336,24 @@ def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, mon
     monkeypatch.setattr("tests.engines.tensorrt_llm.fake.Output._draw", hang)
     generation = engine.start(requests(), GREEDY)
     with pytest.raises(AlignerError, match=r"gave none of 4 responses a token within 0\.3 s"):
-        generation.step()
+        advance(generation)
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_an_interrupted_response_draws_again_what_no_message_had_told(directory):
+    settings = dataclasses.replace(engines.SETTINGS, tensorrt_llm=TensorRTLLMConfig(stream_interval=4), in_flight="interrupt")
+    engine, _ = start(directory, settings)
+    publish(engine, directory, 0)
+    model, (short, *others) = engines.reference_model(directory), requests()
+    generation = engine.start([dataclasses.replace(short, max_new_tokens=6), *others], SamplingOptions(30, greedy=True))
+    found = generation.step()
+    assert [place for place, _ in found] == [0]
+    held = [len(response(sample)) for _, sample in generation.unfinished()]
+    assert all(count % 4 == 0 for count in held) and any(held)
+    found = advance(generation)
+    for place, request in enumerate(others, 1):
+        assert response(found[place]) == greedy(model, request.prompt.tokens, 30)
     engine.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a replica, of which one drives TensorRT-LLM, and the responses under way on them."""
+"""The ranks of a replica, of which one drives another program's engine, and the responses under way on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -8,24 +8,24 @@ from torch.distributed import ProcessGroup
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.tensorrt_llm.llm_client import Client
-from aligner.engines.tensorrt_llm.responses import Response
+from aligner.engines.foreign.client import Client
+from aligner.engines.foreign.responses import Response
 from aligner.errors import AlignerError
 
 T = TypeVar("T")
 
 
 class Replica:
-    """This rank's place among a replica's: the first drives TensorRT-LLM, the others' GPUs take part in it."""
+    """This rank's place among a replica's: the first drives the engine's program, the others' devices take part in it."""
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
-        """`rank` of `size`; `group` holds them in order (None: there is one)."""
-        self.rank, self.size, self._group = rank, size, group
+    def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None) -> None:
+        """`rank` of `size`; `group` holds them in order (None: there is one); `name` is the program's, for messages."""
+        self.name, self.rank, self.size, self._group = name, rank, size, group
         self.client: Client | None = None
-        """The driving rank's, once TensorRT-LLM has been started."""
+        """The driving rank's, once the program has been started."""
 
     def drive(self, what: str, action: Callable[[Client], T]) -> T:
-        """`lead` with what the driving rank asks of TensorRT-LLM. Collective."""
+        """`lead` with what the driving rank asks of the program. Collective."""
 
         def act() -> T:
             assert self.client is not None
@@ -41,7 +41,7 @@ class Replica:
         if self.rank > 0:
             answer = broadcast_json(None, group=self._group)
             if "error" in answer:
-                raise AlignerError(f"{what} failed on the rank that drives TensorRT-LLM: {answer['error']}")
+                raise AlignerError(f"{what} failed on the rank that drives {self.name}: {answer['error']}")
             result: T = answer["value"]
             return result
         try:
@@ -85,6 +85,8 @@ class ReplicaGeneration:
         """`check_weights` raises when there are none. Collective over the replica."""
         self._replica, self._check_weights = replica, check_weights
         responses = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
+        for response in responses.values():
+            response.take_begun(options)
         self._between_turns = {place: response for place, response in responses.items() if response.request.waits}
         self._open = {place: response for place, response in responses.items() if not response.request.waits}
         self._tasks: dict[int, Any] = {}
@@ -104,7 +106,10 @@ class ReplicaGeneration:
         return not self._open
 
     def step(self) -> list[tuple[int, Sample]]:
-        """Wait for responses. Raises AlignerError when none is complete and the engine has no weights to go on with."""
+        """Wait a moment for responses; may return none.
+
+        Raises AlignerError when none is complete and the engine has no weights to go on with.
+        """
         if self.done:
             return []
         samples = []
@@ -117,7 +122,7 @@ class ReplicaGeneration:
         return samples
 
     def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn; TensorRT-LLM's own reuse finds what it has run of it.
+        """Have a complete response take a further turn; the engine's own reuse finds what it has run of it.
 
         Raises AlignerError where no room is left for a token to be drawn.
         """
@@ -128,15 +133,25 @@ class ReplicaGeneration:
 
     def add(self, request: GenerationRequest) -> int:
         """Refused: its random numbers could not be an episode's own."""
-        raise AlignerError(f"engine.kind=tensorrt_llm: prompt {request.prompt.id} cannot branch; allowed: embedded")
+        raise AlignerError(f"{self._replica.name}: prompt {request.prompt.id} cannot branch; allowed: engine.kind=embedded")
 
     def leave(self, place: int) -> None:
         """A complete response will not be told to go on."""
         del self._between_turns[place]
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """Not told: nothing could go on from them."""
-        raise AlignerError("engine.kind=tensorrt_llm: responses under way cannot be handed over; allowed: embedded")
+        """The responses that are not complete, with what was drawn of them so far; they can go on from there."""
+
+        def interrupt(client: Client) -> list[list[Any]]:
+            client.interrupt()
+            return [[place, each.tokens, each.logprobs, each.versions] for place, each in self._open.items()]
+
+        found = []
+        for place, *drawn in self._replica.drive("interrupting responses", interrupt):
+            response = self._open[place]
+            response.tokens, response.logprobs, response.versions = drawn
+            found.append((place, response.sample()))
+        return found
 
     def cancel(self) -> None:
         """Drop what is not complete."""

@@ -1,0 +1,252 @@
+"""A generation engine whose replicas are another program's, each driven by its first rank."""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from aligner.data.weight_files import assemble
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, request_problems
+from aligner.engines.foreign.client import Client
+from aligner.engines.foreign.replica import Replica, ReplicaGeneration
+from aligner.errors import AlignerError
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import stored_tensors, weight_table
+from aligner.resharding.weight_update import WeightFormat
+from aligner.schema import EngineConfig
+
+
+class ForeignEngine(GenerationEngine):
+    """A `GenerationEngine` whose replicas are instances of TP' workers each.
+
+    The workers are processes of the program's own. A replica's first rank drives them; the others hand over weights, and
+    return the same samples.
+
+    An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`. The program's
+    workers take whole tensors, and cut their shares out of them: `weight_format` says which ranks are given these.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: ModelShape,
+        settings: EngineConfig,
+        weight_format: WeightFormat,
+        rank: int,
+        group: ProcessGroup | None,
+        device: torch.device | str,
+        context: int | None,
+    ) -> None:
+        """The program, called `name`, is still to be started; weights are not set yet.
+
+        `group` holds the TP' ranks of this rank's replica, in order (None when TP' is 1);
+        `context` is the longest sequence, prompt and response (None: as long as the model allows).
+        """
+        size = settings.parallel.tensor
+        if size > 1 and group is None:
+            raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
+        positions = min(context or shape.max_positions, shape.max_positions)
+        super().__init__(dataclasses.replace(shape, max_positions=positions), settings, weight_format)
+        self._table = weight_table(shape)
+        self._last: dict[str, Tensor] = {}
+        """What the last update wrote, in this process's memory, where the next one tells only what has changed."""
+        self._device, self._replica = torch.device(device), Replica(name, rank % size, size, group)
+        self._version: int | None = None
+        self._cache_asleep = False
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that serve; None before the first update, and while or after one overwrote them."""
+        return self._version
+
+    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> ReplicaGeneration:
+        """Begin one sample per request. Raises AlignerError, before anything is generated, for what can not be served."""
+        self._check_may_start()
+        if refused := self._refused(requests, options):
+            raise AlignerError(f"{self._replica.name}: {refused}; allowed: engine.kind=embedded")
+        if problems := request_problems(requests, options, self._shape):
+            raise AlignerError("\n".join(problems))
+        self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
+        return self._generation
+
+    @abstractmethod
+    def _refused(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> str | None:
+        """What of it the program can not do."""
+
+    @abstractmethod
+    def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Handles, JSON, by which the workers find this rank's whole tensors, until the client has loaded them."""
+
+    @abstractmethod
+    def _unshare(self) -> None:
+        """The workers have loaded them."""
+
+    def begin_update(self, version: int) -> "StreamedUpdate":
+        """Open an update. The old weights serve until its first `load`."""
+        self._check_may_update(version)
+        self._incoming = version
+        return StreamedUpdate(self, version)
+
+    def sleep(self) -> None:
+        """Free the memory of keys and values and of the model."""
+        if not self._settings.sleep:
+            raise AlignerError(
+                f"engine.sleep=false: {self._replica.name} gives memory back only if it was started with engine.sleep=true"
+            )
+        self._check_may_sleep()
+        if not self._asleep:
+            self._replica.drive("going to sleep", self._release)
+            self._asleep = self._cache_asleep = True
+        if self._version is not None:
+            self._version = None
+            self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+
+    def wake(self) -> None:
+        """Take the model's memory back; that of keys and values follows the weights that are published next."""
+        if self._asleep:
+            self._replica.gather("giving memory back", _give_back)
+            self._replica.drive("waking up", lambda client: client.resume(cache=False))
+            self._asleep = False
+
+    def shutdown(self) -> None:
+        """End the program's processes. Collective over the replica."""
+        self._replica.drive("shutting down", Client.shutdown)
+
+    def _release(self, client: Client) -> None:
+        if self._cache_asleep:  # more can not be released beside what is
+            client.resume(cache=True)
+        client.release()
+
+    def _overwrite(self, version: int) -> None:
+        """An update begins to load: responses are finished or interrupted, and the engine has no version from here on."""
+        self._version, self._why_no_weights = None, f"the update to version {version} is under way"
+        interrupts = self._settings.in_flight == "interrupt"
+        self._replica.drive("letting responses end", lambda client: client.hold(interrupts=interrupts))
+
+    def _finish(self, version: int) -> None:
+        """An update has loaded all: the workers finish it; keys and values of the old weights are forgotten."""
+
+        def finish(client: Client) -> None:
+            client.update_weights(None)
+            if self._cache_asleep:
+                client.resume(cache=True)
+            client.admit(version)
+
+        if self._cache_asleep:
+            self._replica.gather("giving memory back", _give_back)
+        self._replica.drive("finishing the update", finish)
+        self._cache_asleep = False
+        self._version = version
+
+
+def _give_back() -> None:
+    """Let the workers have what torch keeps of this process's GPU: the trainer's activations, an update's buckets."""
+    torch.cuda.empty_cache()
+
+
+class StreamedUpdate:
+    """A `WeightUpdate` that holds no more than one group of tensors."""
+
+    def __init__(self, engine: ForeignEngine, version: int) -> None:
+        self._engine, self._version, self._replica, self._device = engine, version, engine._replica, engine._device
+        self._specs = {spec.name: spec for spec in engine._table}
+        takes = engine.weight_format.one_of == 1 or engine._replica.rank == 0
+        self._missing = stored_tensors(engine._table) if takes else {}
+        self._views: dict[str, Tensor] = {}
+        self._written: dict[str, Tensor] = {}
+        self._overwrites = False
+        """Whether the old weights are gone, and the new ones do not serve."""
+        self._open = True
+
+    def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
+        self._check_open()
+        last, keeps = self._engine._last, self._engine._settings.publish == "changes"
+        dtype, device = self._engine.weight_format.dtype, torch.device("cpu") if keeps else self._device
+        views = {
+            name: last[name] if name in last else torch.empty(self._specs[name].shape, dtype=dtype, device=device)
+            for name in names
+            if name in self._specs
+        }
+        self._views |= views
+        if keeps:
+            last |= views
+        return views
+
+    def load(self, names: Sequence[str]) -> None:
+        """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""
+        taken: dict[str, Tensor] = {}
+
+        def take() -> bool:
+            taken.update(self._take(names))
+            return bool(taken)
+
+        has_some = any(self._replica.gather("taking weights", take))
+        if not self._overwrites:
+            self._overwrites = True
+            self._engine._overwrite(self._version)
+        if has_some:
+            self._hand_over(taken)
+
+    def commit(self) -> None:
+        """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were not loaded."""
+        self._replica.gather("ending the update", self._check_complete)
+        try:
+            self._engine._finish(self._version)
+            self._overwrites = False
+        finally:
+            self._end()
+
+    def abort(self) -> None:
+        """Give the update up: the engine keeps its weights if nothing has been loaded, and else has none."""
+        if self._open:
+            self._end()
+
+    def _hand_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
+        handles: dict[str, Any] = {}
+        for mine in self._replica.gather("sharing weights", lambda: self._engine._share(tensors)):
+            handles |= mine
+        try:
+            self._replica.drive("loading weights", lambda client: client.update_weights(handles))
+        finally:
+            self._engine._unshare()
+
+    def _take(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """The tensors of a file that are whole once these have been written; the rest wait for their other parts."""
+        self._check_open()
+        if unasked := [name for name in names if name not in self._views]:
+            raise AlignerError(f"views of {', '.join(unasked)} were not asked for, or are loaded already")
+        self._written |= {name: self._views.pop(name) for name in names}
+        complete = {
+            stored: specs for stored, specs in self._missing.items() if all(spec.name in self._written for spec in specs)
+        }
+        parts = [spec for specs in complete.values() for spec in specs]
+        tensors = dict(assemble(parts, lambda spec: self._written[spec.name]))
+        for spec in parts:
+            del self._written[spec.name]
+        for stored in complete:
+            del self._missing[stored]
+        return tensors
+
+    def _check_complete(self) -> None:
+        self._check_open()
+        if self._missing:
+            raise AlignerError(f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}")
+
+    def _end(self) -> None:
+        self._open = False
+        self._views.clear()
+        self._written.clear()
+        self._engine._incoming = None
+        if self._overwrites:
+            why = f"the update to version {self._version} failed and had begun to overwrite them; publish again"
+            self._engine._why_no_weights = why
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise AlignerError("this update is over; begin another one")

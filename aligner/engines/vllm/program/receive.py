@@ -1,0 +1,169 @@
+"""What vLLM's workers import of ours: the receiving side of weights, whole tensors in memory that another process shares.
+
+A worker's vLLM cuts its share out of each tensor, fuses and pads it as it would a file's; what the worker's platform makes of
+loaded weights (a packed copy, another layout) is made when the update ends.
+"""
+
+import functools
+import mmap
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+
+@dataclass
+class Nothing(WeightTransferInitInfo):
+    """There is nothing to set up."""
+
+
+@dataclass
+class SharedTensors(WeightTransferUpdateInfo):
+    """Some of the model's tensors, one behind another in a file of memory."""
+
+    path: str
+    tensors: list[tuple[str, str, list[int], int]]
+    """Name, type, shape and first byte of each."""
+    checksum: int
+    """CRC-32 of the whole file."""
+
+
+class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
+    """Loads what the trainer's side wrote, after its checksum has been found right."""
+
+    init_info_cls = Nothing
+    update_info_cls = SharedTensors
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: Nothing) -> None:
+        """Nothing."""
+
+    def start_weight_update(self) -> None:
+        """Layers take new weights one by one, and are processed when theirs are complete."""
+        first: dict[int, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)  # tied ones are apart until the update ends
+        one_of = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+        initialize_layerwise_reload(self.model)
+        self.unfilled: set[str] = set()
+        self._of_no_use: set[str] = set()
+        for name, parameter in self.model.named_parameters():
+            if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
+                self._notice(parameter, one_of.get(name, name))
+        if self.device.type == "cpu":
+            # vLLM 0.32 packs experts the first time only, and then when they have no kernel. No graph knows its address here.
+            for module in self.model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
+
+    def finish_weight_update(self) -> None:
+        """All have come."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # A head that is tied to the embedding gets nothing itself, so that vLLM leaves the copy that it has packed.
+            weights: set[int] = set()
+            for module in self.model.modules():
+                weight = getattr(module, "weight", None)
+                if id(weight) in weights:
+                    module.quant_method.process_weights_after_loading(module)
+                elif weight is not None:
+                    weights.add(id(weight))
+
+    def receive_weights(self, update_info: SharedTensors) -> None:
+        """Raises ValueError where bytes were damaged on the way."""
+        with Path(update_info.path).open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        if (found := zlib.crc32(memory)) != update_info.checksum:
+            raise ValueError(f"weights have the checksum {found:08x}, {update_info.checksum:08x} was sent")
+        self.model.load_weights(self._tensors(memory, update_info))
+        if self._of_no_use:
+            raise ValueError(f"vLLM's model has no place for {', '.join(sorted(self._of_no_use))}")
+
+    def _notice(self, parameter: Any, name: str) -> None:
+        """Strike the parameter off those without weights, and what is loaded into it off what is of no use."""
+        load = parameter.weight_loader
+
+        @functools.wraps(load)  # vLLM tells its own wrapper by the name, and takes it off when the layer is complete
+        def noticed(*args: Any, **named: Any) -> Any:
+            self.unfilled.discard(name)
+            self._of_no_use.discard(self._last)
+            return load(*args, **named)
+
+        self.unfilled.add(name)
+        parameter.weight_loader = noticed
+
+    def _tensors(self, memory: mmap.mmap, update_info: SharedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, kind, shape, start in update_info.tensors:
+            dtype = getattr(torch, kind)
+            count = torch.Size(shape).numel()
+            # A copy: what waits for the rest of its layer must not keep, or look into, the sender's memory.
+            tensor = torch.frombuffer(bytearray(memory[start : start + count * dtype.itemsize]), dtype=dtype)
+            self._of_no_use.add(name)
+            self._last = name  # vLLM loads one before it asks for the next
+            yield name, tensor.view(shape).to(self.device)
+
+    def shutdown(self) -> None:
+        """Nothing."""
+
+
+WeightTransferEngineFactory.register_engine("aligner", SharedMemoryEngine)
+
+
+_forward = Sampler.forward
+
+
+def _sample(self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *more: Any, **named: Any) -> Any:
+    """vLLM tells log-probs before the temperature, or after all that leaves tokens out; ours are between the two."""
+    temperatures = sampling_metadata.temperature
+    self.compute_logprobs = functools.partial(_at_temperature, temperatures)
+    return _forward(self, logits, sampling_metadata, *more, **named)
+
+
+def _at_temperature(temperatures: Tensor | None, logits: Tensor) -> Tensor:
+    """Log-probs [B, V] of the whole distribution."""
+    scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+    return scaled.log_softmax(-1)
+
+
+Sampler.forward = _sample
+
+
+class AlignerWorker:
+    """Mixed into a worker, whose process imports this module for it."""
+
+    weight_transfer_engine: SharedMemoryEngine
+    finish_weight_update: Callable[[], None]
+
+    def attempt(self, what: str, **arguments: Any) -> str | None:
+        """Call a method of the worker's; returns what went wrong.
+
+        Where several workers raise, vLLM 0.32 takes what one of them says for its answer to the next call.
+        """
+        try:
+            getattr(self, what)(**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def end_update(self) -> None:
+        """Raises ValueError naming the parameters that have had no weights: vLLM would serve what was there."""
+        if names := sorted(self.weight_transfer_engine.unfilled):
+            raise ValueError(f"vLLM's model wants {', '.join(names)}, which did not come")
+        self.finish_weight_update()
+
+    def give_up(self) -> None:
+        """End an update that will not be complete. For a worker that failed to load it is over, but its layers still wait."""
+        self._weight_update_active = True
+        self.finish_weight_update()

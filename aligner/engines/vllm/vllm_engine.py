@@ -1,0 +1,66 @@
+"""The vLLM engine: vLLM, in an environment of its own, generates on the replica's devices."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, weight_format
+from aligner.engines.foreign.foreign_engine import ForeignEngine
+from aligner.engines.vllm.program_client import NAME, SharedTensors, VLLMClient
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
+from aligner.vllm_environment import vllm_python
+
+
+class VLLMEngine(ForeignEngine):
+    """vLLM's workers; weights reach them through vLLM's own interface for that, from memory that the ranks share."""
+
+    def __init__(
+        self,
+        directory: Path,
+        shape: ModelShape,
+        settings: EngineConfig,
+        rank: int,
+        seed: int,
+        group: ProcessGroup | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
+    ) -> None:
+        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over the replica.
+
+        `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in order (None when TP' is 1);
+        `context` is the longest sequence, prompt and response (None: as long as the model allows).
+        Raises AlignerError on every rank when vLLM does not start.
+        """
+        takes = weight_format(settings, device)
+        super().__init__(NAME, shape, settings, takes, rank, group, device, context)
+        self._shared: SharedTensors | None = None
+
+        def start() -> None:
+            python = vllm_python(settings.vllm)
+            self._replica.client = VLLMClient(python, directory, self._shape, settings, seed, takes.dtype)
+
+        self._replica.lead("starting vLLM", start)
+
+    def _refused(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> str | None:
+        if options.tells_kept:
+            return "asked to tell among which tokens it drew"
+        if options.routes:
+            return "asked for the experts of each token"
+        return None
+
+    def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        if self._replica.rank > 0:  # whole tensors are the same on all
+            return {}
+        self._shared = SharedTensors(tensors)
+        return self._shared.handle
+
+    def _unshare(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None

@@ -1,0 +1,50 @@
+"""By what a run ends before its last step: its KL to the reference, a value that is reached, evaluations without a gain."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aligner.schema import Config
+from aligner.training.named_metric import better_sign, check_named
+
+
+@dataclass(frozen=True)
+class EndRule:
+    """What `run.end_kl`, `run.end_at` and `run.end_without_gain` say; None where the run does not end by it."""
+
+    kl: float | None = None
+    target: tuple[str, float] | None = None
+    """A metric, and the value that it is to reach."""
+    without_gain: int | None = None
+    metric: str = ""
+    """What an evaluation gains in: `checkpoint.best_metric`; empty where there is none."""
+
+    @staticmethod
+    def of(config: Config) -> "EndRule | None":
+        """The run's; None where nothing but its steps ends it."""
+        run = config.run
+        if not run.ends:
+            return None
+        return EndRule(run.end_kl, run.end_target, run.end_without_gain, config.checkpoint.best_metric or "")
+
+    def reason(self, measured: Mapping[str, float], evaluations: Sequence[float]) -> str | None:
+        """Why the run ends after a step that has measured this; None where it goes on.
+
+        `evaluations` are the values of `metric` that were found so far, this step's last if it was evaluated: the first has
+        nothing to gain on, and one that is as good as the best before it gains nothing. Raises AlignerError where the target's
+        metric is none of those of its kind.
+        """
+        if self.target is not None:
+            metric, value = self.target
+            given, sign = f"run.end_at={metric}:{value:.10g}", better_sign(metric)
+            check_named(given, metric, measured)
+            if metric in measured and sign * measured[metric] >= sign * value:
+                return f"{metric} {measured[metric]:.6g} has reached {given}"
+        if self.kl is not None and (kl := measured.get("kl/reference", 0.0)) > self.kl:
+            return f"kl/reference {kl:.6g} is above run.end_kl={self.kl:g}"
+        if self.without_gain is not None and self.metric in measured:
+            values = [better_sign(self.metric) * value for value in evaluations]
+            best = values.index(max(values))
+            if len(values) - 1 - best >= self.without_gain:
+                told = f"{self.metric} was {evaluations[best]:.6g} and has not become better since"
+                return f"{told}: run.end_without_gain={self.without_gain}"
+        return None

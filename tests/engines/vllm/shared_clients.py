@@ -1,0 +1,45 @@
+"""vLLM for tests: it takes most of a minute to start, so that those of one model share a program."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from aligner.engines.foreign.responses import Responder
+from aligner.engines.vllm import vllm_engine
+from aligner.engines.vllm.program_client import NAME, VLLMClient
+from aligner.models.shape import ModelShape
+from aligner.schema import EngineConfig
+from aligner.vllm_environment import vllm_place
+
+INSTALLED = pytest.mark.skipif(not (vllm_place() / "package").is_file(), reason="`aligner install-vllm` was not run")
+"""Of a test that looks at vLLM."""
+NEEDED = (pytest.mark.slow, INSTALLED)
+"""Of a test that runs vLLM."""
+_clients: dict[str, VLLMClient] = {}
+
+
+def _client(
+    python: str, directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype
+) -> VLLMClient:
+    key = repr((shape, settings.batch_size, settings.kv_cache_mib, settings.parallel, dtype, settings.vllm))
+    if key not in _clients:
+        _clients[key] = client = VLLMClient(python, directory, shape, settings, seed, dtype)
+        atexit.register(VLLMClient.shutdown, client)
+        client.shutdown = lambda: None
+    client = _clients[key]
+    client._responder = Responder(NAME, client._draw, seed, client._timeout_s, "engine.vllm.timeout_s", has_least=True)
+    return client
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Engines that begin meanwhile take a program that is there."""
+    with mock.patch.object(vllm_engine, "VLLMClient", _client):
+        yield

@@ -1,0 +1,210 @@
+"""vLLM itself: other families than the suite of all engines runs, what it draws, and what is left when something is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.vllm.vllm_engine import VLLMEngine
+from aligner.errors import AlignerError, EngineGone
+from aligner.models.weight_slices import stored_tensors, weight_table
+from aligner.schema import EngineParallelConfig
+from tests.engines import engines
+from tests.engines.vllm.shared_clients import NEEDED
+from tests.megatron import families, jobs
+
+pytestmark = [*NEEDED, pytest.mark.timeout(600)]
+DRAWS = 10_000
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return engines.save_tiny(tmp_path_factory.mktemp("model"), seed=0, layers=64, head_dim=32)
+
+
+@pytest.fixture
+def engine(directory: Path) -> Iterator[VLLMEngine]:
+    """One of its own, which may be killed."""
+    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64)
+    engine = VLLMEngine(directory, engines.shape_of(directory), settings, 0, seed=7)
+    engines.publish(engine, directory, 0)
+    yield engine
+    engine.shutdown()
+
+
+def scored(directory: str, samples: list[Sample], tensor: int) -> torch.Tensor:
+    """Megatron's log-probs of samples."""
+    batch = collate(samples, pad_token_id=0)
+    return jobs.policy(directory, {"tensor": tensor, "sequence": tensor > 1}).logprobs(batch.tokens, batch.lengths)
+
+
+def assert_refused(engine: VLLMEngine, told: str, **other: int) -> None:
+    """An update of a model that differs from vLLM's fails, whichever side has more."""
+    table = engine._table
+    engine._table = weight_table(dataclasses.replace(engine._shape, **other))
+    update = engine.begin_update(7)
+    try:
+        with pytest.raises(AlignerError, match=told):
+            for name in stored_tensors(engine._table):
+                update.views([name])[name].fill_(0.5)
+                update.load([name])
+            update.commit()
+    finally:
+        update.abort()
+        engine._table = table
+    assert engine.version is None
+
+
+def drawn(directories: list[Path], size: int) -> list[list[Sample]]:
+    """Samples by every rank of a replica, of one model's weights after another's."""
+    group = dist.new_group(timeout=timedelta(seconds=400)) if size > 1 else None  # the second waits for vLLM to start
+    parallel = EngineParallelConfig(tensor=size, data=1)
+    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=parallel)
+    shape, is_first = engines.shape_of(directories[0]), dist.get_rank() == 0
+    engine = VLLMEngine(directories[0], shape, settings, dist.get_rank(), 7, group)
+    found = []
+    try:
+        shared = _shared_memory(_leader(engine)) if is_first else []
+        for version, directory in enumerate(directories):
+            told = r"vLLM's model wants model\.layers\.3\.input_layernorm\.weight, .*, which did not come"
+            assert_refused(engine, told, num_layers=3)
+            assert_refused(engine, r"vLLM's model has no place for model\.layers\.0\.self_attn\.q_proj\.bias", qkv_bias=True)
+            engines.publish(engine, directory, version)
+            wanted = [GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)]
+            found.append(engines.generate(engine, wanted, SamplingOptions(14, temperature=jobs.TEMPERATURE)))
+    finally:
+        engine.shutdown()
+    if is_first:
+        _is_gone(_leader(engine), shared)
+    return found
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3", 2), ("qwen3_moe", 1)])
+def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(pool, tmp_path, family, size):
+    directories = [families.save(family, tmp_path / "first"), tmp_path / "second"]
+    model = engines.reference_model(directories[0])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(-1).contiguous()
+    model.save_pretrained(directories[1])
+    versions, *others = pool.run(drawn, size, directories, size, timeout=500)
+    for version, (directory, samples) in enumerate(zip(directories, versions, strict=True)):
+        for other in others:
+            assert [sample.tokens.tolist() for sample in other[version]] == [sample.tokens.tolist() for sample in samples]
+        batch = collate(samples, pad_token_id=0)
+        for tensor in (1, 2):
+            for found in pool.run(scored, tensor, str(directory), samples, tensor):
+                assert float(torch.where(batch.mask, found - batch.engine_logprobs, 0.0).abs().max()) < 1e-4
+
+
+def test_draws_follow_the_exact_distribution(tmp_path):
+    directory = engines.save_tiny(tmp_path, seed=0, head_dim=32, tied=True)
+    (prompt,) = engines.prompts(1)
+    model, temperature = engines.reference_model(directory), 1.5
+    with torch.no_grad():
+        expected = (model(prompt.tokens[None]).logits[0, -1] / temperature).softmax(-1) * DRAWS
+    with engines.engine_of("vllm", directory) as engine:
+        engines.publish(engine, directory, 0)
+        wanted = [GenerationRequest(prompt, index) for index in range(DRAWS)]
+        samples = engines.generate(engine, wanted, SamplingOptions(1, temperature=temperature))
+    counts = torch.bincount(torch.tensor([engines.response(sample)[0] for sample in samples]), minlength=engines.VOCABULARY)
+    common = expected >= 5
+    found = torch.cat((counts[common], counts[~common].sum()[None])).double()
+    wished = torch.cat((expected[common], expected[~common].sum()[None])).double()
+    freedom = len(found) - 1
+    chi_square = float(((found - wished) ** 2 / wished.clamp(min=1e-9)).sum())
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, "four standard deviations"
+
+
+def _group(leader: int) -> list[psutil.Process]:
+    """The processes of the program's group that are not dead."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def _shared_memory(leader: int) -> list[Path]:
+    """What the processes of a group share with each other."""
+    mapped = {region.path for process in _group(leader) for region in process.memory_maps()}
+    found = [path for path in map(Path, mapped) if path.is_relative_to("/dev/shm") and path.exists()]
+    assert found, "it is known where they have it"
+    return found
+
+
+def _is_gone(leader: int, shared: list[Path], within_s: float = 40.0) -> None:
+    end = time.monotonic() + within_s
+    while _group(leader) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert _group(leader) == []
+    assert [path for path in shared if path.exists()] == []
+
+
+def _leader(engine: GenerationEngine) -> int:
+    return engine._replica.client._program.process.pid  # type: ignore[attr-defined]
+
+
+def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine):
+    """A worker of vLLM's is killed in `tests/system/test_vllm_run.py`."""
+    leader = _leader(engine)
+    shared = _shared_memory(leader)
+    generation = engine.start(engines.requests(), SamplingOptions(30))
+    os.kill(leader, signal.SIGKILL)
+    with pytest.raises(EngineGone, match="vLLM: its program is gone: it was killed by SIGKILL"):
+        advance(generation)
+    engine.shutdown()
+    _is_gone(leader, shared)
+
+
+@pytest.mark.parametrize("which", ["worker", "its parent"])
+def test_an_update_that_finds_a_process_of_vllm_dead_ends_the_rank_instead_of_failing(directory, engine, which):
+    """vLLM may not have noticed yet that it cannot go on."""
+    leader = _leader(engine)
+    shared = _shared_memory(leader)
+    worker = max(psutil.Process(leader).children(recursive=True), key=lambda each: each.memory_info().rss)
+    victim = worker if which == "worker" else worker.parent()
+    assert victim.pid != leader
+    victim.kill()
+    with pytest.raises(EngineGone, match="vLLM: "):
+        engines.publish(engine, directory, 1)
+    engine.shutdown()
+    _is_gone(leader, shared)
+
+
+_DRIVER = """
+import dataclasses, sys, time
+from pathlib import Path
+from tests.engines.vllm.test_vllm_engine import VLLMEngine, _leader, engines
+directory = Path(sys.argv[1])
+settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64)
+engine = VLLMEngine(directory, engines.shape_of(directory), settings, 0, seed=7)
+engines.publish(engine, directory, 0)
+print(_leader(engine), flush=True)
+time.sleep(600)
+"""
+
+
+def test_when_the_rank_is_killed_the_program_ends_with_all_that_it_has_started(directory):
+    command = [sys.executable, "-c", _DRIVER, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        leader = int(driver.stdout.readline())
+        shared = _shared_memory(leader)
+        driver.send_signal(signal.SIGKILL)
+    _is_gone(leader, shared)

@@ -1,0 +1,142 @@
+"""What a rank does in the tests of weights that travel as something else than all of their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.models.weight_blocks import is_in_blocks
+from aligner.resharding.link import Link
+from aligner.resharding.microscaling import dequantize, quantize
+from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
+from aligner.schema import EngineParallelConfig, ParallelConfig
+from tests.resharding.jobs import TIMEOUT, Rank
+from tests.resharding.layouts import cut, tiny_shape, whole_weights
+
+PUBLISHES = 8
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def _plan(trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype) -> TransferPlan:
+    """Of two worlds, with rows and cuts that hold whole blocks at two tensor-parallel ranks."""
+    shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
+    shape = dataclasses.replace(shape, hidden_size=64, head_dim=16, ffn_hidden_size=128)
+    return plan_resharding(shape, trainer, engine, first_engine_rank=trainer.ranks, itemsize=dtype.itemsize)
+
+
+class Changing(Rank):
+    """Publishes weights of which a part has changed since it was last asked."""
+
+    def next_weights(self, generator: torch.Generator) -> None:
+        """Change a random share of every tensor's numbers, or one alone, or nothing."""
+        for name, whole in self.whole.items():
+            share = (0.0, 1e-3, 0.05, 0.9)[int(torch.randint(4, (), generator=generator))]
+            at = torch.rand(whole.shape, generator=generator) < share
+            new = torch.where(at, torch.randn(whole.shape, generator=generator), whole)
+            new.flatten()[0] = (0.0, -0.0, float("nan"))[int(torch.randint(3, (), generator=generator))]
+            self.whole[name] = new.to(self.sink.dtype).float()
+
+    def failed_publish_of_these(self, version: int) -> str:
+        """What it says."""
+        with pytest.raises(AlignerError) as failed:
+            self.publisher.publish(version)
+        return str(failed.value)
+
+    def publish_these(self, version: int) -> tuple[int, float | None]:
+        """Bytes that moved, and the share of numbers that had changed; the engine's are compared bit by bit."""
+        stats = self.publisher.publish(version)
+        self.served = dict(self.whole)
+        for name, piece in self.plan.target.get(self.link.rank, {}).items():
+            wanted = cut(self.whole[name], piece).to(self.sink.dtype)
+            assert torch.equal(_bits(self.sink.front[name]), _bits(wanted)), name
+        return stats.moved_bytes, stats.changed
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(BITS[tensor.dtype.itemsize])
+
+
+def publish_changes(
+    trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype, group_bytes: int | None, seed: int
+) -> list[tuple[int, float | None]]:
+    """Publishes of random changes, of which some versions are not published; half-way both ends start anew."""
+    plan = _plan(trainer, engine, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    told: list[tuple[int, float | None]] = []
+    rank: Changing | None = None
+    for version in range(PUBLISHES):
+        if version in (0, PUBLISHES // 2):
+            link = Link.of_world(plan.labels, timeout=TIMEOUT, generation=version)
+            before, rank = rank, Changing(plan, link, dtype=dtype, group_bytes=group_bytes, travels="changes")
+            rank.whole = before.whole if before else whole_weights(plan.table, seed)
+        assert rank is not None
+        for _ in range(int(torch.randint(1, 4, (), generator=generator))):
+            rank.next_weights(generator)
+        told.append(rank.publish_these(version))
+    dist.barrier()
+    return told
+
+
+def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
+    """From one rank to one: everything, nothing, three numbers of a tensor and one of another, everything."""
+    plan = _plan(ParallelConfig(), EngineParallelConfig(), dtype)
+    rank = Changing(plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes")
+    rank.whole = whole_weights(plan.table, 0)
+    told = [rank.publish_these(0), rank.publish_these(1)]
+    rank.whole = {name: tensor.clone() for name, tensor in rank.whole.items()}
+    rank.whole["model.layers.1.mlp.up_proj.weight"][3, 4:7] += 1
+    rank.whole["model.norm.weight"][5] += 1
+    told.append(rank.publish_these(2))
+    rank.whole = whole_weights(plan.table, 1)
+    told.append(rank.publish_these(3))
+    dist.barrier()
+    return told
+
+
+def fail_and_go_on() -> list[float | None]:
+    """A publish that fails in its last step, on the engine's side, and the next one over a new link to the same engine."""
+    plan = _plan(ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), torch.bfloat16)
+    link = Link.of_world(plan.labels, timeout=TIMEOUT)
+    rank = Changing(plan, link, dtype=torch.bfloat16, travels="changes")
+    generator = torch.Generator().manual_seed(0)
+    rank.whole = whole_weights(plan.table, 0)
+    shares = [rank.publish_these(0)[1]]
+    rank.next_weights(generator)
+    shares.append(rank.publish_these(1)[1])
+
+    def fail() -> None:
+        raise OSError("no memory")
+
+    rank.sink.before_commit = fail if link.rank == 3 else rank.sink.before_commit
+    rank.next_weights(generator)
+    assert "no memory" in rank.failed_publish_of_these(2)
+    rank.sink.before_commit = lambda: None
+    again = Link.of_world(plan.labels, timeout=TIMEOUT, generation=1)
+    other = Changing(plan, again, dtype=torch.bfloat16, travels="changes", sink=rank.sink)
+    other.whole, other.served = rank.whole, rank.served
+    shares.append(other.publish_these(3)[1])
+    other.next_weights(generator)
+    shares.append(other.publish_these(4)[1])
+    dist.barrier()
+    return shares
+
+
+def publish_quantized(trainer: ParallelConfig, engine: EngineParallelConfig, kind: str, dtype: torch.dtype) -> tuple[int, int]:
+    """The engine holds the slices of what the whole tensors become in blocks, whatever the layouts; bytes moved, and whole."""
+    plan = _plan(trainer, engine, dtype)
+    link = Link.of_world(plan.labels, timeout=TIMEOUT)
+    rank = Rank(plan, link, dtype=dtype, travels=kind, bucket_bytes=1 << 13)
+    for version in (0, 1):
+        stats = rank.publish(version)
+        for name, piece in plan.target.get(link.rank, {}).items():
+            whole = rank.whole[name].to(dtype)
+            if is_in_blocks(plan.specs[name]):
+                whole = dequantize(quantize(whole, kind), whole.shape[1], kind, dtype)
+            assert torch.equal(rank.sink.front[name], cut(whole, piece)), name
+    dist.barrier()
+    return stats.moved_bytes, stats.whole_bytes

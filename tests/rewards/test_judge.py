@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.paths import RunPaths
+from aligner.rewards.http_endpoint import HttpEndpoint, Pace
+from aligner.rewards.judge import Judge, build_judge
+from aligner.rewards.judge_answers import parsed_answer, read_ranking, read_score, read_verdict, read_yes
+from aligner.rewards.judge_ledger import COUNTS, JudgeLedger, JudgeMeter, judge_run
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
+from aligner.schema.reward_sources import JudgeSource
+from tests.rewards.judge_server import JudgeServer, Reply, judging, likely, says
+
+REQUESTS = [ScoringRequest("2+2=", response, {"answer": "4"}) for response in ("4", "5", "four")]
+PATTERN = JudgeSource.judge_pattern
+
+
+def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
+    """One that asks it, and keeps what it says in a run's directory."""
+    given = {"judge_timeout_s": 5.0, "judge_template": "{prompt}{response}", **settings}
+    source = JudgeSource(name="judge", key="reward", judge_url=server.url, judge_model="tester", **given)
+    return build_judge(source, RunPaths(directory))
+
+
+def counted(directory: Path) -> dict[str, float]:
+    """What a run's judges have counted, without what is 0."""
+    meter = JudgeMeter([], judge_run(RunPaths(directory)))
+    meter._directories = [RunPaths(directory).judge]
+    return {name.removeprefix("judge/"): amount for name, amount in meter.metrics().items() if amount}
+
+
+def test_a_score_is_read_from_the_answer_and_what_it_cost_is_counted(tmp_path: Path) -> None:
+    worth = {"4": 9, "5": 1, "four": 7.5}
+    with judging(lambda question, _: says(f"Well. SCORE: {worth[question[4:]]}", 100, 20)) as server:
+        judge = judge_of(server, tmp_path, judge_input_price=2.0, judge_output_price=10.0)
+        assert checked_scores("judge", judge, REQUESTS) == [9.0, 1.0, 7.5]
+    assert {body["model"] for body in server.asked} == {"tester"} and set(server.paths) == {"/v1/chat/completions"}
+    assert server.asked[0] | {"messages": []} == {"model": "tester", "messages": [], "temperature": 0.0, "max_tokens": 512}
+    assert sorted(server.questions) == ["2+2=4", "2+2=5", "2+2=four"]
+    found = counted(tmp_path)
+    assert found.pop("cost") == found.pop("cost_total") == pytest.approx((300 * 2 + 60 * 10) / 1e6)
+    assert found == {"questions": 3, "tokens_in": 300, "tokens_out": 60}
+
+
+def test_equal_samples_are_asked_about_once(tmp_path: Path) -> None:
+    with judging(lambda *_: says("SCORE: 3")) as server:
+        assert judge_of(server, tmp_path)([*REQUESTS, *REQUESTS]) == [3.0] * 6
+    assert len(server.asked) == 3
+
+
+def test_the_template_has_the_record_s_fields_and_a_missing_one_is_told_by_name(tmp_path: Path) -> None:
+    request = ScoringRequest(
+        "Why {response}?", "So {prompt}.", {"answer": ["a", 1], "prompt": "another", "rubric": "Be {kind}"}
+    )
+    template = '{rubric} {"json": 1} {prompt}|{response}|{answer} {lowest}-{highest}'
+    with judging(lambda *_: says("SCORE: 1")) as server:
+        judge_of(server, tmp_path, judge_template=template)([request])
+        assert server.questions == ['Be {kind} {"json": 1} Why {response}?|So {prompt}.|["a", 1] 0-10']
+        with pytest.raises(ScoringError, match=r"template has \{rubric\}, and the record of prompt '2\+2=' has no such field"):
+            judge_of(server, tmp_path, judge_template=template)(REQUESTS)
+
+
+def test_yes_and_no_are_read_by_their_log_probs(tmp_path: Path) -> None:
+    told = {
+        "4": likely(**{"Yes": 0.6, " yes": 0.2, "No": 0.2}),
+        "5": likely(No=0.9, maybe=0.1),
+        "four": likely(Yes=0.5, no=0.5),
+    }
+    with judging(lambda question, _: says("Yes", **told[question[4:]])) as server:
+        scores = judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS)
+        assert judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS) == scores  # from the disk
+    assert scores == pytest.approx([0.8, 0.0, 0.5])
+    assert len(server.asked) == 3
+    assert all((body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20) for body in server.asked)
+
+
+def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path: Path) -> None:
+    """Who always says A finds no difference; who says the longer one finds it."""
+    template = "{prompt}:{response_a}|{response_b}"
+    others = [ScoringRequest("3+3=", response) for response in ("6", "six")]
+    with judging(lambda *_: says("VERDICT: A")) as server:
+        biased = judge_of(server, tmp_path / "a", judge_asks="pairwise", judge_template=template)
+        assert biased([*REQUESTS, *others]) == [0.5] * 5
+        assert len(server.asked) == 3 * 2 + 2
+
+    def longer(question: str, _: int) -> Reply:
+        one, other = question.split(":")[1].split("|")
+        return says("VERDICT: tie" if len(one) == len(other) else f"**VERDICT: {'A' if len(one) > len(other) else 'B'}**")
+
+    mixed = [REQUESTS[0], others[0], *REQUESTS[1:], REQUESTS[2], others[1]]
+    with judging(longer) as server:
+        judge = judge_of(server, tmp_path / "b", judge_asks="pairwise", judge_template=template)
+        # "4", "5" and "four" twice: each "four" wins twice and ties with the other.
+        assert judge(mixed) == pytest.approx([0.5 / 3, 0.0, 0.5 / 3, 2.5 / 3, 2.5 / 3, 1.0])
+    assert sorted(server.questions) == sorted(
+        [f"2+2=:{a}|{b}" for a in ("4", "5", "four") for b in ("4", "5", "four") if a != b] + ["3+3=:6|six", "3+3=:six|6"]
+    )
+
+
+def test_the_samples_of_a_prompt_are_ranked_by_one_question(tmp_path: Path) -> None:
+    def rank(question: str, _: int) -> Reply:
+        return says("The third is right. RANKING: 3 > 1 > 2" if question.startswith("3:") else "RANKING: 2 > 1")
+
+    others = [ScoringRequest("3+3=", response) for response in ("6", "7", "6")]
+    alike = [ScoringRequest("4+4=", "8")] * 2
+    with judging(rank) as server:
+        judge = judge_of(server, tmp_path, judge_asks="ranking", judge_template="{count}:{responses}")
+        assert judge([*REQUESTS, *others, *alike]) == [0.5, 0.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.5]
+    assert len(server.asked) == 2
+    assert "<response_2>\n5\n</response_2>" in max(server.questions)
+
+
+@pytest.mark.parametrize("asks", ["pairwise", "ranking"])
+@pytest.mark.parametrize("requests", [REQUESTS[:1], [ScoringRequest("", "a"), ScoringRequest("", "b")]])
+def test_what_has_nothing_to_be_compared_with_is_refused(tmp_path: Path, asks: str, requests: list[ScoringRequest]) -> None:
+    with judging(lambda *_: says("A")) as server:
+        judge = judge_of(server, tmp_path, judge_asks=asks, judge_template=None)
+        with pytest.raises(ScoringError, match="was asked about one alone, or without its prompt, for prompt"):
+            judge(requests)
+    assert server.asked == []
+
+
+def test_a_judge_that_fails_half_of_the_time_is_asked_until_it_answers(tmp_path: Path) -> None:
+    failures = [Reply(500, b"out of memory"), Reply(0, b""), Reply(503, b"starting")]
+    with judging(lambda _, number: failures[number % 3] if number % 2 else says("SCORE: 4")) as server:
+        assert judge_of(server, tmp_path, judge_concurrency=1)(REQUESTS) == [4.0] * 3
+    assert len(server.answered) == 3 and counted(tmp_path)["questions"] == 3
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        says("I cannot say."),
+        says("SCORE: 11"),
+        says(None),
+        says(""),
+        Reply(200, b"<html>"),
+        Reply(200, b"[" * 100_000),
+        Reply(200, {"choices": []}),
+        Reply(200, {"error": "no"}),
+        Reply(200, [1]),
+    ],
+)
+def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0(tmp_path: Path, nonsense: Reply) -> None:
+    with judging(lambda question, _: nonsense if question == "2+2=5" else says("SCORE: 6")) as server:
+        judge = judge_of(server, tmp_path)
+        with pytest.raises(ScoringError, match=r"asked 3 times \(judge_tries\).*for prompt '2\+2=' and response '5'") as told:
+            checked_scores("judge", judge, REQUESTS)
+        assert not isinstance(told.value, ScorerUnavailable)
+        assert server.questions.count("2+2=5") == 3 and len(server.asked) == 5
+        # The prompt is asked about again alone, by the client: what is known is known.
+        with pytest.raises(ScoringError, match="asked 3 times"):
+            judge(REQUESTS)
+        assert judge([REQUESTS[0], REQUESTS[2]]) == [6.0, 6.0]
+        assert len(server.asked) == 5
+        found = counted(tmp_path)
+        assert (found["questions"], found["asked_again"], found["unreadable"], found["from_cache"]) == (3, 2, 1, 5)
+        more = judge_of(server, tmp_path, judge_tries=4)
+        with pytest.raises(ScoringError, match="asked 4 times"):
+            more(REQUESTS)
+        assert len(server.asked) == 6
+
+
+def test_what_is_read_the_second_time_is_a_score(tmp_path: Path) -> None:
+    with judging(lambda _, number: says("SCORE: 2") if number else says("Hm.")) as server:
+        assert judge_of(server, tmp_path)(REQUESTS[:1]) == [2.0]
+    found = counted(tmp_path)
+    assert (found["questions"], found["asked_again"], found["tokens_in"]) == (1, 1, 20) and "unreadable" not in found
+
+
+def test_an_answer_of_too_many_requests_is_waited_out(tmp_path: Path) -> None:
+    with judging(lambda _, number: says("SCORE: 2") if number else Reply(429, b"", {"Retry-After": "1"})) as server:
+        start = time.monotonic()
+        assert judge_of(server, tmp_path)(REQUESTS[:1]) == [2.0]
+    assert time.monotonic() - start >= 1 and len(server.asked) == 2
+
+
+def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_before_is_kept(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def slow(question: str, _: int) -> Reply:
+        if question != "2+2=4":
+            done.wait(10)
+        return says("SCORE: 2")
+
+    with judging(slow) as server:
+        try:
+            judge = judge_of(server, tmp_path, judge_timeout_s=0.5, judge_concurrency=1)
+            start = time.monotonic()
+            with pytest.raises(ScorerUnavailable, match=r"/v1/chat/completions gave no answer within 0.5 s"):
+                checked_scores("judge", judge, REQUESTS)
+            assert time.monotonic() - start < 3
+            assert server.questions == ["2+2=4", "2+2=5"]  # the third is not asked of who does not answer
+        finally:
+            done.set()
+    assert counted(tmp_path)["questions"] == 1
+
+
+def test_a_refusal_is_told_at_once_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_JUDGE_KEY", " sk-secret\n")
+    with judging(lambda *_: Reply(401, b"no such key: sk-secret")) as server:
+        with pytest.raises(ScoringError, match=r"answered with status 401, 'no such key: \*\*\*'; it must be 200") as told:
+            judge_of(server, tmp_path, judge_key_variable="TEST_JUDGE_KEY")(REQUESTS[:1])
+        assert server.keys == ["Bearer sk-secret"] and len(server.asked) == 1
+        assert "secret" not in repr(told.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
+        monkeypatch.setenv("TEST_JUDGE_KEY", "sk\nsecret")
+        for name, problem in (("TEST_JUDGE_KEY", "is no key"), ("TEST_NO_KEY", "there is no such variable")):
+            with pytest.raises(ConfigError, match=rf"reward.judge_key_variable={name}: .*{problem}"):
+                judge_of(server, tmp_path, judge_key_variable=name)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+
+
+def test_another_scorer_over_the_same_directory_asks_nothing(tmp_path: Path) -> None:
+    with judging(lambda *_: says("SCORE: 5")) as server:
+        judge_of(server, tmp_path)(REQUESTS)
+        assert judge_of(server, tmp_path)(REQUESTS) == [5.0] * 3
+        assert len(server.asked) == 3
+        shared = str(tmp_path / "run" / "shared")  # which two runs have
+        assert judge_of(server, tmp_path / "a", judge_cache=shared)(REQUESTS) == [5.0] * 3
+        assert judge_of(server, tmp_path / "b", judge_cache=shared)(REQUESTS) == [5.0] * 3
+        assert len(server.asked) == 6
+        assert judge_of(server, tmp_path, judge_temperature=0.5)(REQUESTS) == [5.0] * 3  # which is another question
+        assert len(server.asked) == 9
+    found = counted(tmp_path)
+    assert (found["questions"], found["from_cache"]) == (6, 3)
+
+
+def test_no_more_questions_are_under_way_than_may_be(tmp_path: Path) -> None:
+    def slowly(*_: object) -> Reply:
+        time.sleep(0.05)
+        return says("SCORE: 5")
+
+    requests = [ScoringRequest("a", str(number)) for number in range(12)]
+    with judging(slowly) as server:
+        judge_of(server, tmp_path, judge_concurrency=3)(requests)
+    assert 1 < server.most_at_a_time <= 3 and len(server.asked) == 12
+
+
+def test_requests_are_paced(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with judging(lambda *_: says("SCORE: 5")) as server:
+        judge_of(server, tmp_path, judge_requests_per_minute=300)(REQUESTS)
+    assert time.monotonic() - start >= 0.4
+
+
+def test_waiting_for_a_turn_takes_nothing_from_the_time_for_an_answer(tmp_path: Path) -> None:
+    pace = Pace(100)  # 0.6 s apart
+    assert pace.wait() == 0
+    with judging(lambda *_: says("SCORE: 5")) as server:
+        endpoint = HttpEndpoint(f"{server.url}/chat/completions", 0.3, pace=pace)
+        question = json.dumps({"messages": [{"content": "a"}]}).encode()
+        assert json.loads(endpoint.post(question))["choices"]
+
+
+def test_a_meter_tells_what_came_since_and_what_all_of_the_run_cost(tmp_path: Path) -> None:
+    meter = JudgeMeter([tmp_path], "mine")
+    assert meter.metrics() == {f"judge/{name}": 0.0 for name in (*COUNTS, "cost_total")}
+    ledger, another = JudgeLedger(tmp_path, "mine"), JudgeLedger(tmp_path, "theirs")
+    ledger.count({"questions": 2, "cost": 0.5})
+    another.count({"questions": 100})
+    assert {name: amount for name, amount in meter.metrics().items() if amount} == {
+        "judge/questions": 2,
+        "judge/cost": 0.5,
+        "judge/cost_total": 0.5,
+    }
+    ledger.count({"questions": 1, "cost": 0.25})
+    resumed = JudgeMeter([tmp_path], "mine")
+    assert resumed.metrics()["judge/questions"] == 0
+    told = meter.metrics()
+    assert (told["judge/questions"], told["judge/cost"], told["judge/cost_total"]) == (1, 0.25, 0.75)
+
+
+def test_what_was_being_written_by_a_killed_process_is_not_there_and_others_go_on(tmp_path: Path) -> None:
+    """A second connection that has begun to write, and never ends it in order."""
+    ledger = JudgeLedger(tmp_path, "mine")
+    with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as killed:
+        killed.execute("INSERT INTO answers VALUES ('a', 1, '{}')")
+    assert ledger.answer("a") is None
+    ledger.keep("a", 1, parsed_answer(says("b").body), {"questions": 1})
+    assert ledger.answer("a") == (1, parsed_answer(says("b").body))
+
+
+def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "judge").write_text("")
+    source = JudgeSource(name="judge", key="reward", judge_url="http://a", judge_model="b")
+    with pytest.raises(ConfigError, match=r"a judge's answers cannot be kept there"):
+        build_judge(source, RunPaths(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("SCORE: 7", 7.0),
+        ("SCORE: 1\nno, SCORE:\n 3.5/10", 3.5),
+        ("SCORE: -1", None),
+        ("SCORE: 10.5", None),
+        ("7", None),
+        ("score: 7", None),
+        ("", None),
+    ],
+)
+def test_scores(text: str, score: float | None) -> None:
+    assert read_score(text, PATTERN, 0, 10) == score
+
+
+def test_scores_by_a_pattern_of_one_s_own() -> None:
+    assert read_score("<grade>B</grade>", r"<grade>(\w)</grade>", 0, 10) is None
+    assert read_score("4 of 5", r"(\d)? of", 0, 5) == 4
+    assert read_score(" of 5", r"(\d)? of", 0, 5) is None
+    assert read_score("nan", r"(\w+)", 0, 5) is None
+
+
+def test_yes() -> None:
+    assert read_yes([("Yes", math.log(0.3)), ("no", math.log(0.1))]) == pytest.approx(0.75)
+    assert read_yes([("Sure", 0.0)]) is None and read_yes([]) is None
+    assert read_yes([("yes", -math.inf), ("no", math.nan)]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "won"),
+    [
+        ("VERDICT: A", 1.0),
+        ("VERDICT: A. No, **verdict: b**", 0.0),
+        ("VERDICT: tie", 0.5),
+        ("B", 0.0),
+        (" [Tie]. ", 0.5),
+        ("VERDICT: Actually none", None),
+        ("A is better", None),
+        ("", None),
+    ],
+)
+def test_verdicts(text: str, won: float | None) -> None:
+    assert read_verdict(text) == won
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("RANKING: 2 > 1 > 3", [0.5, 1.0, 0.0]),
+        ("RANKING: 1 > 2 > 3, or better RANKING: [3]>[2] > [1]", [0.0, 0.5, 1.0]),
+        ("3 > 1 > 2", [0.5, 0.0, 1.0]),
+        ("RANKING: 2 > 1", None),
+        ("RANKING: 1 > 2 > 2", None),
+        ("RANKING: 1 > 2 > 4", None),
+        ("RANKING: 1 > 2 > 99999999999999", None),
+        ("first, second, third", None),
+    ],
+)
+def test_rankings(text: str, worth: list[float] | None) -> None:
+    assert read_ranking(text, 3) == worth
+
+
+def test_what_is_no_answer_of_the_protocol_is_none() -> None:
+    for body in (None, 1, [], {}, {"choices": None}, {"choices": [{"message": None}]}):
+        assert parsed_answer(body).content is None
+    odd = {
+        "choices": [{"message": {"content": "a"}, "logprobs": {"content": [{"top_logprobs": [{"token": "a"}]}]}}],
+        "usage": 5,
+    }
+    assert parsed_answer(odd) == parsed_answer(json.loads('{"choices": [{"message": {"content": "a"}}]}'))

@@ -1,0 +1,47 @@
+"""Whole runs whose samples vLLM draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.runs import Launch
+from tests.engines.vllm.shared_clients import NEEDED
+
+pytestmark = [*NEEDED, pytest.mark.timeout(900)]
+GENERATOR = (
+    "engine=vllm",
+    "engine.placement=server",
+    "engine.parallel.data=1",
+    "+model.config.head_dim=32",  # the least that vLLM has attention for on CPUs
+    "logging.tensorboard=false",
+    "engine.vllm.timeout_s=400",  # beside other tests it starts slowly
+    "server.start_timeout_s=400",
+    "server.request_timeout_s=600",
+)
+
+
+def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(tmp_path: Path) -> None:
+    cut = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.publish=changes", "engine.verify_every=1")
+    with Launch(tmp_path / "run", *GENERATOR, *cut, "run.stop_after=3") as launch:
+        run = launch.finish(500)
+    assert run.code == 0, run.report()
+    assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 3
+    assert run.metrics[-1]["publish/changed"] > 0
+    assert run.metrics[-1]["policy/grad_norm"] > 0
+
+
+def test_a_worker_of_vllm_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", *GENERATOR, "run.stop_after=30") as launch:
+        launch.wait_for_step(2, timeout_s=300)
+        (program,) = (each for each in launch.rank("generator", 0).children() if "serve.py" in " ".join(each.cmdline()))
+        worker = max(program.children(recursive=True), key=lambda each: each.memory_info().rss)
+        assert launch.steps < 30, "it is in the middle"
+        worker.kill()
+        run = launch.finish(400)
+        assert run.code == 0, run.report()
+        assert "generator" in "".join(line for line in run.out.splitlines() if "; starting " in line), run.report()
+        assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 30
+        assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
