@@ -107,11 +107,16 @@ def test_no_bit_of_it_hangs_on_how_long_environments_take(model, settings):
 
 
 def test_environments_take_their_time_together(model):
-    begin = time.perf_counter()
-    episodes(model, {"arguments": {"delay_s": 0.0}, "max_turn_tokens": 40}, prompts=16)
-    without, begin = time.perf_counter() - begin, time.perf_counter()
-    episodes(model, {"arguments": {"delay_s": 0.3}, "max_turn_tokens": 40}, prompts=16)
-    assert time.perf_counter() - begin < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
+    def seconds(delay_s: float) -> float:
+        begin = time.perf_counter()
+        episodes(model, {"arguments": {"delay_s": delay_s}, "max_turn_tokens": 40}, prompts=16)
+        return time.perf_counter() - begin
+
+    def overlap() -> bool:
+        without = seconds(0.0)
+        return seconds(0.3) < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
+
+    assert any(overlap() for _ in range(3))  # other work on the machine may fall into one of the two
 
 
 @pytest.mark.slow
