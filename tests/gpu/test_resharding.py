@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import base64
+import functools
 import multiprocessing
+import os
 import pickle
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
+from aligner.engines.foreign.gpu_places import gpu_name
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
+from aligner.engines.vllm.program.weight_memory import (
+    DeviceMemory,
+    SharedTensors,
+    checksum,
+    device_uuid,
+    opened,
+    tensor_at,
+)
 from aligner.resharding.link import Link
 from aligner.resharding.remote_publisher import Snapshots, on_stream
 from tests.gpu.conftest import needs_cuda
@@ -69,6 +82,53 @@ def test_another_process_opens_the_same_memory():
     try:
         assert ours.poll(120)
         assert torch.equal(tensor.cpu(), 2 * torch.arange(8.0))
+    finally:
+        process.join(timeout=30)
+        process.kill()
+
+
+def take(pipe: Connection, device: torch.device) -> None:
+    """Open buckets as a worker of vLLM's does, and tell what is in them."""
+    while (handle := pipe.recv()) is not None:
+        pipe.send(taken(handle, device))
+
+
+def taken(handle: dict[str, Any], device: torch.device) -> tuple[int, dict[str, list]]:
+    with opened(handle["memory"], device) as memory:
+        found = checksum(memory)
+        copies = {name: tensor_at(memory, *entry).to(device, copy=True) for name, *entry in handle["tensors"]}
+    del memory
+    return found, {name: copy.tolist() for name, copy in copies.items()}
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_bucket_reaches_a_process_to_which_its_own_gpu_is_the_first(monkeypatch, reader):
+    """The sender's memory is free again after every one of them."""
+    if reader >= torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    memory_of = functools.partial(DeviceMemory, torch.device("cuda", 0), [device_uuid(reader)])
+    visible = [gpu_name(os.environ, ordinal) for ordinal in dict.fromkeys((reader, 0))]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(visible))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=take, args=(theirs, torch.device("cuda", 0)), daemon=True)
+    process.start()
+    try:
+        for size in (3, 1 << 18):
+            tensors = {
+                "matrix": torch.randn(size, 5, device="cuda:0").bfloat16(),
+                "vector": torch.randn(size, device="cuda:0"),
+            }
+            held = torch.cuda.memory_allocated(0)
+            shared = SharedTensors(tensors, memory_of)
+            ours.send(shared.handle)
+            assert ours.poll(120)
+            found, values = ours.recv()
+            assert found == shared.handle["checksum"]
+            assert values == {name: tensor.tolist() for name, tensor in tensors.items()}
+            shared.close()
+            assert torch.cuda.memory_allocated(0) == held
+        ours.send(None)
     finally:
         process.join(timeout=30)
         process.kill()

@@ -39,18 +39,15 @@ def worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> di
     }
 
 
-def device_index(environ: Mapping[str, str], ordinal: int) -> int:
-    """The machine's index of this process's `ordinal`-th GPU.
+def gpu_index(name: str) -> int:
+    """The machine's index of a GPU, which CUDA_VISIBLE_DEVICES calls so.
 
-    Raises AlignerError when CUDA_VISIBLE_DEVICES does not list indices: Ray and TensorRT-LLM count GPUs.
+    Raises AlignerError where it is called otherwise: Ray and TensorRT-LLM count GPUs.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return ordinal
     try:
-        return int(visible.split(",")[ordinal])
-    except (ValueError, IndexError) as error:
-        raise AlignerError(f"CUDA_VISIBLE_DEVICES={visible}: TensorRT-LLM needs GPU indices there, such as 0,1") from error
+        return int(name)
+    except ValueError as error:
+        raise AlignerError(f"CUDA_VISIBLE_DEVICES names {name}: TensorRT-LLM needs GPU indices there, such as 0,1") from error
 
 
 class TensorRTLLMClient(Client):

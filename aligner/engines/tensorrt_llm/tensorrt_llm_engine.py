@@ -2,9 +2,7 @@
 
 import base64
 import gc
-import os
 import pickle
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.foreign.foreign_engine import ForeignEngine
-from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, device_index
+from aligner.engines.foreign.gpu_places import gpu_places
+from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, gpu_index
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat
@@ -48,15 +47,11 @@ class TensorRTLLMEngine(ForeignEngine):
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         super().__init__(NAME, shape, settings, weight_format, rank, group, device, context)
-        places = self._replica.gather("looking for its GPU", lambda: _place(self._device, self._replica.rank))
-        if len(hosts := sorted({place["host"] for place in places})) > 1:
-            raise AlignerError(
-                f"engine.parallel.tensor={self._replica.size}: a replica's ranks must share a machine, got {', '.join(hosts)}"
-            )
+        places = gpu_places(self._replica, self._device)
         self._uuid: str = places[self._replica.rank]["uuid"]
 
         def start() -> None:
-            devices, uuids = [place["index"] for place in places], [place["uuid"] for place in places]
+            devices, uuids = [gpu_index(place["name"]) for place in places], [place["uuid"] for place in places]
             self._replica.client = TensorRTLLMClient(directory, self._shape, settings, seed, dtype, devices, uuids)
 
         self._replica.lead("starting TensorRT-LLM", start)
@@ -78,16 +73,6 @@ class TensorRTLLMEngine(ForeignEngine):
         if self._device.type == "cuda":
             gc.collect()
             torch.cuda.ipc_collect()
-
-
-def _place(device: torch.device, rank: int) -> dict[str, Any]:
-    """Where this rank's GPU is. CPUs, which only a stand-in for TensorRT-LLM has, are counted by rank."""
-    index, uuid = rank, f"CPU-{rank}"
-    if device.type == "cuda":
-        ordinal = torch.cuda.current_device() if device.index is None else device.index
-        index = device_index(os.environ, ordinal)
-        uuid = f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
-    return {"host": socket.gethostname(), "index": index, "uuid": uuid}
 
 
 def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:

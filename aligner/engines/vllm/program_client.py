@@ -1,4 +1,4 @@
-"""vLLM in an environment of its own, driven through a socket: JSON there and back, weights in memory that both see."""
+"""vLLM in an environment of its own, driven through a socket: JSON there and back."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.foreign.client import Client, ending_on_failure
@@ -183,40 +181,29 @@ def _raise_for(answer: Mapping[str, Any], what: str) -> None:
         raise AlignerError(f"{NAME} failed to {what}: {answer['error']}")
 
 
-class SharedTensors:
-    """Tensors in memory that other processes of this machine open by a path, gone with this process at the latest."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._descriptor = os.memfd_create("aligner-weights")
-        entries, checksum, start = [], 0, 0
-        with open(self._descriptor, "wb", closefd=False) as file:
-            for name, tensor in tensors.items():
-                content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-                checksum = zlib.crc32(content, checksum)
-                file.write(content)
-                entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start])
-                start += len(content)
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.handle: dict[str, Any] = {"path": path, "tensors": entries, "checksum": checksum}
-
-    def close(self) -> None:
-        """Who has opened it keeps it."""
-        os.close(self._descriptor)
-
-
 class VLLMClient(Client):
     """One vLLM of TP' workers."""
 
     def __init__(
-        self, python: str, directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype
+        self,
+        python: str,
+        directory: Path,
+        shape: ModelShape,
+        settings: EngineConfig,
+        seed: int,
+        dtype: torch.dtype,
+        gpus: Sequence[str] = (),
     ) -> None:
-        """Start it; it has no weights yet. Raises AlignerError when it does not start in time."""
+        """Start it; it has no weights yet. Raises AlignerError when it does not start in time.
+
+        `gpus` are its workers', in order, as CUDA_VISIBLE_DEVICES names them; none where it runs on CPUs.
+        """
         super().__init__(NAME, settings.vllm.timeout_s)
         self._update_timeout_s = settings.update_timeout_s
         with ending_on_failure(NAME, self.shutdown):
-            self._program = Program(python, _environment(os.environ, settings))
+            self._program = Program(python, _environment(os.environ, settings, gpus))
             self._end.callback(self._program.end)
-            start = self._program.begin(_arguments(directory, shape, settings, seed, dtype))
+            start = self._program.begin(_arguments(directory, shape, settings, seed, dtype, on_gpus=bool(gpus)))
             self._loop.run("starting", start, self._timeout_s)
             timeout_key = "engine.vllm.timeout_s"
             self._responder = Responder(NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=True)
@@ -260,26 +247,30 @@ class VLLMClient(Client):
         )
 
 
-def _environment(environ: Mapping[str, str], settings: EngineConfig) -> dict[str, str]:
-    """This process's, without what is its own: its world, its Python."""
+def _environment(environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]) -> dict[str, str]:
+    """This process's, without what is its own: its world, its Python, and the GPUs of other replicas."""
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in environ.items() if name not in ours}
     if settings.parallel.ranks > 1:  # it would want a NUMA node for each worker, and take the same ones for every replica
         kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if gpus:  # its workers take the first ones that they see
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return kept | {
         "PYTHONPATH": str(_PROGRAM),  # where workers find `receive`
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork, its way on GPUs, would hold our socket open behind the program
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler is another than the one of `receive`
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
 
 
-def _arguments(directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype) -> dict[str, Any]:
+def _arguments(
+    directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype, *, on_gpus: bool
+) -> dict[str, Any]:
     """Keywords of vLLM's AsyncEngineArgs."""
-    on_gpu = torch.cuda.is_available()
     memory = None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20
-    if memory is None and not on_gpu:  # where vLLM would take most of the machine's memory: room for all that can be asked
+    if memory is None and not on_gpus:  # where vLLM would take most of the machine's memory: room for all that can be asked
         tokens = _BLOCK * (-(-shape.max_positions // _BLOCK) * settings.batch_size + 1)
         memory = tokens * cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
     return {
@@ -289,9 +280,9 @@ def _arguments(directory: Path, shape: ModelShape, settings: EngineConfig, seed:
         "max_model_len": shape.max_positions,
         "max_num_seqs": settings.batch_size,
         "seed": seed % 2**32,
-        "enforce_eager": not (settings.cuda_graphs and on_gpu),
-        "enable_sleep_mode": settings.sleep and on_gpu,
+        "enforce_eager": not (settings.cuda_graphs and on_gpus),
+        "enable_sleep_mode": settings.sleep and on_gpus,
         "stream_interval": settings.vllm.stream_interval,
         **({} if memory is None else {"kv_cache_memory_bytes": memory}),
-        **({"gpu_memory_utilization": settings.vllm.memory_fraction} if on_gpu else {}),
+        **({"gpu_memory_utilization": settings.vllm.memory_fraction} if on_gpus else {}),
     }

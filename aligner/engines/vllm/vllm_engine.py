@@ -1,6 +1,7 @@
 """The vLLM engine: vLLM, in an environment of its own, generates on the replica's devices."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch.distributed import ProcessGroup
 
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, weight_format
 from aligner.engines.foreign.foreign_engine import ForeignEngine
-from aligner.engines.vllm.program_client import NAME, SharedTensors, VLLMClient
+from aligner.engines.foreign.gpu_places import gpu_places
+from aligner.engines.vllm.program.weight_memory import DeviceMemory, HostMemory, Memory, SharedTensors
+from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 from aligner.vllm_environment import vllm_python
 
 
 class VLLMEngine(ForeignEngine):
-    """vLLM's workers; weights reach them through vLLM's own interface for that, from memory that the ranks share."""
+    """vLLM's workers; weights reach them through vLLM's own interface for that, from memory that the first rank shares."""
 
     def __init__(
         self,
@@ -35,15 +38,18 @@ class VLLMEngine(ForeignEngine):
 
         `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in order (None when TP' is 1);
         `context` is the longest sequence, prompt and response (None: as long as the model allows).
-        Raises AlignerError on every rank when vLLM does not start.
+        Raises AlignerError on every rank when vLLM does not start, or the replica's GPUs are on several machines.
         """
         takes = weight_format(settings, device)
         super().__init__(NAME, shape, settings, takes, rank, group, device, context)
         self._shared: SharedTensors | None = None
+        places = gpu_places(self._replica, self._device) if self._device.type == "cuda" else []
+        gpus, uuids = [place["name"] for place in places], [place["uuid"] for place in places]
+        self._memory_of: Callable[[int], Memory] = functools.partial(DeviceMemory, self._device, uuids) if gpus else HostMemory
 
         def start() -> None:
             python = vllm_python(settings.vllm)
-            self._replica.client = VLLMClient(python, directory, self._shape, settings, seed, takes.dtype)
+            self._replica.client = VLLMClient(python, directory, self._shape, settings, seed, takes.dtype, gpus)
 
         self._replica.lead("starting vLLM", start)
 
@@ -57,7 +63,7 @@ class VLLMEngine(ForeignEngine):
     def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if self._replica.rank > 0:  # whole tensors are the same on all
             return {}
-        self._shared = SharedTensors(tensors)
+        self._shared = SharedTensors(tensors, self._memory_of)
         return self._shared.handle
 
     def _unshare(self) -> None:

@@ -169,8 +169,9 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
     tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
-    if engine.kind != "embedded":  # whole tensors, which the program takes from there
-        transfer += max(min(bucket, itemsize * engine_weights(shape, 1)), itemsize * largest_tensor(shape))
+    if engine.kind != "embedded":  # whole tensors, which the program takes from there; vLLM's packed once more
+        whole = max(min(bucket, itemsize * engine_weights(shape, 1)), itemsize * largest_tensor(shape))
+        transfer += whole * (2 if engine.kind == "vllm" else 1)
     logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
     held = weights + transfer + work + beside

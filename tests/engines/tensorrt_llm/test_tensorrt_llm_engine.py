@@ -18,7 +18,7 @@ import torch
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
 from aligner.engines.foreign import client
 from aligner.engines.tensorrt_llm import llm_arguments
-from aligner.engines.tensorrt_llm.llm_client import device_index, environment, worker_environment
+from aligner.engines.tensorrt_llm.llm_client import environment, gpu_index, worker_environment
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig, TensorRTLLMConfig
@@ -382,8 +382,7 @@ def test_the_environment_is_put_back(monkeypatch):
     assert "ONLY" not in os.environ
 
 
-def test_gpus_are_counted_as_the_machine_does():
-    assert device_index({}, 3) == 3
-    assert device_index({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 1) == 5
-    with pytest.raises(AlignerError, match="CUDA_VISIBLE_DEVICES=GPU-1f: TensorRT-LLM needs GPU indices"):
-        device_index({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, 0)
+def test_gpus_are_counted():
+    assert gpu_index("5") == 5
+    with pytest.raises(AlignerError, match="CUDA_VISIBLE_DEVICES names GPU-1f: TensorRT-LLM needs GPU indices"):
+        gpu_index("GPU-1f")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -26,11 +26,17 @@ _clients: dict[str, VLLMClient] = {}
 
 
 def _client(
-    python: str, directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype
+    python: str,
+    directory: Path,
+    shape: ModelShape,
+    settings: EngineConfig,
+    seed: int,
+    dtype: torch.dtype,
+    gpus: Sequence[str],
 ) -> VLLMClient:
-    key = repr((shape, settings.batch_size, settings.kv_cache_mib, settings.parallel, dtype, settings.vllm))
+    key = repr((shape, settings.batch_size, settings.kv_cache_mib, settings.parallel, dtype, settings.vllm, gpus))
     if key not in _clients:
-        _clients[key] = client = VLLMClient(python, directory, shape, settings, seed, dtype)
+        _clients[key] = client = VLLMClient(python, directory, shape, settings, seed, dtype, gpus)
         atexit.register(VLLMClient.shutdown, client)
         client.shutdown = lambda: None
     client = _clients[key]

@@ -1,1 +1,1 @@
-"""What runs in the environment of vLLM: nothing here imports aligner, nor is it imported by it."""
+"""What runs in the environment of vLLM: nothing here imports aligner, which imports `weight_memory` alone of it."""

@@ -1,19 +1,15 @@
-"""What vLLM's workers import of ours: the receiving side of weights, whole tensors in memory that another process shares.
+"""What vLLM's workers import of ours: the receiving side of weights, whole tensors in memory that a rank shares.
 
 A worker's vLLM cuts its share out of each tensor, fuses and pads it as it would a file's; what the worker's platform makes of
 loaded weights (a packed copy, another layout) is made when the update ends.
 """
 
 import functools
-import mmap
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -21,6 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from weight_memory import checksum, opened, tensor_at
 
 
 @dataclass
@@ -30,13 +27,12 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclass
 class SharedTensors(WeightTransferUpdateInfo):
-    """Some of the model's tensors, one behind another in a file of memory."""
+    """Some of the model's tensors, one behind another in memory: the handle of `weight_memory.SharedTensors`."""
 
-    path: str
+    memory: dict[str, Any]
     tensors: list[tuple[str, str, list[int], int]]
     """Name, type, shape and first byte of each."""
     checksum: int
-    """CRC-32 of the whole file."""
 
 
 class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
@@ -81,12 +77,11 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
                     weights.add(id(weight))
 
     def receive_weights(self, update_info: SharedTensors) -> None:
-        """Raises ValueError where bytes were damaged on the way."""
-        with Path(update_info.path).open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        if (found := zlib.crc32(memory)) != update_info.checksum:
-            raise ValueError(f"weights have the checksum {found:08x}, {update_info.checksum:08x} was sent")
-        self.model.load_weights(self._tensors(memory, update_info))
+        """Raises ValueError where bytes were damaged on the way, or this worker cannot open the memory."""
+        with opened(update_info.memory, self.device) as memory:
+            if (found := checksum(memory)) != update_info.checksum:
+                raise ValueError(f"weights have the checksum {found:016x}, {update_info.checksum:016x} was sent")
+            self.model.load_weights(self._tensors(memory, update_info))
         if self._of_no_use:
             raise ValueError(f"vLLM's model has no place for {', '.join(sorted(self._of_no_use))}")
 
@@ -103,15 +98,12 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
         self.unfilled.add(name)
         parameter.weight_loader = noticed
 
-    def _tensors(self, memory: mmap.mmap, update_info: SharedTensors) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, memory: Tensor, update_info: SharedTensors) -> Iterator[tuple[str, Tensor]]:
         for name, kind, shape, start in update_info.tensors:
-            dtype = getattr(torch, kind)
-            count = torch.Size(shape).numel()
-            # A copy: what waits for the rest of its layer must not keep, or look into, the sender's memory.
-            tensor = torch.frombuffer(bytearray(memory[start : start + count * dtype.itemsize]), dtype=dtype)
             self._of_no_use.add(name)
             self._last = name  # vLLM loads one before it asks for the next
-            yield name, tensor.view(shape).to(self.device)
+            # A copy: what waits for the rest of its layer must not keep, or look into, the sender's memory.
+            yield name, tensor_at(memory, kind, shape, start).to(self.device, copy=True)
 
     def shutdown(self) -> None:
         """Nothing."""

@@ -1,0 +1,111 @@
+"""What vLLM's program is given where the ranks are on GPUs, which are pretended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.engines.foreign import gpu_places
+from aligner.engines.foreign.replica import Replica
+from aligner.engines.vllm import program_client, vllm_engine
+from aligner.engines.vllm.program.weight_memory import device_uuid
+from aligner.errors import AlignerError
+from aligner.schema import EngineConfig, EngineParallelConfig, VLLMConfig
+from benchmarks.models import shape_of
+
+SHAPE = shape_of("tiny")
+
+
+class OtherRanks(Replica):
+    """A replica of which this process plays every rank in turn, each on the GPU of its number from `first` on."""
+
+    first, hosts = 0, ("one", "one")
+
+    def gather(self, what: str, action: Any) -> list[Any]:
+        places = []
+        for rank in range(self.size):
+            gpu_places.socket.gethostname = lambda rank=rank: self.hosts[rank]
+            places.append(gpu_places._place(torch.device("cuda", self.first + rank), rank))
+        return places
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What programs have been started with."""
+    started: list[dict[str, Any]] = []
+
+    class Program:
+        def __init__(self, python: str, environment: dict[str, str]) -> None:
+            started.append({"environment": environment})
+
+        async def begin(self, settings: dict[str, Any]) -> None:
+            started[-1]["settings"] = settings
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(program_client, "Program", Program)
+    monkeypatch.setattr(gpu_places, "socket", SimpleNamespace(gethostname=lambda: "one"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}0"))
+    return started
+
+
+def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_engine.VLLMEngine:
+    """The engine on a rank that is the first of its replica; two ranks each, every rank with a GPU."""
+    chosen = EngineConfig(kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings)
+    if chosen.parallel.tensor > 1:
+        monkeypatch.setattr("aligner.engines.foreign.foreign_engine.Replica", OtherRanks)
+        monkeypatch.setattr(OtherRanks, "first", rank)
+        monkeypatch.setattr(OtherRanks, "lead", lambda replica, what, action: action())
+    return vllm_engine.VLLMEngine(Path("model"), SHAPE, chosen, rank, 7, object(), device=f"cuda:{rank}")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"])],
+)
+def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, visible, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    for rank in (0, 2):
+        engine = start(monkeypatch, rank, parallel=EngineParallelConfig(tensor=2, data=2))
+        assert engine._memory_of.args == (torch.device("cuda", rank), [device_uuid(rank), device_uuid(rank + 1)])
+        engine._replica.client.shutdown()
+    environments = [each["environment"] for each in pretended]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen
+    assert [environment["VLLM_WORKER_MULTIPROC_METHOD"] for environment in environments] == ["spawn", "spawn"]
+    assert not [environment for environment in environments if "LOCAL_RANK" in environment]
+
+
+def test_a_replica_on_two_machines_is_refused(pretended, monkeypatch):
+    monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
+    with pytest.raises(AlignerError, match=r"engine\.parallel\.tensor=2: .* must share a machine, got one, other"):
+        start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=2, data=1))
+    assert not pretended
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_on_gpus_vllm_records_steps_and_takes_its_share_of_the_memory(pretended, monkeypatch, sleep):
+    start(monkeypatch, 0, sleep=sleep)._replica.client.shutdown()
+    wanted = {"enforce_eager": False, "enable_sleep_mode": sleep, "gpu_memory_utilization": 0.4, "dtype": "bfloat16"}
+    settings = pretended[0]["settings"]
+    assert {name: settings[name] for name in wanted} == wanted and "kv_cache_memory_bytes" not in settings
+
+
+def test_on_cpus_it_is_given_room_for_what_can_be_asked_and_no_gpu(pretended, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    chosen = EngineConfig(kind="vllm", update="in_place", sleep=True, vllm=VLLMConfig(python=sys.executable))
+    engine = vllm_engine.VLLMEngine(Path("model"), SHAPE, chosen, 0, seed=7)
+    engine._replica.client.shutdown()
+    (given,) = pretended
+    assert given["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert given["settings"]["kv_cache_memory_bytes"] and given["settings"]["enforce_eager"]
+    assert "gpu_memory_utilization" not in given["settings"] and not given["settings"]["enable_sleep_mode"]
