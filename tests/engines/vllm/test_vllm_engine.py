@@ -86,6 +86,11 @@ def drawn(directories: list[Path], size: int) -> list[list[Sample]]:
             engines.publish(engine, directory, version)
             wanted = [GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)]
             found.append(engines.generate(engine, wanted, SamplingOptions(14, temperature=jobs.TEMPERATURE)))
+        if is_first and size > 1:  # with no time to clear up
+            workers = [process for process in _group(_leader(engine)) if "Worker" in "".join(process.cmdline())]
+            assert len(workers) == size
+            for worker in workers:
+                worker.kill()
     finally:
         engine.shutdown()
     if is_first:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -110,6 +111,9 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
 
 
 WeightTransferEngineFactory.register_engine("aligner", SharedMemoryEngine)
+
+# On CPUs the workers of a replica would exchange messages in memory that stays behind when they are killed; so they use gloo.
+CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 _forward = Sampler.forward
