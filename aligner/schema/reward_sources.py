@@ -126,6 +126,11 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     return tuple(sources)
 
 
+def source_names(reward: RewardConfig) -> tuple[str, ...]:
+    """Their names, in the order of the parts of a score. Raises ConfigError as `reward_sources`."""
+    return tuple(source.name for source in reward_sources(reward))
+
+
 def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
     """Those that are Megatron models."""
     return tuple(source for source in sources if isinstance(source, ModelSource))

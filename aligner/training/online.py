@@ -18,6 +18,7 @@ from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
 from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO
+from aligner.schema.reward_sources import source_names
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
 from aligner.training.loop import StepResult, TrainingLoop
@@ -84,7 +85,7 @@ class OnlineTrainer(TrainingLoop):
         learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
-        metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout)
+        metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
         if self.config.engine.publish != "whole" and (stats := self.pipeline.publish_stats) is not None:
             metrics |= publish_metrics(stats)
         sampled = StepSamples.of(drawn, experience)

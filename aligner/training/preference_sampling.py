@@ -18,6 +18,7 @@ from aligner.paths import RunPaths, run_paths
 from aligner.resharding.weight_update import WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import Services
+from aligner.schema.reward_sources import source_names
 from aligner.training.loop import StepResult, TrainingLoop
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import rollout_metrics
@@ -135,7 +136,8 @@ class PreferenceSampler(TrainingLoop):
             drawn = rollout = self.builder.take()
         with timer.phase("server_wait"):
             rollout = rollout.scored()
-            metrics, scores = rollout_metrics(rollout, self.config.rollout), rollout.scores.result()
+            metrics = rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+            scores = rollout.scores.result()
         self.services.assert_settled()
         if self.writer is not None:
             shaped = self.shaping(scores, rollout.samples)

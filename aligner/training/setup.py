@@ -34,7 +34,7 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.reward_sources import judge_sources, reward_sources
+from aligner.schema.reward_sources import judge_sources, source_names
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
@@ -158,8 +158,8 @@ def _loop_parts(
     if world.rank == 0:
         sampled, limit_mib = None, config.logging.samples_mib
         if prompts is not None and limit_mib:
-            names = [source.name for source in reward_sources(config.reward)]
-            sampled = SampleRecorder(SampleFiles(paths.sample_files, limit_mib), tokenizer, prompts.origin, names)
+            files, names = SampleFiles(paths.sample_files, limit_mib), source_names(config.reward)
+            sampled = SampleRecorder(files, tokenizer, prompts.origin, names)
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
         recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
     checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)

@@ -49,8 +49,37 @@ def publish_metrics(stats: PublishStats) -> dict[str, float]:
     return found
 
 
-def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str, float]:
-    """Scores and lengths of a step's samples, before any selection among them.
+_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+def score_metrics(
+    scores: Tensor, samples_per_prompt: int, parts: Tensor | None = None, sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """How the scores [N] of samples, each prompt's in a row, are distributed.
+
+    `reward/p10` to `reward/p90` are quantiles, linear between two scores; `reward/zero_std_fraction` is the share of prompts
+    whose samples all score alike, of which algorithms that compare them learn nothing; `reward/mean/NAME` is the mean of
+    what a source has given, of `parts` [N, P] by P sources.
+    """
+    numbers = scores.double()
+    quantiles = numbers.quantile(torch.tensor([*_QUANTILES.values()], dtype=torch.float64)).tolist()
+    metrics = {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(unbiased=False)),
+        "reward/min": float(scores.min()),
+        **{f"reward/{name}": value for name, value in zip(_QUANTILES, quantiles, strict=True)},
+        "reward/max": float(scores.max()),
+    }
+    if samples_per_prompt > 1:
+        groups = scores.view(-1, samples_per_prompt)
+        metrics["reward/zero_std_fraction"] = float((groups.amax(1) == groups.amin(1)).double().mean())
+    if parts is not None:
+        metrics |= {f"reward/mean/{name}": float(part.mean()) for name, part in zip(sources, parts.double().T, strict=True)}
+    return metrics
+
+
+def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig, sources: Sequence[str] = ()) -> dict[str, float]:
+    """Scores and lengths of a step's samples, before any selection among them; `sources` are the names of the reward's.
 
     `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic sampling has kept;
     scores are those of all that have one. `rollout/skipped` counts the prompts that could not be drawn or scored,
@@ -62,7 +91,7 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
     branches. Raises AlignerError when
     more were skipped than the settings allow.
     """
-    scores, samples = rollout.all_scores.result(), rollout.samples
+    scores, parts, samples = rollout.all_scores.result(), rollout.all_scores.parts(), rollout.samples
     unscored = scores.isnan()
     skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
     if skipped > settings.skippable_prompts:
@@ -86,9 +115,9 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig) -> dict[str,
         counts["episode/environment_s"] = rollout.environment_s
     if any(sample.rewards is not None for sample in samples):
         counts["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
+    parts = None if parts is None else parts[~unscored]
+    counts |= score_metrics(scores, settings.samples_per_prompt, parts, sources)
     return counts | {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std(unbiased=False)),
         "response/length": sum(lengths) / len(samples),
         "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
         "rollout/kept_fraction": kept,

@@ -92,6 +92,7 @@ _CLIPPED = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
 _CLIPPED |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
+    Panel("reward_quantiles", "Reward, quantiles of a step", {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)}),
     Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
     Panel("length", "Response length, tokens", {"response/length": "mean"}),
     Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}, is_share=True),

@@ -20,6 +20,7 @@ from aligner.training.step_metrics import (
     experience_metrics,
     length_counts,
     rollout_metrics,
+    score_metrics,
     staleness_metrics,
     update_metrics,
 )
@@ -129,6 +130,46 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     ):
         with pytest.raises(AlignerError, match=allowed):
             rollout_metrics(scored, dataclasses.replace(settings, **changed))
+
+
+def test_the_rewards_distribution_is_that_of_a_loop_over_the_scores():
+    generator = torch.Generator().manual_seed(5)
+    for prompts, each in ((1, 1), (3, 4), (5, 2), (16, 8)):
+        scores = torch.randint(-2, 3, (prompts * each,), generator=generator) / 4
+        numbers = sorted(scores.tolist())
+
+        def quantile(share: float, numbers: list[float] = numbers) -> float:
+            place = share * (len(numbers) - 1)
+            below = math.floor(place)
+            return numbers[below] + (place - below) * (numbers[math.ceil(place)] - numbers[below])
+
+        mean = math.fsum(numbers) / len(numbers)
+        expected = {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)),
+            "reward/min": numbers[0],
+            "reward/p10": quantile(0.1),
+            "reward/p50": quantile(0.5),
+            "reward/p90": quantile(0.9),
+            "reward/max": numbers[-1],
+        }
+        if each > 1:
+            groups = [scores.tolist()[first : first + each] for first in range(0, len(numbers), each)]
+            expected["reward/zero_std_fraction"] = sum(len(set(group)) == 1 for group in groups) / prompts
+        assert score_metrics(scores, each) == pytest.approx(expected, abs=1e-7)
+
+
+def test_each_source_of_the_reward_has_its_mean_in_the_metrics():
+    done: Future = Future()
+    nan = math.nan
+    done.set_result(torch.tensor([[1.5, 1.0, 0.5], [2.0, 3.0, -1.0], [nan, nan, nan], [nan, nan, nan]]))
+    sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    samples, prompts = [sample] * 4, [Prompt(row // 2, "", torch.tensor([5])) for row in range(4)]
+    rollout = RolloutBatch(prompts, samples, collate(samples, 0), PendingRows((done,)), PendingRows(())).scored()
+    settings = RolloutConfig(samples_per_prompt=2, prompts_per_step=4)
+    metrics = rollout_metrics(rollout, settings, ("judge", "length"))
+    assert (metrics["reward/mean"], metrics["reward/mean/judge"], metrics["reward/mean/length"]) == (1.75, 2.0, -0.25)
+    assert metrics["reward/zero_std_fraction"] == 0
 
 
 def test_branches_stay_with_their_samples_where_a_prompt_has_no_score():
