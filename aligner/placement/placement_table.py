@@ -17,7 +17,7 @@ from aligner.placement.roles import (
 )
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import has_reference
-from aligner.schema.reward_sources import describe_sources, reward_sources
+from aligner.schema.reward_sources import describe_sources
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "dpo": "policy, reference" if has_reference(config) else "policy",
         "reward_model": "reward model",
     }
-    sources = describe_sources(reward_sources(config.reward))
+    sources = describe_sources(config.reward)
     devices = {group: f"cuda {describe_devices(taken)}" for group, taken in local_devices(config).items()}
     everywhere = "cuda" if uses_gpus(config) else "cpu"
     # A job's nodes are not known yet: their cores over the ranks there.

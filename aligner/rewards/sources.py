@@ -1,4 +1,4 @@
-"""What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or a weighted sum."""
+"""What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or several of these combined."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.data.collectives import broadcast_json
 from aligner.errors import AlignerError, UnavailableError
+from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
@@ -20,6 +21,7 @@ from aligner.rewards.scorers import (
     require_finite,
     resolve_scorer,
 )
+from aligner.schema import RewardConfig
 from aligner.schema.reward_sources import FunctionSource, RemoteSource, Source
 
 
@@ -129,26 +131,30 @@ def text_source(source: Source) -> TextSource:
 
 
 @dataclass(frozen=True)
-class WeightedSum:
-    """The reward: the sum over sources of weight * (gain * raw + bias)."""
+class CombinedReward:
+    """The reward: what each source gives, weight * (gain * raw + bias), and these combined."""
 
     parts: Sequence[tuple[Source, RewardSource]]
+    combine: str = RewardConfig.combine
+    disagreement_weight: float = RewardConfig.disagreement_weight
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """As `in_parts`, without these."""
         return self.in_parts(batch)[0]
 
     def in_parts(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor]]:
-        """Finite scores float32 [B], and what each source has added to them, float32 [B] each.
+        """Finite scores float32 [B], and what each source has given, float32 [B] each.
 
         The same on every rank. Collective; raises ScoringError on every rank alike.
         """
-        total, added = torch.zeros((), dtype=torch.float64), {}
+        given: dict[int, Tensor] = {}
         # Texts first: what they refuse costs no model's time.
         for place, (settings, source) in sorted(enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)):
-            added[place] = settings.weight * (settings.gain * source.raw(batch) + settings.bias)
-            total = total + added[place]
-        scores = total.float()
-        if not bool(scores.isfinite().all()):
-            require_finite(" + ".join(settings.name for settings, _ in self.parts), scores.tolist(), batch.requests())
-        return scores, [added[place].float() for place in sorted(added)]
+            given[place] = settings.weight * (settings.gain * source.raw(batch) + settings.bias)
+        parts = torch.stack([given[place] for place in range(len(given))])
+        scores, added = COMBINATIONS[self.combine](parts, self.disagreement_weight).float(), list(parts.float())
+        names = [settings.name for settings, _ in self.parts]
+        for name, numbers in zip((*names, " + ".join(names)), (*added, scores), strict=True):
+            if not bool(numbers.isfinite().all()):
+                require_finite(name, numbers.tolist(), batch.requests())
+        return scores, added

@@ -66,7 +66,7 @@ class PendingRows:
         return rows[:, 0] if width is None and rows.ndim > 1 else rows
 
     def parts(self) -> Tensor | None:
-        """Of scores what each of P sources has added to them, [B, P]; None where the reward has not told. As `result`."""
+        """Of scores what each of P sources has given, [B, P]; None where the reward has not told. As `result`."""
         rows = self._everywhere(None)
         return rows[:, 1:] if rows.ndim > 1 else None
 

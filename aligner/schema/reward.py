@@ -22,7 +22,7 @@ class RewardConfig(MegatronModelConfig):
     kind: str = option(
         "function",
         "function: a Python function; model: a Megatron reward model; remote: an HTTP scorer; judge: a language model behind"
-        " an OpenAI-compatible endpoint; combined: the weighted sum of `sources`",
+        " an OpenAI-compatible endpoint; combined: several `sources`",
         choices=("function", "model", "remote", "judge", "combined"),
     )
     function: str = option("digit_fraction", "a built-in scorer's name, or module:callable", read=".kind=function")
@@ -109,6 +109,19 @@ class RewardConfig(MegatronModelConfig):
         "name to kind, weight, gain, bias and function and function_timeout_s, path, url, timeout_s and skip_special_tokens,"
         " or the judge_… keys",
         read=".kind=combined",
+    )
+    combine: str = option(
+        "sum",
+        "what the score is of the sources' scores, each times its weight: their sum or, of an ensemble, mean, min, or the mean"
+        " less disagreement_weight times their standard deviation or variance (over all sources, not a sample of them)",
+        choices=("sum", "mean", "min", "mean_minus_std", "mean_minus_variance"),
+        read=".kind=combined",
+    )
+    disagreement_weight: float = option(
+        0.5,
+        "weight of what the sources disagree by",
+        minimum=0,
+        read=".combine=mean_minus_std|mean_minus_variance",
     )
     missing_end_score: float | None = option(
         None, "score of a response without an end, an end-of-sequence token or rollout.truncate_token; its own when null"

@@ -18,7 +18,7 @@ _SHORTEST_TIMEOUT_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A part of the score: weight * (gain * raw + bias)."""
+    """What gives a score, or a part of it: weight * (gain * raw + bias)."""
 
     name: str
     key: str
@@ -110,10 +110,12 @@ _KINDS: Mapping[str, type[Source]] = {
 
 
 def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
-    """The sources of the score, whose sum it is. Raises ConfigError with one line for each thing that is wrong."""
+    """The sources of the score. Raises ConfigError with one line for each thing that is wrong."""
     problems = []
     if reward.kind == "combined" and not reward.sources:
         problems.append("reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function")
+    if reward.kind == "combined" and reward.combine != "sum" and len(reward.sources) == 1:
+        problems.append(f"reward.combine={reward.combine}: there is one source; give reward.sources more, or combine=sum")
     sources = []
     for key, name, entries in _entries(reward):
         found = list(_source_problems(key, entries))
@@ -156,14 +158,15 @@ def has_reward_model(reward: RewardConfig) -> bool:
         return False
 
 
-def describe_sources(sources: tuple[Source, ...]) -> str:
+def describe_sources(reward: RewardConfig) -> str:
     """What scores, in a few words, for the placement table."""
-    return " + ".join(
+    each = [
         ("" if source.weight == 1 else f"{source.weight:g} x ") + f"{kind} {getattr(source, source.needs[0])}"
-        for source in sources
+        for source in reward_sources(reward)
         for kind, chosen in _KINDS.items()
         if isinstance(source, chosen)
-    )
+    ]
+    return " + ".join(each) if reward.combine == "sum" else f"{reward.combine} of {', '.join(each)}"
 
 
 def source_entry(source: Source) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class RemoteClient:
 
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
-    """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has added to them behind them."""
+    """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has given behind them."""
     columns = [torch.from_numpy(answer[name].copy()) for name in ("rewards", "reward_parts") if name in answer]
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 

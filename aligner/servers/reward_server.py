@@ -19,12 +19,12 @@ from aligner.paths import run_paths
 from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import (
+    CombinedReward,
     ModelSource,
     RewardNormalizer,
     RewardSource,
     ScoringBatch,
     TextSource,
-    WeightedSum,
     text_source,
 )
 from aligner.schema import Config, reward_sources
@@ -67,7 +67,7 @@ def run_reward(config: Config, scoring: "Scoring", group: str = "reward") -> Non
 class Scoring:
     """One rank's side of the reward. Every rank of the world calls every handler."""
 
-    def __init__(self, reward: WeightedSum, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, reward: CombinedReward, tokenizer: Tokenizer, limits: Limits) -> None:
         self._reward = reward
         self._tokenizer = tokenizer
         self.limits = limits
@@ -91,7 +91,7 @@ class Scoring:
         """`rewards` float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B]; `metadata` is B JSON objects.
 
         Or of whole texts, which are the responses to nothing; their tokens and lengths where a model wants them. What each
-        source has added to them is there by its number.
+        source has given is there by its number.
         """
 
         @functools.cache
@@ -173,7 +173,8 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
             parts.append((source, TextSource(source.name, build_judge(source, run_paths(config)))))
         else:
             parts.append((source, text_source(source)))
-    return Scoring(WeightedSum(parts), tokenizer, limits)
+    combined = CombinedReward(parts, config.reward.combine, config.reward.disagreement_weight)
+    return Scoring(combined, tokenizer, limits)
 
 
 def narrower(limits: Limits, others: Limits) -> Limits:

@@ -76,7 +76,7 @@ def _order(batching: bool) -> tuple[TensorSpec, ...]:
 
 TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
-# The scores, and what each of P sources has added to them, where there are several.
+# The scores, and what each of P sources has given, where there are several.
 REWARDS = (TensorSpec("rewards", np.float32, ("B", 1)), TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True))
 # Where a response begins, and what the data says about its prompt (a JSON object a row).
 RESPONSES = (

@@ -35,7 +35,7 @@ class StepSamples:
     scores: Tensor
     """float32 [N] of its samples and, behind them, those that it has replaced, as the reward gave them; else not a number"""
     score_parts: Tensor | None = None
-    """float32 [N, P]: what each source of the reward has added to them; None with one"""
+    """float32 [N, P]: what each source of the reward has given; None with one"""
     experience: Experience | None = None
     """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None: nothing was"""
 

@@ -16,7 +16,7 @@ from aligner.extras import lacking
 from aligner.placement.placement_table import placements
 from aligner.schema import Config
 from aligner.schema.keys import shown
-from aligner.schema.reward_sources import describe_sources, reward_sources
+from aligner.schema.reward_sources import describe_sources
 from aligner.view.run_summary import NONE, differences
 from aligner.view.shown_text import printable
 
@@ -47,7 +47,7 @@ def configuration(config: Config) -> dict[str, Any]:
     """What pages show of a configuration."""
     return {
         "config": config,
-        "reward": describe_sources(reward_sources(config.reward)),
+        "reward": describe_sources(config.reward),
         "roles": placements(config),
         "changed": differences({"run": config, "default": Config()}),
         "configuration": printable(config_text(shown(config))),

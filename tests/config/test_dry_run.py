@@ -142,6 +142,15 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
         check(small)
 
 
+def test_an_ensemble_is_summed_where_a_score_is_added_that_the_least_would_hide():
+    sources = {name: {"kind": "function", "function": "exact_match"} for name in "ab"}
+    ensemble = {"reward.kind": "combined", "reward.sources": sources, "reward.combine": "mean_minus_std"}
+    config = with_values(base("dapo"), ensemble | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"})
+    small, _ = tiny_run(config, Models(check(config), {}))
+    check(small)
+    assert small.reward.combine == "sum" and list(small.reward.sources) == ["a", "b", "dry_run"]
+
+
 def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_as_the_run_asks_it():
     judge = {"reward.kind": "judge", "reward.judge_url": "http://judge:1/v1", "reward.judge_model": "tester"}
     config = with_values(base("dapo"), judge | {"reward.judge_asks": "pairwise", "dry_run.scale": "tiny"})

@@ -126,6 +126,8 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "+reward.sources.a={kind:function}", "reward.kind=function", "reward.kind=combined"),
     ("smollm2_rlhf", "reward.function=sentiment", "reward.kind=model", "reward.kind=function"),
     ("smollm2_rlhf", "reward=gsm8k", "reward.kind=model", "reward.kind=function"),
+    ("tiny_ppo", "reward.combine=min", "reward.kind=function", "reward.kind=combined"),
+    ("tiny_ppo reward=combined", "reward.disagreement_weight=1", "reward.combine=sum", "reward.combine=mean_minus_std or"),
     ("tiny_ppo reward=combined", "reward.gain=2", "reward.kind=combined", "reward.kind other than combined"),
     ("tiny_ppo reward=combined", "reward.bias=2", "reward.kind=combined", "reward.kind other than combined"),
     ("arithmetic_sft", "reward=gsm8k", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),

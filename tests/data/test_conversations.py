@@ -20,7 +20,7 @@ from aligner.data.prompts import open_evaluation_prompts, open_prompts, read_pro
 from aligner.data.tokenizer import Tokenizer, read_tokenizer
 from aligner.data.types import Sample, collate
 from aligner.errors import ConfigError
-from aligner.rewards.sources import ModelSource, WeightedSum
+from aligner.rewards.sources import CombinedReward, ModelSource
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig, EvaluationConfig
@@ -159,7 +159,7 @@ def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_
     limits = Limits(vocab_size=tokenizer.vocab_size, max_sequence_length=200, max_request_tokens=200)
     judge = ModelSource("judge", None)  # type: ignore[arg-type]
     settings = ModelSettings(key="reward", name="judge", path="judge")
-    scoring = Scoring(WeightedSum([(settings, judge)]), read_tokenizer(tokenizer.directory), limits)
+    scoring = Scoring(CombinedReward([(settings, judge)]), read_tokenizer(tokenizer.directory), limits)
     scored: list[torch.Tensor] = []
 
     def call(op: str, tensors: dict[str, torch.Tensor], **others: Any) -> dict[str, torch.Tensor]:

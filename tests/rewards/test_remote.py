@@ -13,7 +13,7 @@ import torch
 from aligner.errors import UnavailableError
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
-from aligner.rewards.sources import WeightedSum, text_source
+from aligner.rewards.sources import CombinedReward, text_source
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 from aligner.servers.reward_server import Scoring
 from aligner.servers.validation import Limits
@@ -200,7 +200,9 @@ def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(serv
     server.answer(200, {"rewards": [1]})
     source = RemoteSource(name="judge", key="reward", url=server.url, timeout_s=5, **settings)
     functions = FunctionSource(name="exact", key="reward", function="exact_match")  # which are told the text alone
-    scoring = Scoring(WeightedSum([(each, text_source(each)) for each in (source, functions)]), tokenizer, Limits(99, 99, 99))
+    scoring = Scoring(
+        CombinedReward([(each, text_source(each)) for each in (source, functions)]), tokenizer, Limits(99, 99, 99)
+    )
     prompt, response = (tokenizer.encode(text).ids for text in ("ab<eos>", "cd<eos>"))
     tokens = torch.tensor([[*prompt, *response, 0]])
     score = scoring.score(tokens, torch.tensor([6]), torch.tensor([3]), metadata=['{"answer": "cd"}'])

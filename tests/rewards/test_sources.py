@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from aligner.errors import ConfigError
+from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
-from aligner.rewards.sources import ScoringBatch, TextSource, WeightedSum, text_source
+from aligner.rewards.sources import CombinedReward, ScoringBatch, TextSource, text_source
+from aligner.schema.keys import schema_keys
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 
 BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response in ("a1", "23", "")])
@@ -21,23 +25,53 @@ def test_the_reward_is_the_weighted_sum_of_normalized_scores():
         (settings("digits", weight=2.0, gain=4.0, bias=-1.0), text_source(settings("digits"))),
         (settings("length", weight=-0.5), TextSource("length", lambda requests: [len(r.response) for r in requests])),
     ]
-    scores, added = WeightedSum(parts).in_parts(BATCH)
+    scores, added = CombinedReward(parts).in_parts(BATCH)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [2 * (4 * 0.5 - 1) - 1, 2 * (4 * 1 - 1) - 1, 2 * (0 - 1)]
     assert [part.tolist() for part in added] == [[2 * (4 * share - 1) for share in (0.5, 1, 0)], [-1, -1, 0]]
 
 
+def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(200):
+        members, rows = (int(torch.randint(1, 6, (), generator=generator)) for _ in range(2))
+        scores = 3 * torch.randn(members, rows, generator=generator, dtype=torch.float64)
+        weight = float(torch.rand((), generator=generator))
+        expected: dict[str, list[float]] = {name: [] for name in COMBINATIONS}
+        for row in range(rows):
+            given = [float(scores[member, row]) for member in range(members)]
+            mean = math.fsum(given) / members
+            variance = math.fsum((number - mean) ** 2 for number in given) / members
+            expected["sum"].append(math.fsum(given))
+            expected["mean"].append(mean)
+            expected["min"].append(min(given))
+            expected["mean_minus_std"].append(mean - weight * math.sqrt(variance))
+            expected["mean_minus_variance"].append(mean - weight * variance)
+        for name, combine in COMBINATIONS.items():
+            assert combine(scores, weight).tolist() == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
+    assert tuple(COMBINATIONS) == schema_keys()["reward.combine"].choices
+
+
+def test_the_reward_is_what_an_ensemble_agrees_on():
+    given = {"one": [1.0, 2.0, 3.0], "two": [3.0, 2.0, -5.0]}
+    parts = [(settings(name, weight=0.5), TextSource(name, lambda _, own=own: own)) for name, own in given.items()]
+    for combine, expected in (("min", [0.5, 1, -2.5]), ("mean_minus_std", [0.75, 1, -1.5]), ("mean", [1, 1, -0.5])):
+        scores, members = CombinedReward(parts, combine, 0.5).in_parts(BATCH)
+        assert scores.tolist() == expected
+        assert [member.tolist() for member in members] == [[0.5, 1.0, 1.5], [1.5, 1.0, -2.5]]
+
+
 def test_a_refusal_names_the_source_at_fault():
     broken = TextSource("broken", lambda requests: [0.0, float("inf"), 0.0])
     with pytest.raises(ScoringError, match=r"the scorer broken returned inf.*for prompt 'Count: ' and response '23'"):
-        WeightedSum([(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)])(BATCH)
+        CombinedReward([(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)])(BATCH)
 
 
 def ask_nobody() -> list[str]:
     """What one source and what the sum of it say, on this rank."""
     source = TextSource("judge", RemoteScorer("http://127.0.0.1:1/", 0.1))
     told = []
-    for ask in (source.raw, WeightedSum([(settings("judge"), source)])):
+    for ask in (source.raw, CombinedReward([(settings("judge"), source)])):
         try:
             ask(BATCH)
         except ScorerUnavailable as error:
@@ -54,7 +88,11 @@ def test_every_rank_knows_that_a_scorer_is_unavailable(pool):
 def test_a_sum_that_overflows_is_refused():
     parts = [(settings("digits", weight=1e300), text_source(settings("digits")))]
     with pytest.raises(ScoringError, match=r"the scorer digits returned inf.*response 'a1'"):
-        WeightedSum(parts)(BATCH)
+        CombinedReward(parts)(BATCH)
+    large = TextSource("large", lambda requests: [1e39] * 3)
+    parts = [(settings("digits"), text_source(settings("digits"))), (settings("large"), large)]
+    with pytest.raises(ScoringError, match="the scorer large returned inf"):  # though the least is finite
+        CombinedReward(parts, "min")(BATCH)
 
 
 def test_sources_are_made_from_their_settings():

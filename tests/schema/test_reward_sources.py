@@ -86,6 +86,14 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
     [
         (["reward.kind=combined"], "reward.sources: no source to combine"),
         ([COMBINED[1]], "not read with reward.kind=function; it counts with reward.kind=combined"),
+        (
+            [*COMBINED, "reward.combine=min"],
+            "reward.combine=min: there is one source; give reward.sources more, or combine=sum",
+        ),
+        (
+            [*COMBINED, "reward.combine=least"],
+            "reward.combine=least: allowed: sum, mean, min, mean_minus_std, mean_minus_varian",
+        ),
         ([*COMBINED, "reward.gain=2"], "reward.gain=2: not read with reward.kind=combined"),
         ([*COMBINED, "reward.bias=1"], "reward.bias=1: not read with reward.kind=combined"),
         ([*COMBINED, "+reward.sources.b=5"], "reward.sources.b=5: expected a mapping with kind"),
@@ -242,6 +250,9 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
     shown = {place.role: (place.ranks, place.layout, place.runs) for place in placements(config)}
     runs = f"function digit_fraction + 0.5 x model {reward_model}"
     assert shown["reward"] == shown["reward.1"] == (2, "TP1 PP1 DP2", runs)
+    ensemble = compose(tmp_path, *both, "reward.combine=min")
+    of_both = runs.replace(" + ", ", ")
+    assert {place.role: place.runs for place in placements(ensemble)}["reward"] == f"min of {of_both}"
     judged = compose(tmp_path, *JUDGE)
     assert {place.role: place.runs for place in placements(judged)}["reward"] == "judge http://judge:8000/v1"
     config = compose(tmp_path, *both, "critic.with_reward=true")

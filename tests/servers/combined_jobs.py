@@ -15,7 +15,7 @@ from aligner.data.model_directory import read_shape
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import ValueModel
 from aligner.rewards.scorers import ScoringError, ScoringRequest
-from aligner.rewards.sources import ModelSource, ScoringBatch, TextSource, WeightedSum
+from aligner.rewards.sources import CombinedReward, ModelSource, ScoringBatch, TextSource
 from aligner.schema import CriticConfig, ParallelConfig, RewardConfig
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.value_models import DeviceSharing
@@ -124,7 +124,7 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
         return FunctionSource(name=name, key="reward", function="", **numbers)
 
     sources = ModelSource("judge", model), TextSource("length", length)
-    reward = WeightedSum(
+    reward = CombinedReward(
         [
             (settings("judge", weight=2.0, gain=0.5, bias=1.0), sources[0]),
             (settings("length", weight=-3.0, bias=0.25), sources[1]),

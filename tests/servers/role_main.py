@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aligner.observability.logs import configure_logs
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rewards.sources import ModelSource, RewardSource, TextSource, WeightedSum
+from aligner.rewards.sources import CombinedReward, ModelSource, RewardSource, TextSource
 from aligner.schema import Config, PortsConfig, TLSConfig
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.critic_server import run_critic
@@ -48,7 +48,7 @@ def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
 def scoring(source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None) -> Scoring:
     """The raw scores of one source."""
     settings = FunctionSource(name="lengths", key="reward", function="")
-    return Scoring(WeightedSum([(settings, source)]), tokenizer or character_tokenizer(), limits)
+    return Scoring(CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits)
 
 
 class SlowModel(TinyValueModel):

@@ -11,7 +11,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
-from aligner.schema import Config, PortsConfig, RunConfig, ServerConfig, TLSConfig
+from aligner.schema import Config, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
 from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, asked_address, reward_sources, source_entry
@@ -196,7 +196,9 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
     if compares:
         combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
     rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
-    neutral = {"reward.gain": 1.0, "reward.bias": 0.0}
+    neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0}
+    if compares:  # the least of the scores, for one, may be another than that which was added
+        neutral |= {"reward.combine": "sum", "reward.disagreement_weight": RewardConfig.disagreement_weight}
     return {"reward.kind": "combined", "reward.sources": combined, "algorithm.dynamic_sampling_rounds": rounds} | neutral
 
 
