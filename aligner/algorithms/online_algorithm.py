@@ -178,4 +178,11 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
 
 def build_shaping(config: Config) -> ScoreShaping:
     """What becomes of a run's scores before it learns from them, or compares them."""
-    return ScoreShaping(config.reward.missing_end_score, config.rollout.max_response_tokens, overlong_buffer(config))
+    settings = config.algorithm
+    return ScoreShaping(
+        missing_end_score=config.reward.missing_end_score,
+        max_response_tokens=config.rollout.max_response_tokens,
+        overlong_buffer=overlong_buffer(config),
+        length_penalty=settings.length_penalty,
+        target_length=settings.target_length,
+    )

@@ -39,6 +39,15 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
+def length_penalty(lengths: Tensor, coefficient: float, target: int) -> Tensor:
+    """What a response of so many tokens loses for each by which it misses the target; [B] to float [B].
+
+    -coefficient * |lengths - target|: LCPO-Exact of Aggarwal & Welleck 2025, "L1: Controlling How Long A Reasoning Model
+    Thinks With Reinforcement Learning". With a target of 0 it is a penalty on each token.
+    """
+    return -coefficient * (lengths - target).abs()
+
+
 def missing_token_penalty(scores: Tensor, found: Tensor, penalty: float = -1.0) -> Tensor:
     """The scores [B], `penalty` taking the place of one whose response lacks the token (`found` bool [B])."""
     return torch.where(found.bool(), scores, penalty)
@@ -53,6 +62,9 @@ class ScoreShaping:
     max_response_tokens: int
     overlong_buffer: int
     """Tokens before the longest response over which a response loses score; 0: it loses none."""
+    length_penalty: float
+    """What a response loses for each drawn token between its length and the target's."""
+    target_length: int
 
     def __call__(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
         """Scores [B] of these samples as they are learned from."""
@@ -60,6 +72,9 @@ class ScoreShaping:
         if self.overlong_buffer:
             lengths = torch.tensor([len(sample.response) for sample in samples])
             scores = scores + overlong_penalty(lengths, self.max_response_tokens, self.overlong_buffer)
+        if self.length_penalty:
+            drawn = torch.tensor([sample.drawn_count for sample in samples])
+            scores = scores + length_penalty(drawn, self.length_penalty, self.target_length)
         return scores
 
     def of_ends(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -15,6 +15,9 @@ _OWN_TARGET = ("copg", "dpo", "cross_entropy")
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What of the algorithm does not fit together, or the run around it."""
+    target, longest = config.algorithm.target_length, config.rollout.max_response_tokens
+    if config.algorithm.generates and not config.environment.draws_episodes and target > longest:
+        yield f"algorithm.target_length={target}: no response is so long; give at most rollout.max_response_tokens={longest}"
     if config.algorithm.trainer == "preferences":
         yield from _preference_problems(config)
     elif config.algorithm.trainer == "online":

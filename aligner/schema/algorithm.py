@@ -226,6 +226,15 @@ class AlgorithmConfig:
         maximum=1,
         read=".trainer=online|preferences",
     )
+    length_penalty: float = option(
+        0.0,
+        "a response loses this for each drawn token that it is longer, or shorter, than target_length",
+        minimum=0,
+        read=".trainer=online|preferences",
+    )
+    target_length: int = option(
+        0, "drawn tokens that a response is to have; 0: the fewer the better", minimum=0, read=".length_penalty>0"
+    )
     overlong_filter: bool = option(
         False,
         "leave responses that generation cut out of what is learned, by the policy and the critic, once they have had their"

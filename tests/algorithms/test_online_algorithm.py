@@ -384,6 +384,11 @@ def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
     assert shaping(scores, samples).tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
     assert shaping.of_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
     assert build_online_algorithm(composed("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
+    config = composed("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
+    given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))  # of which the policy drew five
+    shaping = build_online_algorithm(config).shaping
+    assert shaping(scores, [*samples[:3], given]).tolist() == [0.5, 0.75, 1.0, 0.75]
+    assert shaping.of_ends(scores, samples).tolist() == [1.0] * 4
 
 
 def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.algorithms.score_shaping import missing_token_penalty, overlong_penalty, penalized_rewards
+from aligner.algorithms.score_shaping import length_penalty, missing_token_penalty, overlong_penalty, penalized_rewards
 from aligner.rewards.sources import RewardNormalizer
 
 
@@ -35,6 +35,13 @@ def test_published_numbers_of_the_overlong_penalty():
 def test_an_overlong_buffer_that_is_none_is_refused(buffer):
     with pytest.raises(ValueError, match=f"buffer={buffer} must be within 1 and max_length=100"):
         overlong_penalty(tensor([5]), max_length=100, buffer=buffer)
+
+
+def test_the_length_penalty_is_that_of_a_loop_over_the_responses():
+    lengths = tensor([1, 7, 50, 64])
+    for coefficient, target in ((0.0003, 0), (0.5, 7), (0.02, 100)):
+        expected = [-coefficient * max(length - target, target - length) for length in lengths.tolist()]
+        assert length_penalty(lengths, coefficient, target).tolist() == pytest.approx(expected)
 
 
 def test_a_response_without_the_token_gets_a_fixed_score():

@@ -65,6 +65,11 @@ def composed(*overrides):
         ),
         (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
+        (["algorithm.length_penalty=-1"], "algorithm.length_penalty=-1.0: must be at least 0"),
+        (
+            ["algorithm.length_penalty=0.1", "algorithm.target_length=17"],
+            "algorithm.target_length=17: no response is so long; give at most rollout.max_response_tokens=16",
+        ),
         (["algorithm=rloo", "algorithm.epochs=4"], "algorithm.epochs=4: loss=reinforce takes samples as the policy's own"),
         (["algorithm.overlong_filter=true"], "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has"),
         (

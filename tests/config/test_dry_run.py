@@ -142,12 +142,14 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
         check(small)
 
 
-def test_an_ensemble_is_summed_where_a_score_is_added_that_the_least_would_hide():
+def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one_that_a_short_response_has():
     sources = {name: {"kind": "function", "function": "exact_match"} for name in "ab"}
     ensemble = {"reward.kind": "combined", "reward.sources": sources, "reward.combine": "mean_minus_std"}
-    config = with_values(base("dapo"), ensemble | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"})
+    length = {"algorithm.length_penalty": 0.1, "algorithm.target_length": 12}
+    config = with_values(base("dapo"), ensemble | length | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"})
     small, _ = tiny_run(config, Models(check(config), {}))
     check(small)
+    assert small.algorithm.target_length == 8
     assert small.reward.combine == "sum" and list(small.reward.sources) == ["a", "b", "dry_run"]
 
 

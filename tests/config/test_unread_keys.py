@@ -89,6 +89,8 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic algorithm=rloo", "algorithm.whiten_over=prompt", "whiten_advantages=false", "whiten_advantages=true"),
     ("arithmetic algorithm=online_dpo", "algorithm.whiten_advantages=true", "algorithm.advantage=none", "other than none"),
     ("arithmetic algorithm=best_of_n", "algorithm.whiten_rewards=true", "algorithm.advantage=none", "other than none"),
+    ("arithmetic_sft", "algorithm.length_penalty=0.1", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
+    ("tiny_ppo", "algorithm.target_length=8", "algorithm.length_penalty=0", "algorithm.length_penalty above 0"),
     ("tiny_ppo", "algorithm.preference.beta=0.2", "algorithm.loss=clip", "algorithm.loss=dpo"),
     ("arithmetic_sft", "algorithm.loss=dpo", "algorithm.trainer=sft", "algorithm.trainer=online"),
     ("arithmetic_sft", "algorithm.minibatches=2", "algorithm.trainer=sft", "algorithm.trainer=online"),

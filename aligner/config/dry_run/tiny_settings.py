@@ -88,6 +88,7 @@ def lengths(config: Config) -> Values:
         "evaluation.count": min(evaluation.count or 4, 4),
         "evaluation.samples": min(evaluation.samples, 2),
         "rollout.max_response_tokens": longest,
+        "algorithm.target_length": min(config.algorithm.target_length, longest),
         "rollout.min_response_tokens": (
             longest
             if rollout.min_response_tokens == rollout.max_response_tokens
