@@ -3,17 +3,29 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-Combine: TypeAlias = Callable[[Tensor, float], Tensor]
-"""Scores [P, B] by P sources, and the weight of their disagreement, to [B]."""
+Combine: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+"""Scores [P, B] by P sources, which of them there are (bool [P, B], at least one a row), and the weight of their disagreement,
+to [B]. Scores that there are not are 0."""
+
+
+def _mean(scores: Tensor, there: Tensor) -> Tensor:
+    return scores.sum(0) / there.sum(0)
+
+
+def _variance(scores: Tensor, there: Tensor) -> Tensor:
+    """Over all of a row's scores, not a sample of them."""
+    return _mean(torch.where(there, scores - _mean(scores, there), 0.0).square(), there)
+
 
 COMBINATIONS: Mapping[str, Combine] = {
-    "sum": lambda scores, weight: scores.sum(0),
-    "mean": lambda scores, weight: scores.mean(0),
-    "min": lambda scores, weight: scores.amin(0),
-    "mean_minus_std": lambda scores, weight: scores.mean(0) - weight * scores.std(0, correction=0),
-    "mean_minus_variance": lambda scores, weight: scores.mean(0) - weight * scores.var(0, correction=0),
+    "sum": lambda scores, there, weight: scores.sum(0),
+    "mean": lambda scores, there, weight: _mean(scores, there),
+    "min": lambda scores, there, weight: torch.where(there, scores, torch.inf).amin(0),
+    "mean_minus_std": lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there).sqrt(),
+    "mean_minus_variance": lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there),
 }
 """By the name that `reward.combine` has for them.
 

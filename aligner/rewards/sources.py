@@ -38,6 +38,16 @@ class ScoringBatch:
     whole: Callable[[], Sequence[ScoringRequest]] | None = None
     """Their texts with special tokens; None where they came as texts, or no source wants these."""
 
+    def select(self, rows: Tensor) -> "ScoringBatch":
+        """Some of them, int64 [N]."""
+        requests, whole = self.requests, self.whole
+        return ScoringBatch(
+            lambda: [requests()[row] for row in rows.tolist()],
+            None if self.tokens is None else self.tokens[rows],
+            None if self.lengths is None else self.lengths[rows],
+            None if whole is None else lambda: [whole()[row] for row in rows.tolist()],
+        )
+
 
 class RewardSource(Protocol):
     """Something that scores."""
@@ -143,18 +153,43 @@ class CombinedReward:
         return self.in_parts(batch)[0]
 
     def in_parts(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor]]:
-        """Finite scores float32 [B], and what each source has given, float32 [B] each.
+        """Finite scores float32 [B], and what each source has given, float32 [B] each, 0 where it is not asked.
 
         The same on every rank. Collective; raises ScoringError on every rank alike.
         """
-        given: dict[int, Tensor] = {}
+        given: dict[int, tuple[Tensor, Tensor]] = {}
         # Texts first: what they refuse costs no model's time.
         for place, (settings, source) in sorted(enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)):
-            given[place] = settings.weight * (settings.gain * source.raw(batch) + settings.bias)
-        parts = torch.stack([given[place] for place in range(len(given))])
-        scores, added = COMBINATIONS[self.combine](parts, self.disagreement_weight).float(), list(parts.float())
+            given[place] = _given(settings, source, batch)
+        parts, there = (torch.stack(each) for each in zip(*(given[place] for place in range(len(given))), strict=True))
+        if not bool(there.any(0).all()):
+            request = batch.requests()[int(there.any(0).int().argmin())]
+            raise ScoringError(
+                f"no source of the reward has a weight for task={request.metadata.get('task')}, prompt {request.prompt!r}"
+            )
+        scores = COMBINATIONS[self.combine](parts, there, self.disagreement_weight).float()
+        added = list(parts.float())
         names = [settings.name for settings, _ in self.parts]
         for name, numbers in zip((*names, " + ".join(names)), (*added, scores), strict=True):
             if not bool(numbers.isfinite().all()):
                 require_finite(name, numbers.tolist(), batch.requests())
         return scores, added
+
+
+def _given(settings: Source, source: RewardSource, batch: ScoringBatch) -> tuple[Tensor, Tensor]:
+    """What a source gives, float64 [B], and of which responses it is asked, bool [B]; collective, the same on every rank."""
+
+    def scores(asked: ScoringBatch) -> Tensor:
+        return settings.gain * source.raw(asked) + settings.bias
+
+    if not settings.task_weights:
+        given = settings.weight * scores(batch)
+        return given, torch.ones_like(given, dtype=torch.bool)
+    weights = torch.tensor([settings.weight_of(request.metadata) for request in batch.requests()], dtype=torch.float64)
+    there = weights != 0
+    if there.all():
+        return weights * scores(batch), there
+    if there.any():
+        rows = there.nonzero()[:, 0]
+        weights[rows] *= scores(batch.select(rows))
+    return weights, there

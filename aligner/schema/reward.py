@@ -106,8 +106,8 @@ class RewardConfig(MegatronModelConfig):
     bias: float = option(0.0, "and this is added", read=".kind!=combined")
     sources: dict[str, Any] = option(
         {},
-        "name to kind, weight, gain, bias and function and function_timeout_s, path, url, timeout_s and skip_special_tokens,"
-        " or the judge_… keys",
+        "name to kind, weight, task_weights, gain, bias and function and function_timeout_s, path, url, timeout_s and"
+        " skip_special_tokens, or the judge_… keys",
         read=".kind=combined",
     )
     combine: str = option(

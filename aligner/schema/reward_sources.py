@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -24,10 +24,20 @@ class Source:
     key: str
     """Where the configuration has it: `reward`, or `reward.sources.NAME`."""
     weight: float = 1.0
+    task_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Weights for records of some tasks; of those for which it is 0 the source is not asked."""
     gain: float = 1.0
     bias: float = 0.0
     needs: ClassVar[tuple[str, ...]]
     """The keys without which there are no scores; the first says where they come from."""
+
+    def weight_of(self, record: Mapping[str, Any]) -> float:
+        """Its weight for a prompt with what else the prompt's record has."""
+        return self.task_weights.get(str(record.get("task")), self.weight)
+
+    def is_asked(self, record: Mapping[str, Any]) -> bool:
+        """Whether it scores the responses to this record's prompt."""
+        return not self.task_weights or self.weight_of(record) != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +184,16 @@ def source_entry(source: Source) -> dict[str, Any]:
     (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     return {"kind": kind} | {
-        name: value for name, value in values.items() if name not in ("name", "key") and value is not None
+        name: value for name, value in values.items() if name not in ("name", "key") and value not in (None, {})
+    }
+
+
+def without_tasks(reward: RewardConfig) -> dict[str, Any]:
+    """`reward.sources` with each asked about all records. Raises ConfigError as `reward_sources`."""
+    sources = {source.name: source for source in reward_sources(reward)} if reward.kind == "combined" else {}
+    changed = {name: dataclasses.replace(source, task_weights={}) for name, source in sources.items() if source.task_weights}
+    return dict(reward.sources) | {
+        name: source_entry(source) | {"weight": source.weight or 1.0} for name, source in changed.items()
     }
 
 
@@ -235,6 +254,9 @@ def _value_problem(entry: str, value: Any) -> str | None:
         if entry.endswith("timeout_s") and value < _SHORTEST_TIMEOUT_S:
             return f"must be at least {_SHORTEST_TIMEOUT_S:g}"
         return None
+    if entry == "task_weights":
+        good = isinstance(value, Mapping) and all(isinstance(task, str) for task in value)
+        return None if good and all(map(is_finite_number, value.values())) else "must be names of tasks with finite numbers"
     if not isinstance(value, str) or not value:
         return f"expected text, got {type(value).__name__}"
     if entry == "function":

@@ -35,15 +35,17 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
+    scored: list[Prompt] = []
     if config.algorithm.trainer == "online" and config.evaluation.every:
         evaluated = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
-        if config.evaluation.function is None:
-            _check_judged(config, evaluated)
+        scored += evaluated if config.evaluation.function is None else ()
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, listed, tokenizer)
         prompts = open_prompts(config.data, tokenizer, config.seed, tools=tools)
-        _check_judged(config, prompts.examples())
+        scored += prompts.examples()
+        _check_judged(config, scored)
+        _check_tasks(config, scored)
         return prompts.notices
     return open_run_data(config, tokenizer).notices
 
@@ -52,10 +54,28 @@ def _check_judged(config: Config, prompts: Iterable[Prompt]) -> None:
     """Raise ConfigError for a prompt whose record lacks a field that a judge's template has."""
     judges = [source for source in judge_sources(config.reward) if source.record_fields]
     for prompt in prompts if judges else ():
-        for source in judges:
+        for source in (judge for judge in judges if judge.is_asked(prompt.metadata)):
             for field in source.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(
                         f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt {prompt.text!r} has no"
                         f" such field, but {', '.join(prompt.metadata) or 'none'}; give it with every record, or leave it out"
                     )
+
+
+def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a prompt that no source of the reward is asked about, or weights for a task that no record has."""
+    sources = reward_sources(config.reward)
+    if not any(source.task_weights for source in sources):
+        return
+    tasks = sorted({str(prompt.metadata.get("task")) for prompt in prompts})
+    for prompt in prompts:
+        if not any(source.is_asked(prompt.metadata) for source in sources):
+            raise ConfigError(
+                f"reward.sources: the record of prompt {prompt.text!r} has task={prompt.metadata.get('task')}, for which every"
+                " source's weight is 0; give one of them another, in its task_weights or as its weight"
+            )
+    for source in sources:
+        for task in source.task_weights:
+            if task not in tasks:
+                raise ConfigError(f"{source.key}.task_weights.{task}: no record has this task; theirs: {', '.join(tasks)}")

@@ -21,11 +21,13 @@ from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
+from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.models.shape import ModelShape, RopeScaling
 from aligner.paths import cache_directory
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
+from aligner.schema.reward_sources import reward_sources
 from tests.config.test_command_line import aligner
 from tests.models.test_families import CONFIGS
 
@@ -151,6 +153,21 @@ def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one
     check(small)
     assert small.algorithm.target_length == 8
     assert small.reward.combine == "sum" and list(small.reward.sources) == ["a", "b", "dry_run"]
+
+
+def test_a_source_is_asked_about_all_records_where_sums_take_their_place(tmp_path):
+    asked = {"kind": "function", "function": "exact_match", "weight": 0, "task_weights": {"math": 2}}
+    remote = {"kind": "remote", "url": "http://scorer:1/score", "task_weights": {"math": 0}}
+    weights = {"reward.kind": "combined", "reward.sources": {"a": asked, "b": remote}, "dry_run.scale": "tiny"}
+    config = with_values(base("dapo"), weights | {"data.path": str(tmp_path / "absent.jsonl")})
+    present, _ = with_present_data(config, NOTHING_EXPECTED)
+    assert [source.task_weights for source in reward_sources(present.reward)] == [{}, {}]
+    assert [source.weight for source in reward_sources(present.reward)] == [1, 1]
+    small, _ = tiny_run(config, Models(check(base("dapo")), {}), ["http://scorer:1/score"])
+    assert small.reward.sources["a"]["task_weights"] == {"math": 2}
+    assert small.reward.sources["b"]["function"] == "digit_fraction" and small.reward.sources["b"]["task_weights"] == {
+        "math": 0
+    }
 
 
 def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_as_the_run_asks_it():

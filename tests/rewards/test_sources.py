@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +10,14 @@ from aligner.errors import ConfigError
 from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
-from aligner.rewards.sources import CombinedReward, ScoringBatch, TextSource, text_source
+from aligner.rewards.sources import CombinedReward, ModelSource, ScoringBatch, TextSource, text_source
 from aligner.schema.keys import schema_keys
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 
 BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response in ("a1", "23", "")])
 
 
-def settings(name: str, **numbers: float) -> FunctionSource:
+def settings(name: str, **numbers: Any) -> FunctionSource:
     return FunctionSource(name=name, key=f"reward.sources.{name}", function="digit_fraction", **numbers)
 
 
@@ -38,17 +39,20 @@ def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
         scores = 3 * torch.randn(members, rows, generator=generator, dtype=torch.float64)
         weight = float(torch.rand((), generator=generator))
         expected: dict[str, list[float]] = {name: [] for name in COMBINATIONS}
+        there = torch.rand(members, rows, generator=generator) < 0.7
+        there[0] |= ~there.any(0)
+        scores[~there] = 0.0
         for row in range(rows):
-            given = [float(scores[member, row]) for member in range(members)]
-            mean = math.fsum(given) / members
-            variance = math.fsum((number - mean) ** 2 for number in given) / members
+            given = [float(scores[member, row]) for member in range(members) if there[member, row]]
+            mean = math.fsum(given) / len(given)
+            variance = math.fsum((number - mean) ** 2 for number in given) / len(given)
             expected["sum"].append(math.fsum(given))
             expected["mean"].append(mean)
             expected["min"].append(min(given))
             expected["mean_minus_std"].append(mean - weight * math.sqrt(variance))
             expected["mean_minus_variance"].append(mean - weight * variance)
         for name, combine in COMBINATIONS.items():
-            assert combine(scores, weight).tolist() == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
+            assert combine(scores, there, weight).tolist() == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
     assert tuple(COMBINATIONS) == schema_keys()["reward.combine"].choices
 
 
@@ -59,6 +63,35 @@ def test_the_reward_is_what_an_ensemble_agrees_on():
         scores, members = CombinedReward(parts, combine, 0.5).in_parts(BATCH)
         assert scores.tolist() == expected
         assert [member.tolist() for member in members] == [[0.5, 1.0, 1.5], [1.5, 1.0, -2.5]]
+
+
+def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_is_0():
+    tasks, asked = ["sums", "chat", "sums", None], {"text": [], "model": []}
+    requests = [ScoringRequest(f"{row}", f"{row}", {"task": task} if task else {}) for row, task in enumerate(tasks)]
+
+    def text(requests):
+        asked["text"].append([request.prompt for request in requests])
+        return [10.0 + int(request.prompt) for request in requests]
+
+    class Model:
+        def values(self, tokens, lengths):
+            asked["model"].append(tokens[:, 0].tolist())
+            return 10.0 * tokens.float()
+
+    lengths = torch.tensor([1, 2, 2, 1])
+    batch = ScoringBatch(lambda: requests, torch.tensor([[0, 9], [1, 2], [2, 3], [3, 9]]), lengths)
+    parts = [
+        (settings("text", task_weights={"sums": 0.0}), TextSource("text", text)),
+        (settings("model", weight=0.0, task_weights={"sums": 2.0, "chat": 0.5}), ModelSource("model", Model())),
+    ]
+    scores, given = CombinedReward(parts).in_parts(batch)
+    assert asked == {"text": [["1", "3"]], "model": [[0, 1, 2]]}
+    assert [part.tolist() for part in given] == [[0, 11, 0, 13], [0, 10, 60, 0]] and scores.tolist() == [0, 21, 60, 13]
+    # Of an ensemble what is not asked is no member.
+    assert CombinedReward(parts, "min")(batch).tolist() == [0, 10, 60, 13]
+    assert CombinedReward(parts, "mean_minus_std", 2.0)(batch).tolist() == [0, 9.5, 60, 13]
+    with pytest.raises(ScoringError, match="no source of the reward has a weight for task=None, prompt '3'"):
+        CombinedReward(parts[1:])(batch)
 
 
 def test_a_refusal_names_the_source_at_fault():

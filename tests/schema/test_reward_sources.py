@@ -57,7 +57,7 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
 
 def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path):
     sources = (
-        "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1}",
+        "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1, task_weights: {sums: 0}}",
         "+reward.sources.c={kind: remote, url: 'https://judge/score', timeout_s: 5, weight: -1}",
         "+reward.sources.d={kind: judge, judge_url: 'http://judge/v1', judge_model: tester, judge_asks: ranking}",
         "+reward.sources.d.judge_template='{responses} and {rubric}, as {\"json\": 1}'",
@@ -67,7 +67,9 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
     for reward in (config.reward, load_config(tmp_path / "config.yaml").reward):
         assert reward_sources(reward) == (
             FunctionSource(name="a", key="reward.sources.a", function="digit_fraction"),
-            ModelSource(name="b", key="reward.sources.b", path="somewhere", weight=0.5, gain=2, bias=1),
+            ModelSource(
+                name="b", key="reward.sources.b", path="somewhere", weight=0.5, gain=2, bias=1, task_weights={"sums": 0}
+            ),
             RemoteSource(name="c", key="reward.sources.c", url="https://judge/score", timeout_s=5, weight=-1),
             JudgeSource(
                 name="d",
@@ -107,6 +109,12 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "+reward.sources.a.url=x"], "reward.sources.a.url: unknown key with kind=function; allowed in reward"),
         ([*COMBINED, "+reward.sources.a.weight=nan"], "reward.sources.a.weight=nan: must be a finite number"),
         ([*COMBINED, "+reward.sources.a.weight=true"], "reward.sources.a.weight=True: must be a finite number"),
+        (
+            [*COMBINED, "+reward.sources.a.task_weights={sums: much}"],
+            "reward.sources.a.task_weights={'sums': 'much'}: must be names of tasks with finite numbers",
+        ),
+        ([*COMBINED, "+reward.sources.a.task_weights=2"], "task_weights=2: must be names of tasks with finite numbers"),
+        (["+reward.task_weights={sums: 2}"], "reward.task_weights"),
         ([*COMBINED, "+reward.sources.a.gain=much"], "reward.sources.a.gain=much: must be a finite number"),
         ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
         ([*COMBINED, "+reward.sources.b={kind: function, function: 3}"], "function=3: expected text, got int"),

@@ -30,3 +30,23 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(t
         prepare_run(compose_config(evaluated))
     prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction"]))
     prepare_run(compose_config(given))
+
+
+def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are_refused_beforehand(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    records = [{"prompt": "abc", "task": "chat"}, {"prompt": "2+2=", "task": "sums", "answer": "4"}, {"prompt": "xyz"}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def prepare(*sources: str) -> None:
+        given = [f"+reward.sources.{name}" for name in sources]
+        run = ("experiment=tiny_ppo", "reward.kind=combined", f"run.dir={tmp_path / 'run'}", f"data.path={data}")
+        prepare_run(compose_config([*run, *given]))
+
+    sums = "a={kind: function, function: exact_match, weight: 0, task_weights: {sums: 2}}"
+    prepare(sums, "b={kind: function, function: digit_fraction}")
+    with pytest.raises(ConfigError, match=r"the record of prompt 'xyz' has task=None, for which every source's weight is 0"):
+        prepare(sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}")
+    with pytest.raises(
+        ConfigError, match=r"sources\.b\.task_weights\.sumz: no record has this task; theirs: None, chat, sums"
+    ):
+        prepare(sums, "b={kind: function, function: digit_fraction, task_weights: {sumz: 0}}")

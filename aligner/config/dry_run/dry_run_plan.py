@@ -18,7 +18,7 @@ from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
 from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import only_read, schema_keys, value_at, with_values
-from aligner.schema.reward_sources import asked_address, reward_sources
+from aligner.schema.reward_sources import asked_address, reward_sources, without_tasks
 
 _SUMS = {
     "online": "prompts",
@@ -142,6 +142,8 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
             values["data.path"] = path
         for source in sources if config.data.path is None else ():
             values[source.key] = {"path": path, "weight": source.weight}
+        if config.algorithm.generates:  # sums are of none of the run's tasks
+            values["reward.sources"] = without_tasks(config.reward)
         named = ", ".join(source.given_as for source in absent)
         yield values, f"{named}: not on this machine; sums take the place of all data"
     given = config.data.normalization

@@ -14,7 +14,7 @@ from aligner.paths import run_paths
 from aligner.schema import Config, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
 from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
-from aligner.schema.reward_sources import ModelSource, asked_address, reward_sources, source_entry
+from aligner.schema.reward_sources import ModelSource, Source, asked_address, reward_sources, source_entry
 
 Values = dict[str, Any]
 """New values by key."""
@@ -184,7 +184,7 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
         return {}
     sources = {source.name: source for source in reward_sources(config.reward)}
     exchanged = {
-        name: _DRAWN_SCORE | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
+        name: _DRAWN_SCORE | {"weight": source.weight, "gain": source.gain, "bias": source.bias} | _tasks(source)
         for name, source in sources.items()
         if asked_address(source) in unreachable
     }
@@ -201,6 +201,10 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
     if compares:  # the least of the scores, for one, may be another than that which was added
         neutral |= {"reward.combine": "sum", "reward.disagreement_weight": RewardConfig.disagreement_weight}
     return {"reward.kind": "combined", "reward.sources": combined, "algorithm.dynamic_sampling_rounds": rounds} | neutral
+
+
+def _tasks(source: Source) -> Values:
+    return {"task_weights": dict(source.task_weights)} if source.task_weights else {}
 
 
 def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Values:
