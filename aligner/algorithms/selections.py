@@ -36,7 +36,16 @@ def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
     return best_and_worst(scores, samples_per_prompt)[::2]
 
 
+def kept_responses(scores: Tensor, samples_per_prompt: int, which: str, least: float | None) -> Tensor:
+    """The rows that `algorithm.responses` is for, all or each prompt's best, the first of equals, less those that score below
+    `least`: rejection sampling."""
+    groups = scores.view(-1, samples_per_prompt)
+    first = torch.arange(len(groups)) * samples_per_prompt
+    rows = first + groups.argmax(1) if which == "best" else torch.arange(len(scores))
+    return rows if least is None else rows[scores[rows] >= least]
+
+
 PAIRS: Mapping[str, SelectByScore] = {"best_and_worst": best_and_worst, "all": all_pairs}
-"""By `algorithm.pairs`."""
+"""By `algorithm.pairs`, where pairs are of samples."""
 SELECTIONS: Mapping[str, SelectByScore | None] = {"all": None, "best": best, "best_and_worst": best_and_worst}
 """None: nothing is left out, and the scores are not waited for."""

@@ -29,8 +29,11 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 def _preference_problems(config: Config) -> Iterator[str]:
     samples, rounds = config.rollout.samples_per_prompt, config.algorithm.dynamic_sampling_rounds
-    if samples < 2:
-        yield f"rollout.samples_per_prompt={samples}: preferences are between samples of one prompt; give at least 2"
+    if samples < 2 and config.algorithm.pairs in ("best_and_worst", "all"):
+        yield (
+            f"rollout.samples_per_prompt={samples}: algorithm.pairs={config.algorithm.pairs} is between samples of one prompt;"
+            " give at least 2"
+        )
     if rounds:
         yield (
             f"algorithm.dynamic_sampling_rounds={rounds}: algorithm.trainer=preferences leaves prompts whose samples all score"

@@ -4,6 +4,9 @@ A result is kept in the cache under a name that follows from what it is made fro
 
     experiments/<experiment>-<hash>/run/      the run that made it
     experiments/<experiment>-<hash>/result/   the result; there once it is complete
+
+An experiment that builds on itself (`model.previous_round`) has rounds, each with a result of its own in
+`experiments/<experiment>-round<N>-<hash>/`. What a round needs is of the same round, where it has rounds too.
 """
 
 import dataclasses
@@ -21,10 +24,9 @@ from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic
 from aligner.models.shape import ModelShape
 from aligner.paths import PREFERENCES, RESPONSES, cache_directory
 from aligner.schema import Config
-from aligner.schema.references import Reference, map_paths, parse_reference
+from aligner.schema.references import Reference, map_paths, parse_reference, round_name
 from aligner.version import __version__
 
-_GIVES = {"reward_model": "a reward model", "preferences": "preferences"}
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
 """What the files of preferences hold. A model's directory is named as a whole."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
@@ -36,10 +38,13 @@ class Prerequisite:
     """An experiment whose result is needed."""
 
     name: str
+    """With `@` and its round where it has rounds."""
     config: Config
     """Its own, with paths instead of references, and its place in the cache as run directory."""
     entry: Path
     """Its directory in the cache."""
+    has_rounds: bool
+    """Whether it is another one in each round."""
 
     @property
     def result(self) -> Path:
@@ -52,15 +57,22 @@ class Prerequisite:
         return self.result.is_dir()
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The files of its result, the one first that stands for it; none where it is a model's directory."""
+        if self.config.algorithm.trainer != "preferences":
+            return ()
+        return (RESPONSES,) if self.config.algorithm.pairs == "none" else (PREFERENCES, RESPONSES)
+
+    @property
     def gives(self) -> str:
         """What kind of result it has."""
-        return _GIVES.get(self.config.algorithm.trainer, "a policy")
+        if self.files:
+            return _FILES[self.files[0]]
+        return "a reward model" if self.config.algorithm.trainer == "reward_model" else "a policy"
 
     def path(self, file: str | None) -> Path:
-        """What a reference to it stands for; preferences are named by themselves, not by their directory."""
-        if file is None and self.gives == "preferences":
-            file = PREFERENCES
-        return self.result if file is None else self.result / file
+        """What a reference to it stands for; files are named by themselves, not by their directory."""
+        return self.result.joinpath(*([file] if file else self.files[:1]))
 
 
 @dataclass(frozen=True)
@@ -114,72 +126,113 @@ def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
     what does not exist, is of another kind than the key needs, or needs itself.
     """
     planner = _Planner(config_directory)
-    resolved = planner.resolve(config, ())
+    begun = planner.begun(config, ())
+    resolved, has_rounds = planner.resolve(begun, ())
+    if config.run.round > 1 and not (has_rounds or config.model.previous_round):
+        raise ConfigError(f"run.round={config.run.round}: {_without_rounds(config.run.experiment)}")
     return RunPlan(resolved, tuple(planner.needed(resolved)))
 
 
 class _Planner:
     def __init__(self, config_directory: Path | None) -> None:
         self._config_directory = config_directory
-        self._known: dict[str, Prerequisite] = {}
+        self._known: dict[tuple[str, int], Prerequisite] = {}
+        """By experiment and round; of one without rounds the first alone."""
 
-    def resolve(self, config: Config, above: tuple[str, ...]) -> Config:
-        """The configuration with paths instead of references; `above` are the experiments that need it, outermost first."""
-        inputs = {}
+    def begun(self, config: Config, above: tuple[str, ...]) -> Config:
+        """The configuration with the model that its round begins with: from the second on what the one before has left."""
+        model, before = config.model, config.run.round - 1
+        if model.previous_round is None:
+            return config
+        reference = parse_reference("model.previous_round", model.previous_round)
+        if reference is None or reference.round or reference.file:
+            raise ConfigError(f"model.previous_round={model.previous_round}: expected experiment:NAME")
+        model = dataclasses.replace(model, previous_round=None)
+        if before:
+            reference = dataclasses.replace(reference, round=before)
+            self._prerequisite(reference, config, above)
+            model = dataclasses.replace(model, source="directory", path=reference.text)
+        return dataclasses.replace(config, model=model)
+
+    def resolve(self, config: Config, above: tuple[str, ...]) -> tuple[Config, bool]:
+        """The configuration with paths instead of references, and whether what it needs is another in each round.
+
+        `above` are the experiments that need it, outermost first.
+        """
+        inputs, has_rounds = {}, False
 
         def path(key: str, text: str) -> str:
+            nonlocal has_rounds
             reference = parse_reference(key, text)
             if reference is None:
                 return text
-            inputs[key] = text
-            return str(self._prerequisite(reference, config, above).path(reference.file))
+            first = self._prerequisite(reference, config, above)
+            has_rounds |= first.has_rounds and reference.round is None
+            number = config.run.round if first.has_rounds and reference.round is None else reference.round
+            inputs[key] = dataclasses.replace(reference, round=number).text
+            return str(first.path(reference.file))
 
         resolved = map_paths(config, path)
         # A resumed run's configuration has paths already, and says of them where they came from.
         run = dataclasses.replace(resolved.run, inputs={**resolved.run.inputs, **inputs})
-        return dataclasses.replace(resolved, run=run)
+        return dataclasses.replace(resolved, run=run), has_rounds
 
     def needed(self, config: Config) -> Iterator[Prerequisite]:
         """What a resolved configuration needs, each once, after what it needs itself."""
-        found: dict[str, Prerequisite] = {}
+        found: dict[Path, Prerequisite] = {}
 
         def visit(inputs: Config) -> None:
             for key, text in inputs.run.inputs.items():
                 reference = parse_reference(key, str(text))
-                first = None if reference is None else self._known.get(reference.experiment)
-                if first is None or first.name in found:
+                first = None if reference is None else self._known.get((reference.experiment, reference.round or 1))
+                if first is None or first.entry in found:
                     continue
                 if not first.is_complete:
                     visit(first.config)
-                found[first.name] = first
+                found[first.entry] = first
 
         visit(config)
         yield from found.values()
 
     def _prerequisite(self, reference: Reference, user: Config, above: tuple[str, ...]) -> Prerequisite:
-        name, where = reference.experiment, f"{reference.key}={reference.text}"
-        if name in above:
-            raise ConfigError(f"{where}: experiments that need each other: {' -> '.join((*above[above.index(name) :], name))}")
-        first = self._known.get(name)
-        if first is None:
-            try:
-                config = compose_config([f"experiment={name}"], self._config_directory)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from error
-            if config.run.automatic:
-                raise ConfigError(
-                    f"{where}: run.automatic=true chooses at launch; give it its values, and run.automatic=false"
-                )
-            first = self._known[name] = self._entry(name, config, (*above, name))
+        where = f"{reference.key}={reference.text}"
+        # Those before it are planned before it, so that any number of rounds is no deeper than one.
+        for number in range(1, (reference.round or user.run.round) + 1):
+            first = self._round(reference.experiment, number, where, above)
+            if not first.has_rounds:
+                break
+        if reference.round is not None and not first.has_rounds:
+            raise ConfigError(f"{where}: {_without_rounds(reference.experiment)}")
         given, wanted = _given(reference, first), _wanted(reference.key, user)
         if given not in wanted:
             trainer = first.config.algorithm.trainer
             raise ConfigError(f"{where}: must give {' or '.join(wanted)}, but algorithm.trainer={trainer} gives {given}")
         return first
 
-    def _entry(self, name: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
-        resolved = self.resolve(config, above)
-        made_from = dataclasses.asdict(map_paths(config, self._identity))
+    def _round(self, experiment: str, number: int, where: str, above: tuple[str, ...]) -> Prerequisite:
+        """A round of an experiment; the only one of one without rounds."""
+        name = round_name(experiment, number if number > 1 else None)
+        if name in above:
+            raise ConfigError(f"{where}: experiments that need each other: {' -> '.join((*above[above.index(name) :], name))}")
+        first = self._known.get((experiment, number))
+        if first is None:
+            try:
+                config = compose_config([f"experiment={experiment}", f"run.round={number}"], self._config_directory)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            if config.run.automatic:
+                raise ConfigError(
+                    f"{where}: run.automatic=true chooses at launch; give it its values, and run.automatic=false"
+                )
+            first = self._known[experiment, number] = self._entry(experiment, config, (*above, name))
+        return first
+
+    def _entry(self, experiment: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
+        begun = self.begun(config, above)
+        resolved, has_rounds = self.resolve(begun, above)
+        has_rounds |= config.model.previous_round is not None
+        number = config.run.round if has_rounds else None
+        made_from = dataclasses.asdict(map_paths(begun, lambda key, text: self._identity(key, text, config.run.round)))
         content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
         if config.run.ends:  # then it depends on what is measured, too
@@ -189,15 +242,17 @@ class _Planner:
         for role in ("critic", "engine", "reward"):
             del content[role]["ports"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        entry = cache_directory().absolute() / "experiments" / f"{name}-{digest}"
+        place = experiment if number is None else f"{experiment}-round{number}"
+        entry = cache_directory().absolute() / "experiments" / f"{place}-{digest}"
         run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
-        return Prerequisite(name, dataclasses.replace(resolved, run=run), entry)
+        return Prerequisite(round_name(experiment, number), dataclasses.replace(resolved, run=run), entry, has_rounds)
 
-    def _identity(self, key: str, text: str) -> str:
+    def _identity(self, key: str, text: str, number: int) -> str:
         """What a path stands for: an experiment's result by what it is made from, files by their place, size and time."""
         reference = parse_reference(key, text)
         if reference is not None:
-            first = self._known[reference.experiment]
+            first = self._known.get((reference.experiment, reference.round or number))
+            first = first or self._known[reference.experiment, 1]
             return f"{first.entry.name}/{reference.file}"
         path = Path(text).absolute()
         if not path.exists():
@@ -211,10 +266,10 @@ def _given(reference: Reference, first: Prerequisite) -> str:
     """What a reference stands for. Raises ConfigError for a file that the result does not have."""
     if reference.file is None:
         return first.gives
-    if first.gives != "preferences":
+    if not first.files:
         raise ConfigError(f"{reference.key}={reference.text}: {first.gives} is named as a whole: experiment:{first.name}")
-    if reference.file not in _FILES:
-        raise ConfigError(f"{reference.key}={reference.text}: no such file in its result; it has {', '.join(_FILES)}")
+    if reference.file not in first.files:
+        raise ConfigError(f"{reference.key}={reference.text}: no such file in its result; it has {', '.join(first.files)}")
     return _FILES[reference.file]
 
 
@@ -228,6 +283,13 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
     if section == "data" and trainer in ("dpo", "reward_model"):
         return ("preferences",)
     return ("preferences", "responses")
+
+
+def _without_rounds(experiment: str) -> str:
+    return (
+        f"{experiment} has no rounds, for neither it nor what it needs has model.previous_round, which says whose last round"
+        " the next one begins with"
+    )
 
 
 def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:

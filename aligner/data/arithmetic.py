@@ -20,6 +20,11 @@ def prompts() -> Iterator[dict[str, str]]:
     return (_record(one, other) for one, other in _sums()[_HELD_OUT:])
 
 
+def solutions() -> Iterator[dict[str, str]]:
+    """The sums of `prompts` with their answers as responses, too."""
+    return (record | {"response": record["answer"]} for record in prompts())
+
+
 def held_out() -> Iterator[dict[str, str]]:
     """Sums to evaluate on, with their answers."""
     return (_record(one, other) for one, other in _sums()[:_HELD_OUT])

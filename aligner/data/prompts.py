@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import PromptText, asked_messages, prompt_text, with_tools
+from aligner.data.conversations import PromptText, asked_messages, exchange, prompt_text, with_tools
 from aligner.data.records import (
     BadRecord,
     LongPrompt,
@@ -44,11 +44,18 @@ class PromptStream(ExampleStream[Prompt]):
 
 
 def open_prompts(
-    data: DataConfig, tokenizer: Tokenizer, seed: int, *, messages: bool = False, tools: Tools | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    *,
+    messages: bool = False,
+    answers: bool = False,
+    tools: Tools | None = None,
 ) -> PromptStream:
     """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
 
-    With `messages` these are there too, where a prompt was made of them. `tools` are what a prompt, which must be of messages,
+    With `messages` these are there too, where a prompt was made of them; with `answers` the record's `response`, or the last
+    answer of its conversation, as `response` and `response_tokens`. `tools` are what a prompt, which must be of messages,
     tells the model of, unless its record has `tools` of its own.
 
     Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
@@ -56,7 +63,8 @@ def open_prompts(
     """
 
     def parse(record: Record) -> Prompt:
-        return _parsed(with_tools(record, tools), tokenizer, data, messages)
+        prompt = _parsed(with_tools(record, tools), tokenizer, data, messages)
+        return replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer)}) if answers else prompt
 
     sources, weights, notices = read_examples(data, parse)
     return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
@@ -101,6 +109,14 @@ def open_evaluation_prompts(
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
     text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
     return Prompt(0, text, tokens, _metadata(record) | (asked_messages(record) if messages else {}))
+
+
+def _answer(record: Record, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a record answers, as the tokens that it was drawn as, else those of its text and an end. BadRecord for none."""
+    tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
+    if tokens is None:
+        tokens = tokenizer.ended(encoded(exchange(record, "response", tokenizer)[1], record.origin, tokenizer))
+    return {"response": tokenizer.decode(tokens), "response_tokens": tokens.tolist()}
 
 
 def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig) -> tuple[str, Tensor]:

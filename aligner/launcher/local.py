@@ -92,10 +92,10 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
     for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
         shutil.rmtree(unfinished)
     run(replace(config, run=replace(config.run, resume="auto")))
-    if first.gives == "preferences":
+    if first.files:
         with new_directory(first.result) as directory:
-            for file in (paths.preferences, paths.responses):
-                shutil.copyfile(file, directory / file.name)
+            for name in first.files:
+                shutil.copyfile(paths.root / name, directory / name)
     else:
         # The last checkpoint's model is converted in a process of its own: this one has no torch.
         command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))

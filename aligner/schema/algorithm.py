@@ -79,15 +79,25 @@ class AlgorithmConfig:
     trainer: str = option(
         "online",
         "online: the policy learns from its own samples; sft: from demonstrations; dpo: from preferences; reward_model: a"
-        " reward model from preferences or step labels; preferences: nothing learns, pairs of a prompt's samples become"
-        " preferences",
+        " reward model from preferences or step labels; preferences: nothing learns, samples are kept as preferences and as"
+        " responses",
         choices=("online", "sft", "dpo", "reward_model", "preferences"),
     )
     pairs: str = option(
         "best_and_worst",
-        "which two samples of a prompt become a preference: the best and the worst, or all of which one scored higher",
-        choices=("best_and_worst", "all"),
+        "which two answers to a prompt become a preference: its best and its worst sample; all two samples of which one scored"
+        " higher; demonstration: the record's own `response` over each sample (SPIN, Chen et al. 2024); none: responses alone",
+        choices=("best_and_worst", "all", "demonstration", "none"),
         read=".trainer=preferences",
+    )
+    responses: str = option(
+        "all",
+        "which samples are kept as responses: all, or the best of each prompt",
+        choices=("all", "best"),
+        read=".trainer=preferences",
+    )
+    min_score: float | None = option(
+        None, "samples that score lower are not kept as responses; null: none is left out", read=".trainer=preferences"
     )
     epochs: int = option(1, "passes over a step's samples", minimum=1)
     minibatches: int = option(1, "optimizer steps a pass", minimum=1)
@@ -260,6 +270,11 @@ class AlgorithmConfig:
     def generates(self) -> bool:
         """Whether the policy is sampled from, and its samples are scored."""
         return self.trainer in ("online", "preferences")
+
+    @property
+    def has_demonstrations(self) -> bool:
+        """Whether samples are set against the responses that prompts' records have."""
+        return self.trainer == "preferences" and self.pairs == "demonstration"
 
     @property
     def has_labels(self) -> bool:

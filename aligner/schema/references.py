@@ -1,4 +1,7 @@
-"""Paths that name another experiment's result: `experiment:NAME`, or `experiment:NAME/FILE` for a file in it."""
+"""Paths that name another experiment's result: `experiment:NAME`, or `experiment:NAME/FILE` for a file in it.
+
+`experiment:NAME@3` is that of its third round.
+"""
 
 import dataclasses
 import re
@@ -9,9 +12,11 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.keys import is_read
+from aligner.schema.run import MOST_ROUNDS
 
 _PREFIX = "experiment:"
 _NAME = re.compile(r"[\w.+=-]+")
+_ROUND = re.compile(rf"0*[1-9]\d{{0,{len(str(MOST_ROUNDS)) - 1}}}", re.ASCII)
 _PATHS = (
     "model.path",
     "data.path",
@@ -32,22 +37,34 @@ class Reference:
     experiment: str
     file: str | None
     """A file in the result; the result itself when None."""
+    round: int | None = None
+    """Which round of the experiment; that of the one that has the reference when None."""
 
     @property
     def text(self) -> str:
         """The value, as it was given."""
-        return _PREFIX + self.experiment + (f"/{self.file}" if self.file else "")
+        return _PREFIX + round_name(self.experiment, self.round) + (f"/{self.file}" if self.file else "")
+
+
+def round_name(experiment: str, number: int | None) -> str:
+    """What a round of an experiment is called; the experiment itself where None."""
+    return experiment if number is None else f"{experiment}@{number}"
 
 
 def parse_reference(key: str, text: str) -> Reference | None:
     """The reference that a path's value is; None for an ordinary path. Raises ConfigError for a malformed one."""
     if not text.startswith(_PREFIX):
         return None
-    experiment, _, file = text.removeprefix(_PREFIX).partition("/")
+    named, _, file = text.removeprefix(_PREFIX).partition("/")
+    experiment, counted, number = named.partition("@")
     parts = file.split("/")
     if not _NAME.fullmatch(experiment) or (file and any(part in ("", ".", "..") for part in parts)):
         raise ConfigError(f"{key}={text}: expected experiment:NAME, or experiment:NAME/FILE for a file in its result")
-    return Reference(key, experiment, file or None)
+    if counted and not (_ROUND.fullmatch(number) and int(number) <= MOST_ROUNDS):
+        raise ConfigError(
+            f"{key}={text}: @{number} is no round; they are counted from 1 to {MOST_ROUNDS}: experiment:{experiment}@3"
+        )
+    return Reference(key, experiment, file or None, int(number) if counted else None)
 
 
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:

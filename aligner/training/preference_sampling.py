@@ -1,16 +1,18 @@
-"""Preferences out of the policy's own samples: of each prompt's the best and the worst, or every two. Nothing is learned."""
+"""Preferences and responses out of the policy's own samples. Nothing is learned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.algorithms.score_shaping import ScoreShaping
-from aligner.algorithms.selections import PAIRS
+from aligner.algorithms.selections import PAIRS, kept_responses
 from aligner.data.claim import writing
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
 from aligner.observability.timeline import PhaseTimer
@@ -25,78 +27,109 @@ from aligner.training.step_metrics import rollout_metrics
 from aligner.training.step_samples import StepSamples
 
 Record = dict[str, Any]
+_Pair = tuple[int, list[int], list[int], Record]
+"""The row of a sample of the prompt's, the tokens of the chosen and the rejected answer, and what else is known of them."""
 
 
 def preferences(
     rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer, pairs: str = "best_and_worst"
 ) -> tuple[list[Record], int]:
-    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, both `scores` and their
-    difference, the `margin`; and how many prompts gave none, for want of two texts of which one is better.
+    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, of two samples both `scores`
+    and their difference, the `margin`; and how many prompts gave none, for want of two texts of which one is better.
 
     `scores` [B] are those of the rollout's samples, each prompt's in a row; `pairs` is `algorithm.pairs`.
     """
-    chosen = PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist()
+    if pairs == "demonstration":
+        found = _against_demonstrations(rollout)
+    else:
+        found = _between_samples(rollout, scores, PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist())
     records, with_pair = [], set[int]()
-    for best, worst in chosen:
-        drawn = [rollout.samples[row].response for row in (best, worst)]
-        texts = [tokenizer.decode(response) for response in drawn]
+    for row, chosen, rejected, known in found:
+        texts = [tokenizer.decode(chosen), tokenizer.decode(rejected)]
         # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at all.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
-        both = [float(scores[best]), float(scores[worst])]
-        pair = {"chosen": texts[0], "rejected": texts[1], "margin": both[0] - both[1], "scores": both}
-        given = {"prompt_tokens": rollout.prompts[best].tokens.tolist()}
-        tokens = given | {"chosen_tokens": drawn[0].tolist(), "rejected_tokens": drawn[1].tolist()}
-        records.append({"prompt": rollout.prompts[best].text, **pair, **tokens})
-        with_pair.add(best // samples_per_prompt)
+        prompt = rollout.prompts[row]
+        tokens = {"prompt_tokens": prompt.tokens.tolist(), "chosen_tokens": chosen, "rejected_tokens": rejected}
+        records.append({"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **known, **tokens})
+        with_pair.add(row // samples_per_prompt)
     return records, len(scores) // samples_per_prompt - len(with_pair)
+
+
+def _between_samples(rollout: RolloutBatch, scores: Tensor, rows: Sequence[Sequence[int]]) -> Iterator[_Pair]:
+    for best, worst in rows:
+        both = [float(scores[best]), float(scores[worst])]
+        chosen, rejected = (rollout.samples[row].response.tolist() for row in (best, worst))
+        yield best, chosen, rejected, {"margin": both[0] - both[1], "scores": both}
+
+
+def _against_demonstrations(rollout: RolloutBatch) -> Iterator[_Pair]:
+    """The answer of each prompt's record over each sample (SPIN), which nothing says how much better it is."""
+    for row, (prompt, sample) in enumerate(zip(rollout.prompts, rollout.samples, strict=True)):
+        yield row, prompt.metadata["response_tokens"], sample.response.tolist(), {}
 
 
 @dataclass
 class PairWriter:
-    """The run's `preferences.jsonl` and, of all samples that are not empty, `responses.jsonl`.
+    """The run's `preferences.jsonl`, unless it has none, and `responses.jsonl`, of samples that are not empty.
 
     They are written under other names, and get theirs when the run has ended.
     """
 
     paths: RunPaths
     tokenizer: Tokenizer
+    has_pairs: bool = True
 
     @writing()
     def resume(self, step: int) -> None:
         """Forget what came after a step."""
-        for path in (self.paths.preferences, self.paths.responses):
+        for path in self._files:
             if path.exists():
                 path.rename(_unfinished(path))
             RecordWriter(_unfinished(path)).truncate_after(step)
 
-    def write(self, step: int, records: list[Record], rollout: RolloutBatch, scores: Tensor) -> None:
-        """Record a step's."""
-        texts = [self.tokenizer.decode(sample.response) for sample in rollout.samples]
-        responses = [
-            {
-                "prompt": prompt.text,
-                "response": text,
-                "prompt_tokens": prompt.tokens.tolist(),
-                "response_tokens": sample.response.tolist(),
-                "reward": float(score),
-            }
-            for prompt, sample, text, score in zip(rollout.prompts, rollout.samples, texts, scores, strict=True)
-            if text.strip()
-        ]
-        RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
+    def write(
+        self, step: int, records: list[Record], rollout: RolloutBatch, scores: Tensor, rows: Sequence[int] | None = None
+    ) -> int:
+        """Record a step's; the responses are those of `rows`, of all samples where None. Returns how many are kept."""
+        kept = range(len(scores)) if rows is None else rows
+        found = [(row, sequence) for row in kept for sequence in rollout.samples[row].sequences]
+        responses = [self._response(rollout.prompts[row], sequence, float(scores[row])) for row, sequence in found]
+        responses = [response for response in responses if response["response"].strip()]
+        if self.has_pairs:
+            RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
         RecordWriter(_unfinished(self.paths.responses)).write(step, responses)
+        return len(responses)
+
+    def _response(self, prompt: Prompt, sample: Sample, score: float) -> Record:
+        """A sample, or a branch of one, with what it was given, and of an episode what of it was drawn."""
+        given, response = sample.tokens[: sample.prompt_length], sample.response
+        is_asked = torch.equal(given, prompt.tokens)
+        return {
+            "prompt": prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False),
+            "response": self.tokenizer.decode(response),
+            "prompt_tokens": given.tolist(),
+            "response_tokens": response.tolist(),
+            **({} if sample.drawn is None else {"drawn": sample.drawn.int().tolist()}),
+            "reward": score,
+        }
 
     @writing()
     def finish(self) -> None:
-        """Give the files their names. Raises AlignerError where there is not one pair."""
-        if not _unfinished(self.paths.preferences).stat().st_size:
+        """Give the files their names. Raises AlignerError where there is not one pair, or nothing at all."""
+        if self.has_pairs and not _unfinished(self.paths.preferences).stat().st_size:
             raise AlignerError(
-                "not one prompt had two samples of which one is better: every prompt's scores are equal, or its texts empty;"
-                " draw more samples (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
+                "not one prompt had two answers of which one is better: every prompt's scores are equal, or its texts empty or"
+                " the same; draw more samples (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
             )
-        for path in (self.paths.preferences, self.paths.responses):
+        if not self.has_pairs and not _unfinished(self.paths.responses).stat().st_size:
+            raise AlignerError("not one sample is kept: all are empty, or score below algorithm.min_score; give a lower one")
+        for path in self._files:
             _unfinished(path).replace(path)
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        return (*([self.paths.preferences] if self.has_pairs else []), self.paths.responses)
 
 
 def _unfinished(path: Path) -> Path:
@@ -140,15 +173,21 @@ class PreferenceSampler(TrainingLoop):
             scores = rollout.scores.result()
         self.services.assert_settled()
         if self.writer is not None:
-            shaped = self.shaping(scores, rollout.samples)
-            each, pairs = self.config.rollout.samples_per_prompt, self.config.algorithm.pairs
-            records, without = preferences(rollout, shaped, each, self.writer.tokenizer, pairs)
-            self.writer.write(step + 1, records, rollout, scores)
-            metrics |= {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
-            if records:
-                metrics["preferences/margin"] = sum(record["margin"] for record in records) / len(records)
+            metrics |= self._write(self.writer, step + 1, rollout, scores)
         sampled = StepSamples.of(drawn)
         return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
+
+    def _write(self, writer: PairWriter, step: int, rollout: RolloutBatch, scores: Tensor) -> dict[str, float]:
+        """Write a step's records down, and tell what there is to measure of them."""
+        settings, each = self.config.algorithm, self.config.rollout.samples_per_prompt
+        shaped, metrics, records = self.shaping(scores, rollout.samples), dict[str, float](), list[Record]()
+        if writer.has_pairs:
+            records, without = preferences(rollout, shaped, each, writer.tokenizer, settings.pairs)
+            metrics = {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
+        if margins := [record["margin"] for record in records if "margin" in record]:
+            metrics["preferences/margin"] = sum(margins) / len(margins)
+        kept = kept_responses(shaped, each, settings.responses, settings.min_score).tolist()
+        return metrics | {"preferences/responses": float(writer.write(step, records, rollout, scores, kept))}
 
     def finish(self) -> None:
         """Give the files their names, once all steps are done."""

@@ -42,7 +42,8 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, listed, tokenizer)
-        prompts = open_prompts(config.data, tokenizer, config.seed, tools=tools)
+        answers = config.algorithm.has_demonstrations
+        prompts = open_prompts(config.data, tokenizer, config.seed, answers=answers, tools=tools)
         scored += prompts.examples()
         _check_judged(config, scored)
         _check_tasks(config, scored)

@@ -66,7 +66,8 @@ def train(config: Config) -> bool:
     tools: Sequence[ListedTool] = ()
     if config.algorithm.generates:
         tools, is_acting = list_tools(config.environment), config.environment.draws_episodes
-        data = open_prompts(config.data, tokenizer, config.seed, messages=is_acting, tools=tool_schemas(tools))
+        kept = {"messages": is_acting, "answers": config.algorithm.has_demonstrations}
+        data = open_prompts(config.data, tokenizer, config.seed, **kept, tools=tool_schemas(tools))
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
@@ -121,7 +122,7 @@ def build_trainer(
             builder=builder,
             services=services,
             shaping=build_shaping(config),
-            writer=PairWriter(run_paths(config), tokenizer) if world.rank == 0 else None,
+            writer=PairWriter(run_paths(config), tokenizer, settings.pairs != "none") if world.rank == 0 else None,
             **_loop_parts(config, world, tokenizer, timeline, data) | {"checkpoints": None},
         )
     ahead = None

@@ -22,6 +22,7 @@ def composed(*overrides):
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], "algorithm.advantage=grpo compares samples of one prompt"),
         (["algorithm=dapo", "algorithm.advantage=gae", "rollout.samples_per_prompt=1"], "dynamic_sampling_rounds=10 compares"),
         (["algorithm=best_of_n", "rollout.samples_per_prompt=1"], "algorithm.train_on=best compares samples of one prompt"),
+        (["algorithm=preferences", "rollout.samples_per_prompt=1"], "pairs=best_and_worst is between samples of one prompt"),
         (["algorithm.advantage=none"], "algorithm.advantage=none: loss=clip needs an estimator"),
         (["algorithm.loss=copg"], "algorithm.advantage=gae: loss=copg takes no advantages"),
         (["algorithm.loss=dpo", "algorithm.advantage=none"], "loss=dpo and train_on=best_and_worst need each other"),

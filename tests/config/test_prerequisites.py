@@ -62,12 +62,21 @@ def test_a_reference_is_told_from_a_path() -> None:
     assert parse_reference("data.path", "runs/experiment:a") is None
     assert parse_reference("data.path", "experiment:a-1") == Reference("data.path", "a-1", None)
     assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference("data.path", "a", "b/c.jsonl")
+    third = parse_reference("data.path", "experiment:a@3/b.jsonl")
+    assert third == Reference("data.path", "a", "b.jsonl", 3) and third.text == "experiment:a@3/b.jsonl"
 
 
 @pytest.mark.parametrize("text", ["experiment:", "experiment:/x", "experiment:a b", "experiment:a/../b", "experiment:a//b"])
 def test_a_malformed_reference_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE"):
         parse_reference("data.path", text)
+
+
+@pytest.mark.parametrize("number", ["", "0", "x", "-1", "1.5", "101", "³", "1@2"])
+def test_a_round_that_there_is_not_is_refused(number: str) -> None:
+    told = f"data.path=experiment:a@{number}/b: @{number} is no round; they are counted from 1 to 100: experiment:a@3"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        parse_reference("data.path", f"experiment:a@{number}/b")
 
 
 def test_references_become_paths_in_the_cache_and_say_where_they_came_from(conf: Path, cache: Path, tmp_path: Path) -> None:
@@ -207,3 +216,87 @@ def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) 
     assert entries(planned(conf, "experiment=against")) == before
     os.utime(file, (1, 1))
     assert entries(planned(conf, "experiment=against")) != before
+
+
+DRAWN = {
+    **PAIRS,
+    "seed": "${run.round}",
+    "model": {"previous_round": "experiment:learned"},
+}
+LEARNED = {
+    "defaults": ["override /algorithm: dpo"],
+    "data": {"path": "experiment:drawn"},
+    "model": {"previous_round": "experiment:learned"},
+}
+
+
+def rounds(conf: Path) -> None:
+    """Write an experiment that builds on itself, from a random model on, and the one that draws what it learns from."""
+    write(conf, "drawn", DRAWN)
+    write(conf, "learned", LEARNED)
+
+
+def test_a_round_begins_with_the_model_of_the_one_before_and_so_does_what_it_needs(conf: Path, cache: Path) -> None:
+    rounds(conf)
+    plan = planned(conf, "experiment=learned", "run.round=3")
+    assert list(entries(plan)) == ["drawn@1", "learned@1", "drawn@2", "learned@2", "drawn@3"]
+    first = dict(zip(entries(plan), plan.prerequisites, strict=True))
+    assert all(re.fullmatch(r"(drawn|learned)-round[123]-[0-9a-f]{12}", each.entry.name) for each in plan.prerequisites)
+    assert first["drawn@1"].config.model.source == first["learned@1"].config.model.source == "random", "as their files say"
+    later = {"learned@1": (first["drawn@2"], first["learned@2"]), "learned@2": (first["drawn@3"], plan)}
+    for config, before in ((each.config, before) for before, users in later.items() for each in users):
+        assert (config.model.source, config.model.path) == ("directory", str(first[before].result))
+        assert config.run.inputs["model.path"] == f"experiment:{before}"
+    assert plan.config.data.path == str(first["drawn@3"].result / "preferences.jsonl")
+    assert plan.config.run.inputs["data.path"] == "experiment:drawn@3"
+    assert [first[f"drawn@{number}"].config.seed for number in (1, 2, 3)] == [1, 2, 3]
+    assert plan.check().hidden_size == 64
+
+    for each in (first["drawn@1"], first["learned@1"], first["drawn@2"]):
+        each.result.mkdir(parents=True)
+    other = planned(conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:learned@2")
+    assert [each.name for each in other.missing] == ["learned@2"], "each is made once, whoever needs it"
+    assert entries(other)["learned@2"] == first["learned@2"].entry.name
+
+
+def test_what_does_not_depend_on_the_round_is_made_once_for_all(conf: Path) -> None:
+    rounds(conf)
+    write(conf, "learned", {**LEARNED, "model": {"source": "directory", "path": "experiment:start"}})
+    write(conf, "start", {})
+    plan = planned(conf, "experiment=learned", "run.round=2")
+    assert list(entries(plan)) == ["start", "drawn@1", "learned@1", "drawn@2"], "it begins anew in each round, on other data"
+    pinned = planned(conf, "experiment=learned", "data.path=experiment:drawn@2")
+    assert entries(pinned) == entries(plan)
+
+
+def test_rounds_of_what_has_none_and_such_that_nothing_is_handed_on_in_are_refused(conf: Path) -> None:
+    told = "has no rounds, for neither it nor what it needs has model.previous_round"
+    assert refused(conf, "experiment=judge", "run.round=2").startswith(f"run.round=2: judge {told}")
+    given = "reward.path=experiment:judge@2"
+    assert refused(conf, "experiment=against", given).startswith(f"{given}: judge {told}")
+    rounds(conf)
+    write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:drawn"}})
+    assert refused(conf, "experiment=learned", "run.round=2") == (
+        "model.previous_round=experiment:drawn@1: must give a policy, but algorithm.trainer=preferences gives preferences"
+    )
+    write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:lerned"}})
+    assert "did you mean experiment=learned?" in refused(conf, "experiment=learned", "run.round=2")
+    for text in ("learned", "experiment:learned@1"):
+        write(conf, "learned", {**LEARNED, "model": {"previous_round": text}})
+        assert refused(conf, "experiment=learned") == f"model.previous_round={text}: expected experiment:NAME"
+    write(conf, "drawn", {**DRAWN, "reward": {"kind": "model", "path": "experiment:scored"}})
+    write(conf, "scored", {**JUDGE, "data": {"path": "experiment:drawn"}})
+    write(conf, "learned", LEARNED)
+    circle = "drawn -> scored -> drawn"
+    told = f"data.path=experiment:drawn: experiments that need each other: {circle}"
+    assert refused(conf, "experiment=learned", "run.round=2") == told
+
+
+def test_an_experiment_that_draws_responses_alone_gives_these(conf: Path) -> None:
+    write(conf, "drawn", {**PAIRS, "algorithm": {"pairs": "none", "responses": "best", "min_score": 1}})
+    plan = planned(conf, "experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:drawn")
+    assert plan.config.data.path == str(plan.prerequisites[0].result / "responses.jsonl")
+    assert plan.prerequisites[0].gives == "responses"
+    given = "data.path=experiment:drawn/preferences.jsonl"
+    told = f"{given}: no such file in its result; it has responses.jsonl"
+    assert refused(conf, "experiment=tiny_ppo", "algorithm=sft", given) == told

@@ -1,4 +1,5 @@
-"""A whole chain of experiments: pairs are sampled, a reward model learns from them, a policy is trained against it."""
+"""Whole chains of experiments: pairs are sampled, a reward model learns from them, a policy is trained against it; and rounds
+of one that learns from what the round before has drawn."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.config.compose import load_config
 from aligner.data.export import find_source
 from aligner.models.model_source import read_normalization
 from aligner.observability.metrics import read_metrics, read_records
@@ -44,19 +46,36 @@ run: {{steps: 2}}
 reward: {{kind: model, path: "experiment:judge"}}
 logging: {{tensorboard: false}}
 """,
+    "own": f"""
+defaults: [override /algorithm: preferences]
+seed: ${{run.round}}
+run: {{steps: 1}}
+model: {{previous_round: "experiment:better"}}
+algorithm: {{pairs: none, responses: best, min_score: 0.01}}
+{SAMPLING}
+logging: {{tensorboard: false}}
+""",
+    "better": """
+defaults: [override /algorithm: sft]
+run: {steps: 2}
+model: {previous_round: "experiment:better"}
+data: {path: "experiment:own", batch_size: 4}
+logging: {tensorboard: false}
+""",
 }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("experiments")
+    place = tmp_path_factory.mktemp("experiments")
+    (place / "conf" / "experiment").mkdir(parents=True)
+    for name, content in EXPERIMENTS.items():
+        (place / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
+    return place
 
 
 @pytest.fixture(scope="module")
 def chain(place: Path) -> Finished:
-    (place / "conf" / "experiment").mkdir(parents=True)
-    for name, content in EXPERIMENTS.items():
-        (place / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALIGNER_CACHE", str(place / "cache"))
         return run_to_end(place / "run", "experiment=judged", f"--config-dir={place / 'conf'}", timeout_s=280)
@@ -112,3 +131,17 @@ def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> N
     for file in (run.preferences, run.responses):
         assert file.read_text() == (entry / "result" / file.name).read_text()
     assert repeatable(resumed.metrics) == repeatable([json.loads(step) for step in steps])
+
+
+def test_a_round_draws_with_what_has_learned_from_the_round_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", str(place / "rounds"))
+    run = run_to_end(place / "second", f"--config-dir={place / 'conf'}", "run.round=2", experiment="own")
+    firsts = [line.split()[2] for line in run.out.splitlines() if line.startswith("first: experiment ")]
+    assert firsts == ["own@1", "better@1"]
+    made = {entry.name.rpartition("-")[0]: entry for entry in (place / "rounds" / "experiments").iterdir()}
+    assert sorted(made) == ["better-round1", "own-round1"]
+    assert load_config(place / "second" / "config.yaml").model.path == str(made["better-round1"] / "result")
+    for directory in (made["own-round1"] / "result", place / "second"):
+        drawn = read_records(directory / "responses.jsonl")
+        assert 0 < len(drawn) <= 8 and min(each["reward"] for each in drawn) >= 0.01
+        assert not (directory / "preferences.jsonl").exists()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from aligner.algorithms.selections import all_pairs
+from aligner.algorithms.selections import all_pairs, kept_responses
 from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations, open_preferences
 from aligner.data.model_directory import prepare_model
+from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer, read_tokenizer
 from aligner.data.types import Prompt, Sample, collate
-from aligner.errors import ConfigError
+from aligner.errors import AlignerError, ConfigError
 from aligner.paths import RunPaths
 from aligner.rewards.sources import ModelSource, ScoringBatch
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -138,6 +139,59 @@ def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whiche
     # Another model's: its texts are tokenized, and end as its own do.
     pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1).take(0, 2)
     assert [pair.chosen.tokens[-1] for pair in pairs] == [first, first]
+
+
+def test_what_is_kept_of_samples_are_all_or_each_prompts_best_and_none_of_a_low_score() -> None:
+    scores = torch.tensor([1.0, 3.0, 3.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0])
+    assert kept_responses(scores, 3, "all", None).tolist() == list(range(9))
+    assert kept_responses(scores, 3, "all", 2.0).tolist() == [1, 2, 6, 7, 8]
+    assert kept_responses(scores, 3, "best", None).tolist() == [1, 4, 6]
+    assert kept_responses(scores, 3, "best", 1.0).tolist() == [1, 6]
+
+
+def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(llama, tmp_path) -> None:
+    first, _, turn = llama.eos_token_ids
+    samples = [drawn(llama, 0, 0, "13", turn), drawn(llama, 0, 1, "12", turn), drawn(llama, 1, 0, "4")]
+    samples.append(drawn(llama, 1, 1, "", turn))
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": "ab", "response": "12", "by": "me"}\n'
+        f'{{"prompt": "ab", "response": "7", "response_tokens": {llama.encode("7").tolist()}}}\n'
+    )
+    source = DataConfig(path=str(tmp_path / "data.jsonl"), shuffle=False)
+    told, cut = open_prompts(source, llama, 1, answers=True).take(0, 2)
+    assert told.metadata == {"response": "12", "by": "me", "response_tokens": [*llama.encode("12").tolist(), first]}
+    rollout = RolloutBatch([told, told, cut, cut], samples, collate(samples, 0), PendingRows(()), PendingRows(()))
+    records, without = preferences(rollout, torch.zeros(4), 2, llama, pairs="demonstration")
+    assert [(each["chosen"], each["rejected"]) for each in records] == [("12", "13"), ("7", "4")]
+    assert "margin" not in records[0] and without == 0
+    writer = PairWriter(RunPaths(tmp_path), llama)
+    assert writer.write(1, records, rollout, torch.zeros(4), [0, 3]) == 1, "one that says nothing is not kept"
+    writer.finish()
+    pairs = open_preferences(DataConfig(path=str(RunPaths(tmp_path).preferences), shuffle=False), llama, 1).take(0, 2)
+    read = [pair.chosen.tokens[2:].tolist() for pair in pairs]
+    assert read == [[*llama.encode("12").tolist(), first], llama.encode("7").tolist()], "as it was drawn, else with an end"
+    (tmp_path / "data.jsonl").write_text('{"prompt": "ab"}\n')
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: needs a `response` key"):
+        open_prompts(source, llama, 1, answers=True)
+
+
+def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_an_error(llama, tmp_path) -> None:
+    length, further = len(llama.encode("ab34")), drawn(llama, 0, 0, "345")
+    branch = replace(further, prompt_length=length, engine_logprobs=torch.zeros(1), weight_versions=torch.zeros(1).long())
+    told = replace(drawn(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,))
+    prompt = Prompt(0, "ab", llama.encode("ab"))
+    rollout = RolloutBatch([prompt], [told], collate([told], 0), PendingRows(()), PendingRows(()))
+    paths = RunPaths(tmp_path)
+    writer = PairWriter(paths, llama, has_pairs=False)
+    writer.write(1, [], rollout, torch.ones(1), [])
+    with pytest.raises(AlignerError, match=r"not one sample is kept: .* algorithm\.min_score"):
+        writer.finish()
+    writer.write(2, [], rollout, torch.ones(1), [0])
+    writer.finish()
+    assert not paths.preferences.exists()
+    first, read = open_demonstrations(DataConfig(path=str(paths.responses), shuffle=False), llama, 1).take(0, 2)
+    assert (first.tokens.tolist(), first.prompt_length) == (branch.tokens.tolist(), length), "a branch with what it read"
+    assert (read.tokens.tolist(), read.learned.tolist()) == (told.tokens.tolist(), [False, False, True, False])
 
 
 def test_a_reference_that_was_drawn_keeps_the_token_that_ended_it(llama) -> None:

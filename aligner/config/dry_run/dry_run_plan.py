@@ -136,7 +136,9 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
     absent = [source for source in sources if _is_absent(source.path, expected)]
     if absent:
         # All of them: data.prompt_after and data.prompt_before speak of the run's own records.
-        path = _sums("labeled_answers" if config.algorithm.has_labels else _SUMS[config.algorithm.trainer])
+        algorithm = config.algorithm
+        answered = "demonstrations" if algorithm.has_demonstrations else _SUMS[algorithm.trainer]
+        path = _sums("labeled_answers" if algorithm.has_labels else answered)
         values: dict[str, Any] = {"data.fields": {}, "data.prompt_after": None, "data.prompt_before": None}
         if config.data.path is not None:
             values["data.path"] = path

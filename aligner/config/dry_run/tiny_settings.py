@@ -178,7 +178,8 @@ def models(config: Config, tiny: Models) -> Values:
 
 
 def scores(config: Config, unreachable: Collection[str]) -> Values:
-    """Sources of the reward that do not answer here exchanged; and one added where equal scores would end the run."""
+    """Sources of the reward that do not answer here exchanged; and one added where equal scores would end the run, as low ones
+    would with `algorithm.min_score`."""
     algorithm = config.algorithm
     if not algorithm.generates:
         return {}
@@ -192,12 +193,12 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
         algorithm.dynamic_sampling_rounds > 0 or algorithm.train_on != "all" or algorithm.trainer == "preferences"
     ) and not any(isinstance(source, ModelSource) for source in sources.values())
     if not compares and not exchanged:
-        return {}
+        return {"algorithm.min_score": None}
     combined = {name: exchanged.get(name) or source_entry(source) for name, source in sources.items()}
     if compares:
         combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
     rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
-    neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0}
+    neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0, "algorithm.min_score": None}
     if compares:  # the least of the scores, for one, may be another than that which was added
         neutral |= {"reward.combine": "sum", "reward.disagreement_weight": RewardConfig.disagreement_weight}
     return {"reward.kind": "combined", "reward.sources": combined, "algorithm.dynamic_sampling_rounds": rounds} | neutral
