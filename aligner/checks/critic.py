@@ -1,7 +1,9 @@
 """The critic against the model, the algorithm and the reward that it may serve."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from aligner.checks.reward import size_problems
 from aligner.checks.trained_model import (
     cut_shape,
     frozen_problems,
@@ -9,8 +11,9 @@ from aligner.checks.trained_model import (
     optimizer_problems,
     precision_problems,
 )
+from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs
+from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import Config
@@ -20,6 +23,15 @@ from aligner.schema.derived import critic_updates
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What the critic, or a reward model that is built like one, cannot be or do."""
     critic = config.critic
+    if config.algorithm.has_critic and critic.path is not None:
+        policy, directory, model = model, Path(critic.path), None
+        try:
+            model = directory_shape(directory, "critic.path", expected)
+            read_normalization(directory)
+        except ConfigError as error:
+            yield str(error)
+        else:
+            yield from size_problems(config, policy, "critic.path", directory, model)
     too_many = model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and too_many:
         yield f"critic.num_layers={critic.num_layers}: the model has {model.num_layers} layers"

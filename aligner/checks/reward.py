@@ -49,7 +49,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from _size_problems(config, model, source, shape)
+            yield from size_problems(config, model, f"{source.key}.path", Path(source.path), shape)
 
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
@@ -135,23 +135,21 @@ def judge_key_problem(source: JudgeSource) -> str | None:
     return None
 
 
-def _size_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:
-    """A reward model that does not know the policy's tokens, or as many of them."""
-    named, longest = f"{source.key}.path={source.path}", longest_sequence(config)
+def size_problems(config: Config, policy: ModelShape | None, key: str, directory: Path, model: ModelShape) -> Iterator[str]:
+    """A reward model, or one that a critic begins from, that does not know the policy's tokens, or as many of them.
+
+    `key` names its directory.
+    """
+    named, longest = f"{key}={directory}", longest_sequence(config)
     if model.max_positions < longest:
         yield (
             f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens"
             f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
         )
-    yield from _vocabulary_problems(config, policy, source, model)
-
-
-def _vocabulary_problems(config: Config, policy: ModelShape | None, source: ModelSource, model: ModelShape) -> Iterator[str]:
-    """A reward model to which the policy's tokens are others, or unknown."""
-    named, own = f"{source.key}.path={source.path}", _policy_directory(config)
+    own = _policy_directory(config)
     written = None if own is None else read_vocabulary(own)
-    if (difference := vocabulary_difference(written, read_vocabulary(Path(source.path)))) is not None:
-        yield f"{named}: {difference}; it scores the policy's tokens, so give a reward model with the policy's tokenizer"
+    if (difference := vocabulary_difference(written, read_vocabulary(directory))) is not None:
+        yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
         return
     if policy is None or model.vocab_size >= policy.vocab_size:
         return
@@ -159,8 +157,8 @@ def _vocabulary_problems(config: Config, policy: ModelShape | None, source: Mode
     vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
     if model.vocab_size < vocabulary:
         yield (
-            f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a reward model of the"
-            " policy's vocabulary (model.path)"
+            f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a model of the policy's"
+            " vocabulary (model.path)"
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError
-from aligner.models.model_source import critic_shape
+from aligner.models.model_source import first_layers
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import TensorSpec
@@ -14,7 +14,7 @@ from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 def cut_shape(config: Config, model: ModelShape) -> ModelShape:
     """The shape of the critic, or reward model that is trained; of the whole model where critic.num_layers is too many."""
-    return model if (config.critic.num_layers or 0) > model.num_layers else critic_shape(config, model)
+    return model if (config.critic.num_layers or 0) > model.num_layers else first_layers(config, model)
 
 
 def micro_batch_problems(config: Config, role: str, settings: MegatronModelConfig, together: int = 1) -> Iterator[str]:

@@ -62,8 +62,9 @@ def validate(parsed: argparse.Namespace) -> None:
             print(line)
     console = Console()
     console.print(placement_table(plan.config))
-    console.print(memory_table(plan.config, memory_needs(plan.config, shape, {**described, **results})))
-    print(describe_model(plan.config, shape))
+    expected = {**described, **results}
+    console.print(memory_table(plan.config, memory_needs(plan.config, shape, expected)))
+    print(describe_model(plan.config, shape, expected))
     for line in layer_notes(plan.config):
         print(line)
 

@@ -165,7 +165,7 @@ def _is_possible(config: Config, situation: Situation) -> bool:
         for other in reward_shapes(config, situation.expected).values():
             problems += layout_problems("reward.parallel", config.reward.parallel, other)
     if config.algorithm.has_critic:
-        problems += layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape))
+        problems += layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape, situation.expected))
     return not problems
 
 

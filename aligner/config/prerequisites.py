@@ -20,7 +20,7 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.config.resume import resume_problems
 from aligner.errors import ConfigError
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, read_shape
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, first_layers, read_shape
 from aligner.models.shape import ModelShape
 from aligner.paths import PREFERENCES, RESPONSES, cache_directory
 from aligner.schema import Config
@@ -276,6 +276,8 @@ def _given(reference: Reference, first: Prerequisite) -> str:
 def _wanted(key: str, config: Config) -> tuple[str, ...]:
     """Of which kinds a path that is a key's value must be; prompts can be had from whatever has some."""
     section, trainer = key.partition(".")[0], config.algorithm.trainer
+    if section == "critic":
+        return ("a reward model", "a policy")
     if section in ("model", "reward"):
         return ("a policy",) if section == "model" else ("a reward model",)
     if key == "data.normalization" or (section == "data" and trainer == "sft"):
@@ -297,4 +299,4 @@ def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None
     if config.algorithm.trainer == "preferences":
         return None
     shape = read_shape(config, expected)
-    return critic_shape(config, shape) if config.algorithm.trainer == "reward_model" else shape
+    return first_layers(config, shape) if config.algorithm.trainer == "reward_model" else shape

@@ -15,9 +15,10 @@ from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
 from aligner.models.families import SCALAR_HEAD
-from aligner.models.model_source import critic_shape, model_directory
+from aligner.models.model_source import critic_directory, first_layers, model_directory, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
+from aligner.schema.derived import critic_updates
 
 RowsLoss: TypeAlias = Callable[[Tensor, RowsT, float], tuple[Tensor, Stats]]
 """`loss(values, rows, denominator)` and statistics of some rows, as sums over what speaks of the whole minibatch.
@@ -49,8 +50,12 @@ class ValueModel(CheckpointedModel):
         total_updates: int = 1,
         loss: ValueLoss | None = None,
         head: Tensor | None = None,
+        head_scale: float = 1.0,
     ) -> None:
-        """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None."""
+        """`head` [1, H] is what a trained model's head is where the directory has none; zeros where None.
+
+        `head_scale` is what the directory's head, or that one, is multiplied by.
+        """
         super().__init__(ModelRunner(shape, world, "scalar", settings, total_updates), directory)
         self._loss = loss
         weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
@@ -59,6 +64,8 @@ class ValueModel(CheckpointedModel):
         # What is trained may start from a language model's first layers, a critic then with a head of zeros (Huang et al.
         # 2023, detail 5); a frozen reward model needs a trained head.
         weights.load_directory(directory, optional=(SCALAR_HEAD.name,) if is_trained else (), partial=is_trained)
+        if SCALAR_HEAD.name in weights and head_scale != 1.0:
+            weights.write(SCALAR_HEAD.name, head_scale * weights.read(SCALAR_HEAD.name))
         if is_trained:
             self.runner.start_training()
 
@@ -123,11 +130,19 @@ def _values(output: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
-    """The critic of a run, trained with `loss`."""
-    directory = model_directory(config)
-    shape = critic_shape(config, read_shape(directory))
-    updates = config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
-    return ValueModel(shape, world, directory, config.critic, total_updates=updates, loss=loss)
+    """The critic of a run, trained with `loss`.
+
+    A head that its directory has is scaled by the gain of a reward normalization there, so that values begin in the units of
+    the rewards; the bias, which no head has, is left to be learned. A model that is cut begins with a head of zeros: the
+    directory's reads another layer's output.
+    """
+    directory = critic_directory(config)
+    whole = read_shape(directory)
+    shape, (gain, _) = first_layers(config, whole), read_normalization(directory)
+    scale = gain if shape == whole else 0.0
+    return ValueModel(
+        shape, world, directory, config.critic, total_updates=critic_updates(config), loss=loss, head_scale=scale
+    )
 
 
 def build_initial_reward_model(config: Config, world: World) -> ValueModel:
@@ -136,7 +151,7 @@ def build_initial_reward_model(config: Config, world: World) -> ValueModel:
     Its head has no bias and is drawn from the seed, N(0, 1/sqrt(hidden size + 1)) (Huang et al. 2023, detail 5).
     """
     directory = model_directory(config)
-    shape = critic_shape(config, read_shape(directory))
+    shape = first_layers(config, read_shape(directory))
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(config.seed))
     head = head / (shape.hidden_size + 1) ** 0.5
     return ValueModel(shape, world, directory, config.actor, total_updates=config.run.steps, head=head)

@@ -23,9 +23,11 @@ def with_found_models(config: Config, *, weights: bool) -> Config:
 
     def found(key: str, path: str) -> str:
         section = key.partition(".")[0]
-        if not key.endswith(".path") or section not in ("model", "reward") or Path(path).exists() or not _NAME.fullmatch(path):
+        is_model = key.endswith(".path") and section in ("model", "critic", "reward")
+        if not is_model or Path(path).exists() or not _NAME.fullmatch(path):
             return path
-        described = config.model.config or (config.reward.config if section == "reward" else {})
+        is_reward = section == "reward" or (config.reward.kind == "model" and path == config.reward.path)
+        described = config.model.config or (config.reward.config if is_reward else {})
         return path if described else str(find_model(path, key, weights=weights))
 
     return map_paths(config, found)

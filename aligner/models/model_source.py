@@ -85,9 +85,25 @@ def read_architecture(config: Config, shape: ModelShape, expected: ExpectedInput
     return str(entries["architectures"][0])
 
 
-def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The shape of the critic, or of a reward model that is trained: the policy's, cut to `critic.num_layers` if set."""
-    return dataclasses.replace(policy, num_layers=config.critic.num_layers or policy.num_layers)
+def critic_shape(config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+    """The shape of a run's critic: that of `critic.path`'s model, the policy's where null, cut to `critic.num_layers` if set.
+
+    Raises ConfigError where there is no such model.
+    """
+    path = config.critic.path
+    return first_layers(config, policy if path is None else directory_shape(Path(path), "critic.path", expected))
+
+
+def first_layers(config: Config, model: ModelShape) -> ModelShape:
+    """The shape of a critic, or of a reward model that is trained, that begins from a model of this shape: cut to
+    `critic.num_layers` if set.
+    """
+    return dataclasses.replace(model, num_layers=config.critic.num_layers or model.num_layers)
+
+
+def critic_directory(config: Config) -> Path:
+    """The Hugging Face directory that the critic reads its initial weights from."""
+    return model_directory(config) if config.critic.path is None else Path(config.critic.path)
 
 
 def gguf_file(model: ModelConfig) -> Path:
@@ -154,13 +170,15 @@ def read_normalization(directory: Path) -> tuple[float, float]:
 
 
 def absent_inputs(config: Config) -> ExpectedInputs:
-    """The paths that are named and not there: models with the shapes that `model.config` and `reward.config` describe, and
-    the data of a run whose policy is one of them.
+    """The paths that are named and not there: models with the shapes that `model.config` and `reward.config` describe, the
+    critic's with the policy's, and the data of a run whose policy is one of them.
 
     They are enough to check a run and its layout; to start it all of them must be there.
     """
-    policy = _absent_model("model", config.model.path, config.model.config) if config.model.source == "directory" else {}
-    return {**policy, **_reward_model(config), **(_absent_data(config) if policy else {})}
+    likewise = config.model.config if config.model.source == "directory" else {}
+    policy = _absent_model("model", config.model.path, likewise)
+    critic = _absent_model("model", config.critic.path, likewise) if config.algorithm.has_critic else {}
+    return {**policy, **critic, **_reward_model(config), **(_absent_data(config) if policy else {})}
 
 
 def _reward_model(config: Config) -> dict[str, ModelShape]:

@@ -77,7 +77,8 @@ def placements(config: Config) -> tuple[Placement, ...]:
     if generates:
         found.append(place("generator", engine_layout, f"{engine.kind} engine"))
     if "critic" in ranks:
-        values = f"value model, {sources}" if config.critic_scores else "value model"
+        values = "value model" if config.critic.path is None else f"value model, from {config.critic.path}"
+        values = f"{values}, {sources}" if config.critic_scores else values
         found.append(place("critic", describe_layout(config.critic.parallel), values))
     scorer = describe_layout(config.reward.parallel) if computes_on_devices(config, "reward") else "-"
     return (*found, *(place(group, scorer, sources) for group in ranks if role_of(group) == "reward"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.models.model_source import critic_shape
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, first_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import Config
@@ -111,17 +111,18 @@ def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
     return sum(spec.numel for spec in weight_table(shape, head))
 
 
-def describe_model(config: Config, shape: ModelShape) -> str:
+def describe_model(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> str:
     """A line each: the shape and size of the policy, or the reward model that is trained, and, if there is one, the critic."""
-    critic, trained = critic_shape(config, shape), "policy"
+    trained, model = "policy", shape
     head: Head = "vocabulary"
     if config.algorithm.trainer == "reward_model":
-        shape, head, trained = critic, "scalar", "reward model"
+        trained, model, head = "reward model", first_layers(config, shape), "scalar"
     described = (
-        f"{trained}: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads,"
-        f" {shape.num_kv_heads} key-value heads, vocabulary {shape.vocab_size},"
-        f" {parameter_count(shape, head) / 1e6:.1f} M parameters"
+        f"{trained}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads,"
+        f" {model.num_kv_heads} key-value heads, vocabulary {model.vocab_size},"
+        f" {parameter_count(model, head) / 1e6:.1f} M parameters"
     )
     if not config.algorithm.has_critic:
         return described
+    critic = critic_shape(config, shape, expected)
     return f"{described}\ncritic: {critic.num_layers} layers, {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"

@@ -14,6 +14,11 @@ TRAINED = "algorithm.with_critic=true or algorithm.advantage=gae"
 class CriticConfig(TrainedModelConfig):
     """The value model, a server on its own devices."""
 
+    path: str | None = option(
+        None,
+        "Hugging Face model directory whose weights the critic begins with, and whose scalar head where it has one and all"
+        " layers are taken, scaled to the rewards' units: a reward model's; the policy's and a head of zeros when null",
+    )
     num_layers: int | None = option(
         None,
         "build the critic, or the reward model that is trained, from the model's first layers; all of them when null",

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.algorithms.losses import value_loss
 from aligner.data.claim import write_as, writing
 from aligner.errors import AlignerError
-from aligner.models.model_source import model_directory
+from aligner.models.model_source import critic_directory
 from aligner.paths import run_paths
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
@@ -57,7 +57,7 @@ def serve_critic(config: Config) -> None:
     critic = build_critic(config, world, loss)
     takes_turns = config.critic.with_reward and has_reward_model(config.reward)
     model = sharing.add("critic", critic) if takes_turns else critic
-    run_critic(config, model, model_limits(config, model_directory(config), model.vocab_size), scoring)
+    run_critic(config, model, model_limits(config, critic_directory(config), model.vocab_size), scoring)
     shutdown()  # the groups' threads would abort an interpreter that ends under them
 
 

@@ -117,6 +117,19 @@ def test_a_critic_of_fewer_layers_stays_one():
     assert small.critic.num_layers == 4 < small.model.config["num_hidden_layers"]
 
 
+@pytest.mark.parametrize(("layers", "cut", "expected"), [(40, None, 2), (80, None, None), (96, 40, 2), (96, None, None)])
+def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, cut, expected):
+    policy, own = (read_config(LLAMA3 | {"num_hidden_layers": count}, "test") for count in (80, layers))
+    frozen = [f"model.layers.{layers - 1}.*"] if cut is None else []
+    values = {"model.config": LLAMA3 | {"num_hidden_layers": 80}, "critic.path": "own", "critic.frozen": frozen}
+    config = with_values(base(), values | {"critic.num_layers": cut, "dry_run.scale": "tiny"})
+    assert check(config, {"/absent": None, "own": own}) == policy
+    shrunk, _ = tiny_run(config, Models(policy, {}, own))
+    checked(shrunk)
+    assert (shrunk.critic.path, shrunk.critic.num_layers) == (None, expected)
+    assert len(shrunk.critic.frozen) == 9 * len(frozen)
+
+
 def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
     patterns = ["model.embed_tokens.*", "model.layers.[0-9].*", "model.layers.[1-3][0-9].*"]
     small = tiny(with_values(base(), {"model.config": LLAMA3, "actor.frozen": patterns}))

@@ -12,6 +12,7 @@ import yaml
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
+from aligner.models.model_source import critic_shape, read_shape
 from aligner.schema.references import Reference, parse_reference
 
 PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3, "max_response_tokens": 16}}
@@ -102,6 +103,17 @@ def test_references_become_paths_in_the_cache_and_say_where_they_came_from(conf:
         plan.check()  # from now on the result itself is checked
 
 
+def test_a_critic_begins_from_a_result_and_has_its_layers(conf: Path) -> None:
+    plan = planned(conf, "experiment=against", "critic.path=experiment:judge")
+    assert plan.config.critic.path == plan.config.reward.path == str(plan.prerequisites[-1].result)
+    plan.check()
+    shape = read_shape(plan.config)
+    assert (shape.num_layers, critic_shape(plan.config, shape, plan.results()).num_layers) == (4, 2)
+    assert "critic.num_layers=3: the model has 2 layers" in refused(
+        conf, "experiment=against", "critic.path=experiment:judge", "critic.num_layers=3"
+    )
+
+
 def test_sources_may_be_results_too(conf: Path) -> None:
     judges = {"judge": {"kind": "model", "path": "experiment:judge", "weight": 2}, "digits": {"kind": "function"}}
     sources = {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}
@@ -149,6 +161,9 @@ def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> Non
 def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> None:
     assert refused(conf, "experiment=against", "reward.path=experiment:jugde").startswith(
         "reward.path=experiment:jugde: experiment=jugde: no such experiment; did you mean experiment=judge?"
+    )
+    assert "critic.path=experiment:pairs: must give a reward model or a policy, but algorithm.trainer=preferences" in refused(
+        conf, "experiment=against", "critic.path=experiment:pairs"
     )
     assert refused(conf, "experiment=against", "reward.path=experiment:pairs") == (
         "reward.path=experiment:pairs: must give a reward model, but algorithm.trainer=preferences gives preferences"

@@ -76,7 +76,9 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "or a smaller server.max_batch_size",
     ),
     ("reward.kind=model reward.path=short", "reward.path=short: it has 31 positions, the longest sequence 32 tokens"),
-    ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a reward"),
+    ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a model"),
+    ("critic.path=nowhere", "critic.path=nowhere: no such model directory"),
+    ("critic.path=narrow", "critic.path=narrow: it knows 32 tokens, the policy writes 64; give a model"),
     # Keys that contradict each other.
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
     ("engine.in_flight=interrupt", "engine.in_flight=interrupt: not read", "engine.placement=server"),

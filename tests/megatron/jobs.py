@@ -19,9 +19,10 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.packing import Cut, PackedBatch, pack
 from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
-from aligner.megatron.value_model import ValueModel
+from aligner.megatron.value_model import ValueModel, build_critic
 from aligner.models.weight_slices import Coordinates, Slice
-from aligner.schema import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig, RewardConfig
+from aligner.schema import ActorConfig, Config, CriticConfig, OptimizerConfig, ParallelConfig, RewardConfig
+from aligner.schema.keys import with_values
 
 # A rank's part of named tensors: which slice, and its numbers.
 Slices = dict[str, tuple[Slice, Tensor]]
@@ -207,6 +208,21 @@ def critic_step(
     }
     worlds.shutdown()
     return result
+
+
+def begun_critic(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A critic that begins from `directory`: values, two updates, values again; `settings` are keys of its section."""
+    world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
+    section = CriticConfig(parallel=world.layout, path=directory, **_chosen(settings))
+    config = with_values(Config(), {"critic": section, "run.steps": 4, "algorithm.epochs": 1, "algorithm.minibatches": 1})
+    critic = build_critic(config, world, functools.partial(value_loss, clip=0.2))
+    experience = make_experience(critic.vocab_size)
+    before = critic.values(experience.tokens, experience.lengths)
+    batch = (experience.tokens, experience.returns, experience.values, experience.mask.float())
+    stats = [critic.train(*batch) for _ in range(2)]
+    after = critic.values(experience.tokens, experience.lengths)
+    worlds.shutdown()
+    return {"before": before, "stats": stats, "after": after}
 
 
 def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:

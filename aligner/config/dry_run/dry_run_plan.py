@@ -12,7 +12,7 @@ from aligner.config.dry_run import tiny_settings as settings
 from aligner.config.dry_run.tiny_models import Models, with_fitting_layouts, with_positions, with_tiny_models
 from aligner.config.prerequisites import RunPlan
 from aligner.errors import ConfigError
-from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected, reward_shapes
+from aligner.models.model_source import ExpectedInputs, absent_inputs, directory_shape, is_expected, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
@@ -59,7 +59,10 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
     expected = plan.expected_inputs(absent_inputs(plan.config))
     given, notes = with_present_data(plan.config, expected)
     policy = check(given, expected)
-    models = Models(policy, {source.key: shape for source, shape in reward_shapes(given, expected).items()})
+    rewards = {source.key: shape for source, shape in reward_shapes(given, expected).items()}
+    begun_from = given.critic.path if given.algorithm.has_critic else None
+    critic = None if begun_from is None else directory_shape(Path(begun_from), "critic.path", expected)
+    models = Models(policy, rewards, critic)
     sources = reward_sources(given.reward) if given.algorithm.generates else ()
     asked = [address for source in sources if (address := asked_address(source)) is not None]
     unreachable = [address for address in asked if not is_reachable(address)]
@@ -72,6 +75,7 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
 def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
     """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers and judges that do not answer."""
+    given = with_values(given, settings.critic(given, models))
     config = with_fitting_layouts(given)
     config, tiny = with_tiny_models(config, given, models)
     config = with_values(config, settings.frozen(config, given, tiny, models))

@@ -134,6 +134,8 @@ class Models:
     policy: ModelShape
     rewards: Mapping[str, ModelShape]
     """Reward models, by their source's key."""
+    critic: ModelShape | None = None
+    """What the critic begins as before it is cut, where that is not the policy."""
 
 
 def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Config, Models]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aligner.config.dry_run.tiny_models import Models, layout_sections
 from aligner.models.hugging_face import hugging_face_config
-from aligner.models.model_source import critic_shape
+from aligner.models.model_source import first_layers
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
@@ -69,6 +69,14 @@ def place(config: Config) -> Values:
     values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward")}
     values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
     return values | {f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward")}
+
+
+def critic(given: Config, models: Models) -> Values:
+    """A critic of the policy's first layers, fewer of them where it had fewer, instead of one from a model of its own."""
+    if models.critic is None:
+        return {}
+    layers = given.critic.num_layers or models.critic.num_layers
+    return {"critic.path": None, "critic.num_layers": layers if layers < models.policy.num_layers else None}
 
 
 def lengths(config: Config) -> Values:
@@ -217,13 +225,14 @@ def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Value
     sections = [section.partition(".")[0] for section in layout_sections(config)]
     values: Values = {}
     for role in (role for role in heads if role in sections and value_at(config, f"{role}.frozen")):
-        whole, small = _trained(given, role, models.policy), _trained(config, role, tiny.policy)
+        begun_from = models.critic if role == "critic" and models.critic is not None else models.policy
+        whole, small = _trained(given, role, begun_from), _trained(config, role, tiny.policy)
         values[f"{role}.frozen"] = _frozen_names(value_at(config, f"{role}.frozen"), whole, small, heads[role])
     return values
 
 
 def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
-    return critic_shape(config, shape) if role == "critic" or config.algorithm.trainer == "reward_model" else shape
+    return first_layers(config, shape) if role == "critic" or config.algorithm.trainer == "reward_model" else shape
 
 
 def _frozen_names(patterns: list[str], whole: ModelShape, small: ModelShape, head: Head) -> list[str]:

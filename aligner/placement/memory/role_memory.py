@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from aligner.models.layouts import cache_bytes_per_token
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, reward_shapes
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, first_layers, reward_shapes
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 from aligner.placement.memory.activations import Load, Stage, forward_work
@@ -72,7 +72,8 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
         roles.append(_generator(config, shape))
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
-        roles.append(_fullest([_critic(config, shape, rewards, stage) for stage in range(config.critic.parallel.pipeline)]))
+        critic, stages = critic_shape(config, shape, expected), range(config.critic.parallel.pipeline)
+        roles.append(_fullest([_critic(config, critic, rewards, stage) for stage in stages]))
     if rewards and not config.critic_scores:
         layout = config.reward.parallel
         servers = [group for group in server_ranks(config) if group.startswith("reward")]
@@ -90,7 +91,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     actor, trainer = config.actor, config.algorithm.trainer
     head: Head = "vocabulary"
     if trainer == "reward_model":
-        shape, head = critic_shape(config, shape), "scalar"
+        shape, head = first_layers(config, shape), "scalar"
     device = device_of(config, actor.precision)
     part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
     states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
@@ -223,8 +224,8 @@ def _packed(config: Config, shape: ModelShape) -> int:
     return device.itemsize * engine_weights(shape, engine.parallel.tensor) if packs and not device.gpus else 0
 
 
-def _critic(config: Config, policy: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
-    critic, shape = config.critic, critic_shape(config, policy)
+def _critic(config: Config, shape: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
+    critic = config.critic
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
     training = Stage(shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device).training()
