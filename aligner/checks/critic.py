@@ -1,6 +1,7 @@
 """The critic against the model, the algorithm and the reward that it may serve."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from aligner.checks.reward import size_problems
@@ -12,6 +13,7 @@ from aligner.checks.trained_model import (
     precision_problems,
 )
 from aligner.errors import ConfigError
+from aligner.models.families import SCALAR_HEAD
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
@@ -41,6 +43,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         shape = cut_shape(config, model)
         yield from layout_problems("critic.parallel", critic.parallel, shape)
         yield from frozen_problems("critic", critic, weight_table(shape, "scalar"))
+    if critic.head_learning_rate is not None and any(fnmatchcase(SCALAR_HEAD.name, frozen) for frozen in critic.frozen):
+        key = f"critic.head_learning_rate={critic.head_learning_rate:g}"
+        yield f"{key}: critic.frozen={critic.frozen} has the head stay as it is; leave one of both out"
     yield from micro_batch_problems(config, "critic", critic)
     yield from precision_problems(config, "critic", critic, model)
     yield from optimizer_problems("critic", critic, critic_updates(config))

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor, nn
 
 from aligner import schema
@@ -22,6 +28,7 @@ from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
+from aligner.models.families import SCALAR_HEAD
 
 _NAMED_AT_MOST = 8
 _CLIP_EPSILON = 1e-6
@@ -29,41 +36,43 @@ _CLIP_EPSILON = 1e-6
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], settings: schema.OptimizerConfig, total_steps: int
+    chunks: list[DistributedDataParallel],
+    settings: schema.OptimizerConfig,
+    total_steps: int,
+    head_learning_rate: float | None = None,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with gradient clipping, and its schedule over `total_steps` optimizer steps.
 
     The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak to
-    min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded.
+    min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded. The scalar
+    head's learning rate is in the same proportion to the others' at every step, `head_learning_rate` at the peak.
     """
     dtype = chunks[0].config.params_dtype
     lowest = 0.0 if settings.schedule == "constant" else settings.min_learning_rate
     offload = settings.offload_fraction > 0 and torch.cuda.is_available()
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=lowest,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad_norm,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap_param_gather,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=offload,
+        # The optimizer that spans both devices reads its gradients the way of this flag.
+        use_precision_aware_optimizer=offload,
+        log_num_zeros_in_grad=False,
+    )
     # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
     with torch.no_grad():
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                min_lr=lowest,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.epsilon,
-                clip_grad=settings.clip_grad_norm,
-                params_dtype=dtype,
-                bf16=dtype == torch.bfloat16,
-                use_distributed_optimizer=settings.distributed,
-                overlap_param_gather=settings.overlap_param_gather,
-                optimizer_cpu_offload=offload,
-                optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
-                overlap_cpu_optimizer_d2h_h2d=offload,
-                # The optimizer that spans both devices reads its gradients the way of this flag.
-                use_precision_aware_optimizer=offload,
-                log_num_zeros_in_grad=False,
-            ),
-            chunks,
-        )
+        optimizer = get_megatron_optimizer(options, chunks, _overrides(options, head_learning_rate))
     _use_fused_kernels(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -79,6 +88,24 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _overrides(options: OptimizerConfig, head_learning_rate: float | None) -> dict[ParamKey, ParamGroupOverride]:
+    """What is otherwise for some parameters: no weight decay, as megatron-core has it, and the head's learning rates."""
+    overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(options)
+    if head_learning_rate is not None:
+        # The lowest is at most the peak; where that is 0 both are.
+        least = head_learning_rate * options.min_lr / options.lr if options.lr else 0.0
+        head = ParamKey(name=f"*.{SCALAR_HEAD.parameter}")
+        overrides[head] = ParamGroupOverride(max_lr=head_learning_rate, min_lr=least)
+    return overrides
+
+
+def _learning_rates(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """`lr` of the next step, and `head_lr` where the scalar head has one of its own."""
+    own = [group for group in optimizer.param_groups if not group["default_config"]]
+    others = [group for group in optimizer.param_groups if group["default_config"]] or own
+    return {"lr": float(others[0]["lr"])} | ({"head_lr": float(own[0]["lr"])} if own else {})
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -132,12 +159,13 @@ class GuardedStep:
     skipped_in_a_row: int = 0
 
     def __call__(self) -> dict[str, float]:
-        """One step from the gradients in the buffers; returns `lr`, `skipped` (1 or 0) and, if it is finite, `grad_norm`.
+        """One step from the gradients in the buffers; returns `lr`, `head_lr` where the scalar head has one of its own,
+        `skipped` (1 or 0) and, if it is finite, `grad_norm`.
 
         The norm is that before clipping; the gradients are gone over once for it, whatever comes out. Collective. Raises
         AlignerError on every rank at the `max_skipped_steps`-th step in a row that is left out.
         """
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        rates = _learning_rates(self.optimizer)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         # Every rank has the same norm of the whole model's gradients, so every rank decides alike.
@@ -145,14 +173,14 @@ class GuardedStep:
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.settings.max_skipped_steps:
                 raise AlignerError(self._describe_failure(norm))
-            return {"lr": learning_rate, "skipped": 1.0}
+            return rates | {"skipped": 1.0}
         self.skipped_in_a_row = 0
         self._clip(norm)
         if self.settings.epsilon_placement == "tensorflow":
             _place_epsilon_as_tensorflow(self.optimizer, self.settings)
         self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
-        return {"lr": learning_rate, "skipped": 0.0, "grad_norm": norm}
+        return rates | {"skipped": 0.0, "grad_norm": norm}
 
     def _clip(self, norm: float) -> None:
         most = self.settings.clip_grad_norm

@@ -26,7 +26,7 @@ from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, weight_table
-from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
+from aligner.schema import ActorConfig, CriticConfig, MegatronModelConfig, TrainedModelConfig
 
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
 """Model output [1, T, …] of a micro-batch to what is wanted of it."""
@@ -138,7 +138,8 @@ class ModelRunner:
         for name in frozen.intersection(self.weights):
             self.weights.parameter(name).requires_grad_(False)
         self.ddp = wrap_for_training(self.chunks, optimizer)
-        self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps)
+        head_rate = self.settings.head_learning_rate if isinstance(self.settings, CriticConfig) else None
+        self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps, head_rate)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
         self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
         if optimizer.overlap_param_gather:

@@ -25,6 +25,12 @@ class CriticConfig(TrainedModelConfig):
         minimum=1,
         read=f"{TRAINED} or algorithm.trainer=reward_model",
     )
+    head_learning_rate: float | None = option(
+        None,
+        "peak learning rate of the scalar head, on the schedule of critic.optimizer and with its warm-up; that of the other"
+        " weights when null",
+        minimum=0,
+    )
     with_reward: bool = option(
         False,
         "serve the reward from the critic's processes too: no reward role, and where both are models each waits in host"

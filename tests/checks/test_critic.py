@@ -101,6 +101,16 @@ def test_a_normalization_that_cannot_be_read_is_refused_and_so_is_a_path_without
         composed(tmp_path, "algorithm=grpo", f"critic.path={path}")
 
 
+def test_a_learning_rate_for_a_head_that_is_frozen_is_refused(tmp_path: Path) -> None:
+    rate = "critic.head_learning_rate=0.001"
+    check(composed(tmp_path, rate, "critic.frozen=[model.embed_tokens.weight]"))
+    found = refused(composed(tmp_path, rate, "critic.frozen=[score.*]"))
+    assert (
+        "critic.head_learning_rate=0.001: critic.frozen=['score.*'] has the head stay as it is; leave one of both out" in found
+    )
+    assert "critic.head_learning_rate=-1.0: must be at least 0" in refused(composed(tmp_path, "critic.head_learning_rate=-1"))
+
+
 def test_one_that_is_not_there_yet_is_taken_to_be_as_the_policy_is_described(tmp_path: Path) -> None:
     described = ["model.source=directory", "model.path=org/policy"]
     config = composed(tmp_path, *described, "critic.path=org/judge")

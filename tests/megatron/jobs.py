@@ -212,17 +212,44 @@ def critic_step(
 
 def begun_critic(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """A critic that begins from `directory`: values, two updates, values again; `settings` are keys of its section."""
+    critic, experience = _critic(directory, layout, settings)
+    before = critic.values(experience.tokens, experience.lengths)
+    stats = [_critic_update(critic, experience) for _ in range(2)]
+    after = critic.values(experience.tokens, experience.lengths)
+    worlds.shutdown()
+    return {"before": before, "stats": stats, "after": after}
+
+
+def critic_updates(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], *, save: str | None = None, resume: str | None = None
+) -> dict[str, Any]:
+    """A critic's weights before and after each of four updates, or of the last two, which follow the checkpoint `resume`.
+
+    After two updates it saves the checkpoint `save`, if that is given.
+    """
+    critic, experience = _critic(directory, layout, settings)
+    if resume is not None:
+        critic.load(Path(resume))
+    weights, stats = [slices(critic.runner.weights)], []
+    for update in range(2 if resume is not None else 0, 4):
+        if update == 2 and save is not None:
+            critic.save(Path(save))
+        stats.append(_critic_update(critic, experience))
+        weights.append(slices(critic.runner.weights))
+    worlds.shutdown()
+    return {"weights": weights, "stats": stats}
+
+
+def _critic(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> tuple[ValueModel, Experience]:
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     section = CriticConfig(parallel=world.layout, path=directory, **_chosen(settings))
     config = with_values(Config(), {"critic": section, "run.steps": 4, "algorithm.epochs": 1, "algorithm.minibatches": 1})
     critic = build_critic(config, world, functools.partial(value_loss, clip=0.2))
-    experience = make_experience(critic.vocab_size)
-    before = critic.values(experience.tokens, experience.lengths)
-    batch = (experience.tokens, experience.returns, experience.values, experience.mask.float())
-    stats = [critic.train(*batch) for _ in range(2)]
-    after = critic.values(experience.tokens, experience.lengths)
-    worlds.shutdown()
-    return {"before": before, "stats": stats, "after": after}
+    return critic, make_experience(critic.vocab_size)
+
+
+def _critic_update(critic: ValueModel, experience: Experience) -> dict[str, float]:
+    return critic.train(experience.tokens, experience.returns, experience.values, experience.mask.float())
 
 
 def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:

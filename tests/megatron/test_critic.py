@@ -11,9 +11,10 @@ import torch
 
 from aligner.models.model_source import NORMALIZATION
 from tests.megatron import jobs
-from tests.megatron.test_layouts import layouts, ranks
+from tests.megatron.test_layouts import assert_slices_equal, layouts, ranks
 
 GAIN = 0.25
+HEAD = "score.weight"
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +44,59 @@ def test_a_critic_begins_with_a_head_of_zeros_where_no_head_is_of_its_last_layer
     directory, settings = (normalized_llama, {"num_layers": 2}) if source == "cut" else (untied_llama, {})
     result = pool.run(jobs.begun_critic, 1, str(directory), {}, settings)[0]
     assert result["before"].abs().max() == 0 < result["after"].abs().max()
+
+
+OWN = {"head_learning_rate": 5e-3, "optimizer": {"min_learning_rate": 2e-4, "warmup_steps": 1}}
+"""Five times the others' learning rate."""
+
+
+def own(settings):
+    return OWN | settings | {"optimizer": OWN["optimizer"] | settings.get("optimizer", {})}
+
+
+def whole(result, update):
+    """All weights of a critic on one rank, after so many updates."""
+    return {name: tensor for name, (_, tensor) in result["weights"][update].items()}
+
+
+@pytest.fixture(scope="module")
+def updates(pool, normalized_llama):
+    """Updates on one rank with the head's own learning rate."""
+    return pool.run(jobs.critic_updates, 1, str(normalized_llama), {}, OWN)[0]
+
+
+def test_the_heads_own_learning_rate_is_on_the_schedule_of_the_others(pool, normalized_llama, updates):
+    alike = pool.run(jobs.critic_updates, 1, str(normalized_llama), {}, OWN | {"head_learning_rate": None})[0]
+    rates = [stats["lr"] for stats in updates["stats"]]
+    assert rates == [stats["lr"] for stats in alike["stats"]] == pytest.approx([0, 1e-3, 7.333e-4, 4.667e-4], rel=1e-3)
+    assert [stats["head_lr"] for stats in updates["stats"]] == pytest.approx([5 * rate for rate in rates], rel=1e-9)
+    assert not any("head_lr" in stats for stats in alike["stats"])
+    before, first, plain = whole(updates, 1), whole(updates, 2), whole(alike, 2)
+    for name, weight in first.items():
+        if name != HEAD:
+            assert torch.equal(weight, plain[name]), name
+    torch.testing.assert_close(first[HEAD] - before[HEAD], 5 * (plain[HEAD] - before[HEAD]), rtol=1e-4, atol=1e-7)
+    assert (first[HEAD] - before[HEAD]).abs().max() > 1e-3
+
+
+@layouts("tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2", "dp2-distributed", "pp2-dp2-distributed", "dp2-overlap")
+def test_the_heads_own_learning_rate_is_the_same_at_every_layout(pool, normalized_llama, updates, layout, settings):
+    results = pool.run(jobs.critic_updates, ranks(layout), str(normalized_llama), layout, own(settings))
+    for result in results:
+        for stats, expected in zip(result["stats"], updates["stats"], strict=True):
+            assert stats == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert_slices_equal([result["weights"][-1] for result in results], whole(updates, 4), rtol=0, atol=5e-5)
+
+
+@layouts("single", "pp2", "dp2-distributed")
+def test_a_critic_whose_head_has_its_own_learning_rate_resumes_as_if_nothing_had_been(
+    pool, normalized_llama, updates, tmp_path, layout, settings
+):
+    call, checkpoint = (str(normalized_llama), layout, own(settings)), str(tmp_path / "critic")
+    through = pool.run(jobs.critic_updates, ranks(layout), *call, save=checkpoint)
+    for resumed, one in zip(pool.run(jobs.critic_updates, ranks(layout), *call, resume=checkpoint), through, strict=True):
+        assert resumed["stats"] == one["stats"][2:]
+        for again, once in zip(resumed["weights"], one["weights"][2:], strict=True):
+            assert all(torch.equal(tensor, once[name][1]) for name, (_, tensor) in again.items())
+    elsewhere = pool.run(jobs.critic_updates, 2, str(normalized_llama), {"tensor": 2}, OWN, resume=checkpoint)
+    assert_slices_equal([result["weights"][-1] for result in elsewhere], whole(updates, 4), rtol=0, atol=5e-5)
