@@ -194,7 +194,7 @@ class AlgorithmConfig:
     )
     critic_warmup_steps: int = option(
         0,
-        "steps in which the critic learns and the policy does not yet",
+        "first steps, in which the critic learns alone: the policy, its learning-rate schedule and the KL coefficient wait",
         minimum=0,
         read=".with_critic=true or .advantage=gae",
     )

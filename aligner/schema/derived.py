@@ -21,6 +21,17 @@ def policy_updates(config: Config) -> int:
     return (config.run.steps - settings.policy_starts_after) * settings.epochs * settings.minibatches
 
 
+def weights_version(config: Config, step: int) -> int:
+    """What the policy's weights are called after so many steps of an online run: by that number, and 0 as long as they are the
+    initial ones (`algorithm.critic_warmup_steps`).
+
+    Where samples may be drawn ahead they are counted by the step's number throughout; so they are with `engine.sleep`, for an
+    engine that has dropped its weights must be given them again.
+    """
+    counts_all = config.rollout.max_staleness > 0 or config.engine.sleep
+    return step if counts_all or step > config.algorithm.policy_starts_after else 0
+
+
 def critic_updates(config: Config) -> int:
     """Optimizer steps of the critic over the whole run."""
     return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches

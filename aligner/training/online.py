@@ -17,7 +17,7 @@ from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services
 from aligner.schema import Config
-from aligner.schema.derived import WITHOUT_RATIO
+from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import source_names
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
@@ -86,7 +86,8 @@ class OnlineTrainer(TrainingLoop):
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
-        if self.config.engine.publish != "whole" and (stats := self.pipeline.publish_stats) is not None:
+        light = self.config.engine.publish != "whole" and self._changes_weights(step)
+        if light and (stats := self.pipeline.publish_stats) is not None:
             metrics |= publish_metrics(stats)
         sampled = StepSamples.of(drawn, experience)
         return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
@@ -122,11 +123,13 @@ class OnlineTrainer(TrainingLoop):
         if not len(experience.tokens):
             return {}, None
         stats, experience = self._update(step, experience, timer)
-        stats |= experience_metrics(experience) | staleness_metrics(experience, version=step) | {"kl/coef": coefficient}
+        version = weights_version(self.config, step)
+        stats |= experience_metrics(experience) | staleness_metrics(experience, version) | {"kl/coef": coefficient}
         if batch.routes is not None:
             asked = self._asks_before_update(step)
             stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
-        self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
+        if step >= self.config.algorithm.policy_starts_after:
+            self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats, experience
 
     def _asks_before_update(self, step: int) -> bool:
@@ -164,7 +167,7 @@ class OnlineTrainer(TrainingLoop):
             experience = replace(experience, entropies=entropies[experience.row_ids])
         with timer.phase("server_wait"):
             critic_updates = critic.result()
-        counted = {"policy/updates": float(len(policy_updates))} if policy_updates else {}
+        counted = {"policy/updates": float(len(policy_updates))}
         return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates), experience
 
     def _train_policy(
@@ -212,13 +215,21 @@ class OnlineTrainer(TrainingLoop):
         """Have the engine serve the weights that the run starts with."""
         self.timeline.begin_step(first + 1 if first else 0)
         with self.timeline.span("snapshot" if self.pipeline.is_ahead else "publish"):
-            self.pipeline.publish_weights(version=first)
+            self.pipeline.publish_weights(version=weights_version(self.config, first))
 
     def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
-        """Take the new weights to the engine, beside the next steps where samples are drawn ahead."""
-        with timer.phase("snapshot" if self.pipeline.is_ahead else "reshard"):
-            self.pipeline.publish_weights(version=version, last=last)
+        """Take the weights after so many steps to the engine, beside the next steps where samples are drawn ahead.
+
+        The engine keeps those that it has where the step has left them as they were.
+        """
+        if self._changes_weights(version):
+            with timer.phase("snapshot" if self.pipeline.is_ahead else "reshard"):
+                self.pipeline.publish_weights(version=version, last=last)
         self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
+
+    def _changes_weights(self, version: int) -> bool:
+        """Whether the engine was given weights after so many steps, the first ones included."""
+        return weights_version(self.config, version) == version
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
         """Every so many steps, the initial weights and the last ones too."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,8 +18,11 @@ from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.megatron import world as worlds
 from aligner.observability.timeline import PhaseTimer
+from aligner.paths import run_paths
 from aligner.rollout.services import Services
+from aligner.servers.critic_updates import CriticState
 from aligner.training.online import OnlineTrainer
+from aligner.training.run_checkpoints import TrainingState
 from aligner.training.setup import build_trainer
 
 
@@ -32,6 +38,77 @@ class _EvenTokens:
     def assert_settled(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _CountingCritic(_EvenTokens):
+    """Stands for the critic's server: of each token that comes before it a value is worth its hundredth."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def wait_ready(self, timeout_s: float) -> None: ...
+
+    def start(self, states: Sequence[CriticState]) -> None:
+        self.updates = states[-1].updates
+
+    def keep(self, states: Sequence[CriticState]) -> None: ...
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> Future[Tensor]:
+        answer: Future[Tensor] = Future()
+        answer.set_result(torch.arange(tokens.shape[1]).repeat(len(tokens), 1) / 100)
+        return answer
+
+    def train(self, *_: Tensor) -> Future[dict[str, float]]:
+        self.updates += 1
+        answer: Future[dict[str, float]] = Future()
+        answer.set_result({"loss": float(self.updates)})
+        return answer
+
+    def begin_checkpoint(self, step: int) -> CriticState:
+        return CriticState(step, self.updates)
+
+    def finish_checkpoint(self) -> None: ...
+
+
+def critic_warmup(overrides: list[str], first: int, saved_after: int | None = None) -> list[dict[str, Any]]:
+    """A run's steps from `first` on, which it resumes from: metrics, the published version if any, and the policy's weights.
+
+    After `saved_after` steps a checkpoint is taken.
+    """
+    config = compose_config(overrides)
+    prepare_model(config)
+    tokenizer = Tokenizer(prepare_model(config))
+    write_as(config, take_run(config))
+    world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
+    critic: Any = _CountingCritic()
+    reward: Any = _EvenTokens()
+    reward.wait_ready = critic.wait_ready
+    prompts = open_prompts(config.data, tokenizer, config.seed)
+    trainer = build_trainer(config, world, tokenizer, prompts, Services(critic, reward))
+    assert isinstance(trainer, OnlineTrainer)
+    published: list[int] = []
+    publish = trainer.pipeline.publish_weights
+
+    def noted(version: int, last: bool = False) -> None:
+        published.append(version)
+        publish(version, last)
+
+    trainer.pipeline.publish_weights = noted  # type: ignore[method-assign]
+    checkpoint = run_paths(config).root / "state.json"
+    trainer.resume([TrainingState(**json.loads(checkpoint.read_text()))] if first else [])
+    trainer.begin(first)
+    found = []
+    for step in range(first, config.run.steps):
+        metrics = trainer.step(step, PhaseTimer()).metrics
+        trainer.publish(step + 1, PhaseTimer(), last=step + 1 == config.run.steps)
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.policy.runner.parameters()}
+        found.append({"metrics": metrics, "published": published[:], "weights": weights, "critic": critic.updates})
+        published.clear()
+        if step + 1 == saved_after:
+            checkpoint.write_text(json.dumps(asdict(trainer.finish_save(trainer.begin_save(saved_after)))))
+    trainer.close()
+    worlds.shutdown()
+    return found
 
 
 def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
