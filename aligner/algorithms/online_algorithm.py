@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.advantages import Estimate, group_whiten
+from aligner.algorithms.distillation import distillation_advantages
 from aligner.algorithms.extension import find_estimator, find_loss, find_selection
 from aligner.algorithms.kl import approximate_kl
-from aligner.algorithms.online_losses import LossContext, OnlineLoss
+from aligner.algorithms.online_losses import LossContext, OnlineLoss, ratio_denominator
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
@@ -37,6 +38,8 @@ class OnlineAlgorithm:
     max_response_tokens: int
     asks_before_update: bool
     """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss takes its own."""
+    distillation_weight: float = 0.0
+    """Of what a teacher's log-probs add to the advantages."""
 
     def scored_samples(
         self,
@@ -46,6 +49,7 @@ class OnlineAlgorithm:
         old_logprobs: Tensor,
         reference_logprobs: Tensor,
         kl_coefficient: float,
+        teacher_logprobs: Tensor | None = None,
     ) -> ScoredSamples:
         """Scores, one an episode, to rewards [B, S-1], and the rows that are learned from; values are [B, S] with a critic.
 
@@ -71,6 +75,7 @@ class OnlineAlgorithm:
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
             cut_values=cut_values,
+            teacher_logprobs=teacher_logprobs,
         )
         return samples if self.select is None else samples.select(self.select(samples))
 
@@ -78,7 +83,8 @@ class OnlineAlgorithm:
         """The samples with their advantages and returns [B, S-1].
 
         Rewards are whitened without moving their mean, advantages with (Huang et al. 2023, "The N Implementation Details of
-        RLHF with PPO", details 10 and 11). With `overlong_filter` rows that were cut are left out last, maybe all of them.
+        RLHF with PPO", details 10 and 11). What a teacher adds to the advantages of tokens is added then, in nats. With
+        `overlong_filter` rows that were cut are left out last, maybe all of them.
         """
         settings, mask = self.settings, samples.mask
         if settings.whiten_rewards:
@@ -94,6 +100,10 @@ class OnlineAlgorithm:
                     estimated[rows] = masked_whiten(estimated[rows], mask[rows])
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
+        if samples.teacher_logprobs is not None:
+            student = ratio_denominator(samples, settings)
+            distilled = distillation_advantages(student, samples.teacher_logprobs, mask, self.distillation_weight)
+            estimated = estimated + distilled.to(estimated.dtype)
         experience = Experience(**vars(samples), advantages=estimated, returns=returns)
         return experience.select(has_ended(samples).nonzero()[:, 0]) if settings.overlong_filter else experience
 
@@ -173,6 +183,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         group=rows_together(config),
         max_response_tokens=config.rollout.max_response_tokens,
         asks_before_update=asks_before_update(config),
+        distillation_weight=config.teacher.weight if config.has_teacher else 0.0,
     )
 
 

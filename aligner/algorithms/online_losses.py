@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aligner.algorithms import losses
 from aligner.algorithms.preference_losses import pair_loss
-from aligner.data.types import Experience, Stats
+from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.schema import AlgorithmConfig
 
 
@@ -63,7 +63,7 @@ def importance_weights(rows: Experience, context: LossContext) -> tuple[Tensor |
     return weights, {name: context.total(of_tokens, rows.mask) for name, of_tokens in stats.items()}
 
 
-def ratio_denominator(rows: Experience, settings: AlgorithmConfig) -> Tensor:
+def ratio_denominator(rows: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
     """Log-probs [B, S-1] that the policy's ratio is taken against.
 
     Those of the policy that drew the tokens make the ratio the importance weight itself (Noukhovitch et al. 2024,

@@ -9,7 +9,7 @@ from aligner.schema.derived import rows_together, samples_learned_from
 from aligner.schema.options import callable_place
 
 _GROUPED = ("rloo", "grpo", "dr_grpo")
-_OWN_TARGET = ("copg", "dpo", "cross_entropy")
+OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
 
 
@@ -21,7 +21,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if config.algorithm.trainer == "preferences":
         yield from _preference_problems(config)
     elif config.algorithm.trainer == "online":
-        yield from _loss_problems(config.algorithm)
+        yield from _loss_problems(config.algorithm, has_teacher=config.has_teacher)
         yield from _sample_problems(config)
         yield from _penalty_problems(config)
         yield from _replay_problems(config, model)
@@ -41,12 +41,12 @@ def _preference_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _loss_problems(settings: AlgorithmConfig) -> Iterator[str]:
+def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[str]:
     loss, is_own_loss = settings.loss, callable_place(settings.loss) is not None
-    if loss in _OWN_TARGET and settings.advantage != "none":
+    if loss in OWN_TARGET and settings.advantage != "none":
         yield f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give advantage=none"
-    if loss not in _OWN_TARGET and not is_own_loss and settings.advantage == "none":
-        yield f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo"
+    if loss not in OWN_TARGET and not is_own_loss and settings.advantage == "none" and not has_teacher:
+        yield f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo, or a teacher (teacher.path)"
     if loss == "dpo" and not settings.preference.has_pairs:
         yield f"algorithm.preference.kind={settings.preference.kind}: loss=dpo has pairs of samples; kto is for algorithm=kto"
     pairs = settings.train_on == "best_and_worst"
@@ -93,7 +93,7 @@ def _penalty_problems(config: Config) -> Iterator[str]:
     coefficient, in_loss = f"algorithm.kl_coefficient={settings.kl_coefficient:g}", settings.kl_placement == "loss"
     if settings.kl_coefficient and loss == "dpo":
         yield f"{coefficient}: loss=dpo is held by algorithm.preference.beta alone; give kl_coefficient=0"
-    elif settings.kl_coefficient and loss in _OWN_TARGET and not in_loss:
+    elif settings.kl_coefficient and loss in OWN_TARGET and not in_loss:
         yield f"{coefficient}: loss={loss} reads no rewards; give kl_placement=loss, or kl_coefficient=0"
     elif settings.kl_coefficient and in_loss and loss != "copg" and settings.kl_estimator == "k1":
         yield "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"

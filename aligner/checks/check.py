@@ -20,6 +20,7 @@ from aligner.checks import (
     rollout,
     run,
     server,
+    teacher,
 )
 from aligner.errors import ConfigError
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random_reward_models, read_shape
@@ -40,6 +41,7 @@ SECTIONS: tuple[SectionCheck, ...] = (
     actor.problems,
     critic.problems,
     reward.problems,
+    teacher.problems,
     environment.problems,
     engine.problems,
     server.problems,

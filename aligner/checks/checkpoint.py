@@ -7,7 +7,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
 _EVERY_RUNS = ("eval", "policy")
-_ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness")
+_ONLINE = ("reward", "response", "kl", "value", "mismatch", "rollout", "staleness", "distill")
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:

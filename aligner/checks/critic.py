@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from aligner.checks.reward import size_problems
 from aligner.checks.trained_model import (
     cut_shape,
     frozen_problems,
     micro_batch_problems,
     optimizer_problems,
     precision_problems,
+    reader_problems,
 )
 from aligner.errors import ConfigError
 from aligner.models.families import SCALAR_HEAD
@@ -33,7 +33,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from size_problems(config, policy, "critic.path", directory, model)
+            yield from reader_problems(config, policy, "critic.path", directory, model)
     too_many = model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and too_many:
         yield f"critic.num_layers={critic.num_layers}: the model has {model.num_layers} layers"

@@ -4,14 +4,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checks.trained_model import micro_batch_problems, precision_problems
+from aligner.checks.trained_model import micro_batch_problems, precision_problems, reader_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape, model_directory, read_normalization
+from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
-from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.schema import Config, ParallelConfig
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.reward_sources import JudgeSource, ModelSource, RemoteSource, Source, model_sources, reward_sources
 
 
@@ -49,7 +47,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from size_problems(config, model, f"{source.key}.path", Path(source.path), shape)
+            yield from reader_problems(config, model, f"{source.key}.path", Path(source.path), shape)
 
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
@@ -133,38 +131,3 @@ def judge_key_problem(source: JudgeSource) -> str | None:
     if not (key.isascii() and key.isprintable()) or " " in key:
         return f"{given}: what the variable holds is no key: it has spaces, or characters that a header cannot have"
     return None
-
-
-def size_problems(config: Config, policy: ModelShape | None, key: str, directory: Path, model: ModelShape) -> Iterator[str]:
-    """A reward model, or one that a critic begins from, that does not know the policy's tokens, or as many of them.
-
-    `key` names its directory.
-    """
-    named, longest = f"{key}={directory}", longest_sequence(config)
-    if model.max_positions < longest:
-        yield (
-            f"{named}: it has {model.max_positions} positions, the longest sequence {longest} tokens"
-            f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
-        )
-    own = _policy_directory(config)
-    written = None if own is None else read_vocabulary(own)
-    if (difference := vocabulary_difference(written, read_vocabulary(directory))) is not None:
-        yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
-        return
-    if policy is None or model.vocab_size >= policy.vocab_size:
-        return
-    # The policy may have embeddings to spare.
-    vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
-    if model.vocab_size < vocabulary:
-        yield (
-            f"{named}: it knows {model.vocab_size} tokens, the policy writes {vocabulary}; give a model of the policy's"
-            " vocabulary (model.path)"
-        )
-
-
-def _policy_directory(config: Config) -> Path | None:
-    """None where the model's directory is not made yet, or cannot be had, which is told with the model."""
-    try:
-        return model_directory(config)
-    except ConfigError:
-        return None

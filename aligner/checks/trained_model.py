@@ -1,11 +1,15 @@
-"""What concerns every model in Megatron: its micro-batches, and of one that is trained its optimizer and frozen weights."""
+"""What concerns every model in Megatron: its micro-batches, the policy's tokens where it reads these, and of one that is
+trained its optimizer and frozen weights.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.models.model_source import first_layers
+from aligner.models.model_source import first_layers, model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
+from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.models.weight_slices import TensorSpec
 from aligner.placement.roles import uses_gpus
 from aligner.schema import ActorConfig, Config, MegatronModelConfig, TrainedModelConfig
@@ -26,6 +30,38 @@ def micro_batch_problems(config: Config, role: str, settings: MegatronModelConfi
             f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens"
             f" ({longest_sequence_keys(config)})"
         )
+
+
+def reader_problems(config: Config, policy: ModelShape | None, key: str, directory: Path, shape: ModelShape) -> Iterator[str]:
+    """A model that reads the policy's samples, but not as many tokens, or other ones; `key` names its directory."""
+    named, longest = f"{key}={directory}", longest_sequence(config)
+    if shape.max_positions < longest:
+        yield (
+            f"{named}: it has {shape.max_positions} positions, the longest sequence {longest} tokens"
+            f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
+        )
+    own = _policy_directory(config)
+    written = None if own is None else read_vocabulary(own)
+    if (difference := vocabulary_difference(written, read_vocabulary(directory))) is not None:
+        yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
+        return
+    if policy is None or shape.vocab_size >= policy.vocab_size:
+        return
+    # The policy may have embeddings to spare.
+    vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
+    if shape.vocab_size < vocabulary:
+        yield (
+            f"{named}: it knows {shape.vocab_size} tokens, the policy writes {vocabulary}; give a model of the policy's"
+            " vocabulary (model.path)"
+        )
+
+
+def _policy_directory(config: Config) -> Path | None:
+    """None where the model's directory cannot be had, which is told with the model."""
+    try:
+        return model_directory(config)
+    except ConfigError:
+        return None
 
 
 def precision_problems(config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None) -> Iterator[str]:

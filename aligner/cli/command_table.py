@@ -19,7 +19,7 @@ _SOURCE = "a run directory (the policy of its last checkpoint), checkpoints/step
 OVERRIDES_COMPLETION = "_aligner_overrides"
 """The shell function that completes overrides."""
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
-_ROLES = "role=generator, critic, reward, or a replica such as reward.1"
+_ROLES = "role=generator, critic, reward, teacher, or a replica such as reward.1"
 
 
 def load(function: str) -> Any:

@@ -25,6 +25,7 @@ ROLES = {
     "generator": "aligner.servers.generator_server:serve_generator",
     "critic": "aligner.servers.critic_server:serve_critic",
     "reward": "aligner.servers.reward_server:serve_reward",
+    "teacher": "aligner.servers.teacher_server:serve_teacher",
 }
 """`module:function` of what a rank of each role runs. They import torch: after the rank has its devices, logs and launcher."""
 
@@ -59,7 +60,7 @@ def serve(parsed: argparse.Namespace) -> None:
     show_life(config, groups[0])
     tell_stage(config, groups[0], "loading")
     role = groups[0].partition(".")[0]
-    replica = groups if role == "reward" else ()
+    replica = groups if role in ("reward", "teacher") else ()
     _run(role, config, *replica)
 
 

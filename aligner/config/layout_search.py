@@ -9,7 +9,7 @@ from typing import Any
 from aligner.config.situation import Choice, Situation, counted
 from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
-from aligner.models.model_source import critic_shape, reward_shapes
+from aligner.models.model_source import critic_shape, reward_shapes, teacher_shape
 from aligner.placement.device_lists import describe_devices
 from aligner.placement.memory.role_memory import GIB, memory_needs
 from aligner.placement.roles import computes_on_devices, role_ranks
@@ -107,7 +107,7 @@ def _ranks_on_cpu(config: Config, situation: Situation) -> Iterator[int]:
 
 
 def _on_cpu(config: Config, situation: Situation, ranks: int) -> Values:
-    working = ranks + config.algorithm.has_critic
+    working = ranks + config.algorithm.has_critic + config.has_teacher
     return {
         "actor.parallel.data": ranks,
         "engine.parallel.data": ranks,
@@ -130,6 +130,8 @@ def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
     engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data}
     if has_reward_model(config.reward):
         engine["reward.parallel.tensor"] = tensor
+    if config.has_teacher:
+        engine["teacher.parallel.tensor"] = tensor
     sleeps = {} if config.engine.placement == "server" else {"engine.sleep": True}
     return values | distributed | engine | sleeps | _shared_devices(config, tensor, tensor * pipeline * data)
 
@@ -139,7 +141,7 @@ def _shared_devices(config: Config, tensor: int, ranks: int) -> Values:
     on_devices = [group for group in role_ranks(config) if computes_on_devices(config, group)]
     if config.cluster.kind != "local" or len(on_devices) == 1:
         return {}
-    sizes = {"trainer": ranks, "critic": ranks, "reward": tensor}
+    sizes = {"trainer": ranks, "critic": ranks, "reward": tensor, "teacher": tensor}
     return {f"cluster.devices.{role}": describe_devices(tuple(range(size))) for role, size in sizes.items()}
 
 
@@ -151,7 +153,7 @@ def _memory(config: Config, effort: Effort, needed: int) -> Values:
         values["engine.packed_weights"] = False
     for role in ("actor", "critic"):
         values[f"{role}.recompute"] = effort.recompute
-    for role in ("actor", "critic", "reward"):
+    for role in ("actor", "critic", "reward", "teacher"):
         values[f"{role}.micro_batch_tokens"] = max(needed, effort.micro_batch_tokens)
     return values
 
@@ -164,6 +166,8 @@ def _is_possible(config: Config, situation: Situation) -> bool:
         problems += engine_problems(config.engine.parallel, shape)
         for other in reward_shapes(config, situation.expected).values():
             problems += layout_problems("reward.parallel", config.reward.parallel, other)
+    if (teacher := teacher_shape(config, shape, situation.expected)) is not None:
+        problems += layout_problems("teacher.parallel", config.teacher.parallel, teacher)
     if config.algorithm.has_critic:
         problems += layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape, situation.expected))
     return not problems

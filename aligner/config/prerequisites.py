@@ -239,7 +239,7 @@ class _Planner:
             kept = config.checkpoint
             content["ends"] = [config.run.ends, kept.every, kept.best_metric, made_from["evaluation"]]
         content["aligner"] = __version__
-        for role in ("critic", "engine", "reward"):
+        for role in ("critic", "engine", "reward", "teacher"):
             del content[role]["ports"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
         place = experiment if number is None else f"{experiment}-round{number}"
@@ -278,8 +278,8 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
     section, trainer = key.partition(".")[0], config.algorithm.trainer
     if section == "critic":
         return ("a reward model", "a policy")
-    if section in ("model", "reward"):
-        return ("a policy",) if section == "model" else ("a reward model",)
+    if section in ("model", "teacher", "reward"):
+        return ("a reward model",) if section == "reward" else ("a policy",)
     if key == "data.normalization" or (section == "data" and trainer == "sft"):
         return ("responses",)
     if section == "data" and trainer in ("dpo", "reward_model"):

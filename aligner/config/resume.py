@@ -18,12 +18,12 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.stop_after run.max_restarts run.resume run.changes run.command run.chosen", "of each launch"),
     ("run.dir run.experiment", "the directory may be moved; an experiment's name stands for its values"),
     (
-        "actor.parallel.* critic.parallel.* reward.parallel.* engine.parallel.*",
+        "actor.parallel.* critic.parallel.* reward.parallel.* teacher.parallel.* engine.parallel.*",
         "checkpoints are at no particular layout; another one is equal to rounding",
     ),
     (
-        "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens actor.logprob_chunk_tokens"
-        " actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction"
+        "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens teacher.micro_batch_tokens"
+        " *.logprob_chunk_tokens actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction"
         " *.optimizer.overlap_grad_reduce *.optimizer.overlap_param_gather",
         "memory against time, equal to rounding",
     ),
@@ -36,7 +36,7 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
     (
-        "*.ports.* reward.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
+        "*.ports.* *.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
         " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s reward.judge_url"
         " reward.judge_timeout_s reward.sources.*.judge_url reward.sources.*.judge_timeout_s",
         "addresses and deadlines",

@@ -284,6 +284,8 @@ class ScoredSamples(SampleBatch):
     cut_values: Tensor | None = field(default=None, kw_only=True)
     """float32 [B]: the critic's value behind the last token of a response that generation cut, 0 for one that has ended;
     None unless `algorithm.bootstrap_cut` asks for it"""
+    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B, S-1]: the teacher's, 0 past a row's end; None without one"""
 
 
 @dataclass(frozen=True)

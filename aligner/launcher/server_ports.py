@@ -23,7 +23,12 @@ from aligner.schema import Config
 
 PORTS = range(20000, 32000)
 """Below those that the kernel gives to outgoing connections: such a one would often be gone before a server has started."""
-SERVED_MODELS = {"generator": "generate", "critic": "critic_infer", "reward": "reward_model"}
+SERVED_MODELS = {
+    "generator": "generate",
+    "critic": "critic_infer",
+    "reward": "reward_model",
+    "teacher": "teacher_logprobs",
+}
 """By role, the Triton model that must be ready for a server to be healthy."""
 
 

@@ -139,6 +139,25 @@ class Policy(CheckpointedModel):
         return stats
 
 
+class FrozenPolicy:
+    """A language model that is not trained: log-probs of given tokens, SPMD over its ranks, as `Policy` has them."""
+
+    def __init__(
+        self, shape: ModelShape, world: World, settings: MegatronModelConfig, directory: Path, chunk_tokens: int
+    ) -> None:
+        """Logits exist for `chunk_tokens` tokens at a time."""
+        self._runner, self._chunk_tokens = ModelRunner(shape, world, "vocabulary", settings), chunk_tokens
+        self._runner.weights.load_directory(directory)
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        """Log-probability of each next token; int64 [B, S] and [B] to float32 [B, S-1], zeros past a sequence's end.
+
+        Only those in `mask` bool [B, S-1] are computed, where given; the others are zero.
+        """
+        settings: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self._chunk_tokens}
+        return _logprobs(self._runner, tokens, lengths, mask, None, None, **settings)
+
+
 def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     """Log-probability of each next token at temperature 1 under a stored language model, in this process alone.
 

@@ -23,11 +23,11 @@ def with_found_models(config: Config, *, weights: bool) -> Config:
 
     def found(key: str, path: str) -> str:
         section = key.partition(".")[0]
-        is_model = key.endswith(".path") and section in ("model", "critic", "reward")
+        is_model = key.endswith(".path") and section in ("model", "critic", "reward", "teacher")
         if not is_model or Path(path).exists() or not _NAME.fullmatch(path):
             return path
         is_reward = section == "reward" or (config.reward.kind == "model" and path == config.reward.path)
-        described = config.model.config or (config.reward.config if is_reward else {})
+        described = {} if section == "teacher" else config.model.config or (config.reward.config if is_reward else {})
         return path if described else str(find_model(path, key, weights=weights))
 
     return map_paths(config, found)

@@ -148,6 +148,17 @@ def reward_shapes(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -
     return {source: directory_shape(Path(source.path), f"{source.key}.path", expected) for source in sources}
 
 
+def teacher_shape(config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape | None:
+    """The teacher's shape, None without one. Raises ConfigError for one that is not there.
+
+    The policy's own initial model may be the teacher, also while its directory is still to be made.
+    """
+    if not config.has_teacher:
+        return None
+    path = Path(str(config.teacher.path))
+    return policy if path == model_directory(config) else directory_shape(path, "teacher.path", expected)
+
+
 def read_normalization(directory: Path) -> tuple[float, float]:
     """What a reward model's rewards are multiplied by, and what is added then: its gain and bias; 1 and 0 without a file.
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from aligner.errors import ConfigError
+
 _SHOWN = 3
 
 
@@ -34,3 +36,12 @@ def vocabulary_difference(written: Mapping[int, str] | None, known: Mapping[int,
         return None
     shown = ", ".join(f"{id} ({written[id]!r} and {known.get(id, 'nothing')!r})" for id in sorted(others)[:_SHOWN])
     return f"{len(others)} of the policy's {len(written)} token ids mean something else to it, as {shown}"
+
+
+def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
+    """Raise ConfigError, naming the key and the first differing tokens, unless a model reads the policy's tokens as its own.
+
+    For a role that starts: before the launch the policy's directory may not be there.
+    """
+    if (difference := vocabulary_difference(read_vocabulary(policy), read_vocabulary(directory))) is not None:
+        raise ConfigError(f"{key}={directory}: {difference}; give one with the policy's tokenizer")

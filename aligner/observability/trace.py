@@ -22,7 +22,7 @@ WAIT = "wait"
 NEWEST_BYTES = 16 << 20
 """How much of a run's timeline is read, at most: a trace of more is more than a browser takes."""
 _OWN = ("name", "start", "us", "step", "thread")
-_ROLES = ("trainer", "generator", "critic", "reward")
+_ROLES = ("trainer", "generator", "critic", "reward", "teacher")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,12 @@ def group_ports(config: Config) -> dict[str, PortsConfig]:
     def above(ports: PortsConfig, offset: int) -> PortsConfig:
         return PortsConfig(**{name: port and port + offset for name, port in asdict(ports).items()})
 
-    roles = {"generator": config.engine.ports, "critic": config.critic.ports, "reward": config.reward.ports}
+    roles = {
+        "generator": config.engine.ports,
+        "critic": config.critic.ports,
+        "reward": config.reward.ports,
+        "teacher": config.teacher.ports,
+    }
     found = {}
     for group in server_ranks(config):
         role, _, replica = group.partition(".")

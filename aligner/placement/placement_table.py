@@ -81,7 +81,9 @@ def placements(config: Config) -> tuple[Placement, ...]:
         values = f"{values}, {sources}" if config.critic_scores else values
         found.append(place("critic", describe_layout(config.critic.parallel), values))
     scorer = describe_layout(config.reward.parallel) if computes_on_devices(config, "reward") else "-"
-    return (*found, *(place(group, scorer, sources) for group in ranks if role_of(group) == "reward"))
+    found += [place(group, scorer, sources) for group in ranks if role_of(group) == "reward"]
+    teacher, taught = describe_layout(config.teacher.parallel), f"teacher {config.teacher.path}"
+    return (*found, *(place(group, teacher, taught) for group in ranks if role_of(group) == "teacher"))
 
 
 def placement_table(config: Config) -> Table:
@@ -96,7 +98,7 @@ def placement_table(config: Config) -> Table:
 
 def layer_notes(config: Config) -> Iterator[str]:
     """Which roles' layers on GPUs are megatron-core's own around torch's attention, also where transformer-engine is."""
-    models = {"trainer": config.actor, "critic": config.critic, "reward": config.reward}
+    models = {"trainer": config.actor, "critic": config.critic, "reward": config.reward, "teacher": config.teacher}
     for role in {role_of(group): None for group in role_ranks(config) if computes_on_devices(config, group)}:
         if role in models and uses_gpus(config):
             why = "in float32" if models[role].precision == "fp32" else ""

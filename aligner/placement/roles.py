@@ -70,14 +70,23 @@ def has_generator(config: Config) -> bool:
 
 
 def server_ranks(config: Config) -> dict[str, int]:
-    """Number of processes of each server group: `generator`, `critic`, `reward`, and its further replicas `reward.1`, …."""
+    """Number of processes of each server group: `generator`, `critic`, `reward`, `teacher`, further replicas `reward.1`, …."""
     if not config.algorithm.generates:
         return {}
+    rewards, teachers = 0 if config.critic_scores else config.reward.replicas, config.teacher.replicas * config.has_teacher
     generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
-    rewards = 0 if config.critic_scores else config.reward.replicas
-    names = ["reward", *(f"reward.{replica}" for replica in range(1, rewards))][:rewards]
-    return {**generator, **critic, **dict.fromkeys(names, config.reward.parallel.ranks)}
+    return {
+        **generator,
+        **critic,
+        **dict.fromkeys(_replicas("reward", rewards), config.reward.parallel.ranks),
+        **dict.fromkeys(_replicas("teacher", teachers), config.teacher.parallel.ranks),
+    }
+
+
+def _replicas(role: str, count: int) -> list[str]:
+    """The server groups of a role: its own name is that of the first."""
+    return [f"{role}.{replica}" if replica else role for replica in range(count)]
 
 
 def role_ranks(config: Config) -> dict[str, int]:

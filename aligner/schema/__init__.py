@@ -23,6 +23,7 @@ from aligner.schema.reward import RewardConfig
 from aligner.schema.rollout import RolloutConfig
 from aligner.schema.run import RunConfig
 from aligner.schema.server import PortsConfig, ServerConfig, TLSConfig
+from aligner.schema.teacher import HAS_TEACHER, TeacherConfig
 from aligner.schema.trained_model import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 
@@ -44,6 +45,7 @@ class Config:
         micro_batch_tokens=".kind=model|combined",
         precision=".kind=model|combined",
     )
+    teacher: TeacherConfig = section(TeacherConfig, read=HAS_TEACHER)
     environment: EnvironmentConfig = section(EnvironmentConfig, read="algorithm.trainer=online")
     engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
     server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
@@ -57,3 +59,8 @@ class Config:
     def critic_scores(self) -> bool:
         """Whether the critic's processes serve the reward too."""
         return self.algorithm.has_critic and self.critic.with_reward
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the policy is distilled from a teacher."""
+        return self.algorithm.trainer == "online" and self.teacher.path is not None

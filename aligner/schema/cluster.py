@@ -6,6 +6,7 @@ from typing import Any
 from aligner.schema.critic import TRAINED
 from aligner.schema.options import option, section
 from aligner.schema.reward import OWN_SERVER
+from aligner.schema.teacher import HAS_TEACHER
 
 
 @dataclass
@@ -18,7 +19,7 @@ class SlurmRoleConfig:
     beside: str | None = option(
         None,
         "role on whose nodes it runs, on devices of its own",
-        choices=("trainer", "generator", "critic", "reward"),
+        choices=("trainer", "generator", "critic", "reward", "teacher"),
     )
     devices: str | None = option(
         None,
@@ -40,6 +41,7 @@ class SlurmRolesConfig:
     generator: SlurmRoleConfig = section(SlurmRoleConfig, read="cluster.kind=slurm and engine.placement=server")
     critic: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", TRAINED))
     reward: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", OWN_SERVER))
+    teacher: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", HAS_TEACHER))
 
 
 @dataclass
@@ -88,6 +90,9 @@ class LocalDevicesConfig:
     critic: str | None = option(None, "the critic's; the next free ones when null", read=TRAINED)
     reward: str | None = option(
         None, "of a reward model, for its replicas in turn; the next free ones when null", read=OWN_SERVER
+    )
+    teacher: str | None = option(
+        None, "the teacher's, for its replicas in turn; the next free ones when null", read=HAS_TEACHER
     )
 
 

@@ -53,13 +53,13 @@ def longest_sequence_keys(config: Config) -> str:
 def asks_before_update(config: Config) -> bool:
     """Whether a step has to know the trainer's log-probs before its update begins.
 
-    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the reward) or a function of
-    the user's own may ask for them.
+    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the reward, a teacher) or a
+    function of the user's own may ask for them.
     """
     settings = config.algorithm
     in_reward = settings.kl_placement == "reward" and settings.kl_coefficient > 0
     own = callable_place(settings.advantage) is not None or callable_place(settings.train_on) is not None
-    return settings.epochs * settings.minibatches > 1 or in_reward or own
+    return settings.epochs * settings.minibatches > 1 or in_reward or config.has_teacher or own
 
 
 def has_reference(config: Config) -> bool:

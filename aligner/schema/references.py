@@ -26,6 +26,7 @@ _PATHS = (
     "critic.path",
     "reward.path",
     "reward.sources.*.path",
+    "teacher.path",
 )
 
 

@@ -30,7 +30,7 @@ class TLSConfig:
 
 @dataclass
 class ServerConfig:
-    """What the critic and reward servers share."""
+    """What all servers share."""
 
     interface: str = option(
         "127.0.0.1",

@@ -1,1 +1,1 @@
-"""The generator, critic and reward servers, their wire protocol and their clients."""
+"""The generator, critic, reward and teacher servers, their wire protocol and their clients."""

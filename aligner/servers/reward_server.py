@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.tokenizer import read_tokenizer, with_beginning
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
-from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
+from aligner.models.vocabulary import require_policys_tokens
 from aligner.paths import run_paths
 from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
@@ -29,12 +29,11 @@ from aligner.rewards.sources import (
 )
 from aligner.schema import Config, reward_sources
 from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
-from aligner.servers.serving import Caller, model_limits, serve_role, tensor
+from aligner.servers.serving import Caller, model_limits, serve_frozen, tensor
 from aligner.servers.triton_host import Serve
 from aligner.servers.validation import Limits
 from aligner.servers.value_models import ValueModel
 from aligner.servers.wire_protocol import (
-    PROTOCOL_VERSION,
     REWARD_MODEL,
     EndpointSpec,
     RequestError,
@@ -60,8 +59,7 @@ def serve_reward(config: Config, group: str = "reward") -> None:
 
 def run_reward(config: Config, scoring: "Scoring", group: str = "reward") -> None:
     """Serve the scores; every rank of their world calls this."""
-    handlers = {**scoring.handlers, "version": lambda: {"protocol": PROTOCOL_VERSION, "version": 0}}
-    serve_role(group, config, handlers, scoring.endpoints, ("version",), scoring.limits)
+    serve_frozen(group, config, scoring.handlers, scoring.endpoints, scoring.limits)
 
 
 class Scoring:
@@ -160,10 +158,7 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
     for source in reward_sources.reward_sources(config.reward):
         if isinstance(source, reward_sources.ModelSource):
             assert build_model is not None
-            # Before the launch the policy's directory may not be there.
-            known = read_vocabulary(Path(source.path))
-            if (difference := vocabulary_difference(read_vocabulary(directory), known)) is not None:
-                raise ConfigError(f"{source.key}.path={source.path}: {difference}; give one with the policy's tokenizer")
+            require_policys_tokens(f"{source.key}.path", Path(source.path), directory)
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             parts.append((source, ModelSource(source.name, model, normalizer)))

@@ -121,6 +121,15 @@ def serve_role(
         host.stop()
 
 
+def serve_frozen(role: str, config: Config, handlers: Mapping[str, Handler], endpoints: Endpoints, limits: Limits) -> None:
+    """`serve_role` for what never learns: of its version there is no more to tell than the protocol's."""
+
+    def version() -> dict[str, Any]:
+        return {"protocol": PROTOCOL_VERSION, "version": 0}
+
+    serve_role(role, config, {**handlers, "version": version}, endpoints, ("version",), limits)
+
+
 def _host(config: Config, role: str) -> TritonHost:
     create_access_key(config)  # there are both already where a launcher started this server
     create_certificate(config)

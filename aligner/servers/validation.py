@@ -12,7 +12,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from aligner.data.collectives import samples_from_tensors
-from aligner.servers.wire_protocol import DRAWN, GENERATE, REWARD_MODEL, Arrays, EndpointSpec, RequestError, TensorSpec
+from aligner.servers.wire_protocol import (
+    DRAWN,
+    GENERATE,
+    REWARD_MODEL,
+    TEACHER_LOGPROBS,
+    Arrays,
+    EndpointSpec,
+    RequestError,
+    TensorSpec,
+)
 
 _NO_SAMPLES = (SafetensorError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
 """What bytes raise that are no samples."""
@@ -43,6 +52,8 @@ def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
     _check_content(arrays, limits)
     if endpoint is GENERATE:
         _check_samples(arrays, limits)
+    if endpoint is TEACHER_LOGPROBS:
+        _check_scored_tokens(arrays)
 
 
 def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
@@ -116,7 +127,7 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
             raise RequestError("mask: got a value other than 0 and 1, allowed: 0 or 1")
         if not arrays["mask"].any():
             raise RequestError("mask: got no token to train on, allowed: at least one 1")
-    for name in ("sequence_number", "instance", "trace_id"):
+    for name in ("sequence_number", "instance", "trace_id", "temperature"):
         if name in arrays and (arrays[name] != arrays[name].flat[0]).any():
             raise RequestError(f"{name}: got several values, allowed: the same in every row")
     if "sequence_number" in arrays:
@@ -124,6 +135,13 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
         number, lowest = int(arrays["sequence_number"].flat[0]), -1 if "sequence_lengths" in arrays else 0
         if number < lowest:
             raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
+
+
+def _check_scored_tokens(arrays: Arrays) -> None:
+    if arrays["tokens"].shape[1] < 2:
+        raise RequestError("tokens: got S=1, allowed: 2 and up, for a row's first token has no log-prob")
+    if "temperature" in arrays and not 0 < (temperature := float(arrays["temperature"].flat[0])) < float("inf"):
+        raise RequestError(f"temperature: got {temperature:g}, allowed: a finite number above 0")
 
 
 def _check_samples(arrays: Arrays, limits: Limits) -> None:

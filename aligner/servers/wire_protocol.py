@@ -122,6 +122,19 @@ REWARD_MODEL = EndpointSpec(
     REWARDS,
     batching=True,
 )
+TEACHER_LOGPROBS = EndpointSpec(
+    "teacher_logprobs",
+    (
+        TOKENS,
+        LENGTHS,
+        RESPONSES[0],
+        _of_request("temperature", np.float32, batching=True),
+        _of_request("sequence_number", np.int64, batching=True),
+        _of_request("trace_id", np.bytes_, batching=True),
+    ),
+    (TensorSpec("logprobs", np.float32, ("B", "S-1")),),
+    batching=True,
+)
 _FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}
 # Each prompt's samples in a row: what has been drawn of them.
 DRAWN = (

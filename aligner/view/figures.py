@@ -29,6 +29,7 @@ _ACTIVITIES = {
     "logprobs": "#58a6a6",
     "score": "#d8b52d",
     "values": "#a77fb8",
+    "teacher_logprobs": "#7d9c3e",
     "train": "#d9822b",
     "critic_train": "#c65b4e",
     "snapshot": "#2f7a52",

@@ -59,18 +59,19 @@ class SlowModel(TinyValueModel):
         return super().values(tokens, lengths)
 
 
-def serve_generator(run_directory: str, ports: PortsConfig) -> None:
+def serve_configured(role: str, run_directory: str, ports: PortsConfig) -> None:
+    """A role as the package serves it, of the configuration in OVERRIDES."""
     from aligner.config.compose import compose_config
-    from aligner.servers import generator_server
+    from aligner.servers import generator_server, teacher_server
 
     config = compose_config([*os.environ["OVERRIDES"].split(), f"run.dir={run_directory}"])
-    config.engine.ports = ports
-    generator_server.serve_generator(config)
+    config.engine.ports = config.teacher.ports = ports
+    {"generator": generator_server.serve_generator, "teacher": teacher_server.serve_teacher}[role](config)
 
 
 def main(role: str, run_directory: str, *ports: str) -> None:
-    if role == "generator":
-        serve_generator(run_directory, PortsConfig(*map(int, ports)))
+    if role in ("generator", "teacher"):
+        serve_configured(role, run_directory, PortsConfig(*map(int, ports)))
         return
     config = Config()
     config.run.dir = run_directory

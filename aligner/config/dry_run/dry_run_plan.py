@@ -75,7 +75,7 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
 
 def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
     """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers and judges that do not answer."""
-    given = with_values(given, settings.critic(given, models))
+    given = with_values(given, settings.critic(given, models) | settings.teacher(given))
     config = with_fitting_layouts(given)
     config, tiny = with_tiny_models(config, given, models)
     config = with_values(config, settings.frozen(config, given, tiny, models))
@@ -92,6 +92,8 @@ def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Ite
     """What does not run here, and what does instead."""
     if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
         yield f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes its place, at its layout"
+    if given.has_teacher:
+        yield f"teacher.path={given.teacher.path}: the tiny policy itself takes its place, on one rank"
     for url in unreachable:
         yield f"{url}: it does not answer; the share of digits takes its place as the score"
     if "dry_run" in tiny.reward.sources:

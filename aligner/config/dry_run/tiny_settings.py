@@ -11,7 +11,7 @@ from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
-from aligner.schema import Config, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
+from aligner.schema import Config, ParallelConfig, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
 from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, Source, asked_address, reward_sources, source_entry
@@ -66,9 +66,14 @@ def place(config: Config) -> Values:
         "logging.wandb.enabled": False,  # a tracker has the runs themselves
         "logging.mlflow.enabled": False,
     }
-    values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward")}
+    values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward", "teacher")}
     values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
-    return values | {f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward")}
+    return values | {f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward", "teacher")}
+
+
+def teacher(config: Config) -> Values:
+    """A teacher of one rank: it is the tiny policy itself, which any layout of the teacher's own need not cut."""
+    return {"teacher.parallel": ParallelConfig(), "teacher.replicas": 1} if config.has_teacher else {}
 
 
 def critic(given: Config, models: Models) -> Values:
@@ -119,7 +124,8 @@ def batches(config: Config) -> Values:
     longest = longest_sequence(config)
     values["actor.micro_batch_tokens"] = rows_together(config) * longest
     values["actor.logprob_chunk_tokens"] = min(config.actor.logprob_chunk_tokens, longest)
-    others = {section.partition(".")[0] for section in layout_sections(config)} - {"actor"}
+    values["teacher.logprob_chunk_tokens"] = min(config.teacher.logprob_chunk_tokens, longest)
+    others = {"teacher", *(section.partition(".")[0] for section in layout_sections(config))} - {"actor"}
     return values | {f"{role}.micro_batch_tokens": longest for role in others}
 
 
@@ -170,7 +176,7 @@ def schedules(config: Config) -> Values:
 
 
 def models(config: Config, tiny: Models) -> Values:
-    """Random weights, and a reward model's directory in the run's own."""
+    """Random weights, and a reward model's directory in the run's own; a teacher is the tiny policy."""
     sources = {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
     named = {key: sources[key].name for key in tiny.rewards}
     return {
@@ -180,6 +186,7 @@ def models(config: Config, tiny: Models) -> Values:
         "model.config": hugging_face_config(tiny.policy),
         "dry_run.models": {named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()},
         **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in named.items()},
+        "teacher.path": str(run_paths(config).initial_model) if config.has_teacher else None,
         "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
         "actor.lora.rank": min(config.actor.lora.rank, 2),
     }

@@ -8,7 +8,14 @@ from rich import box
 from rich.table import Table
 
 from aligner.models.layouts import cache_bytes_per_token
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape, first_layers, reward_shapes
+from aligner.models.model_source import (
+    NOTHING_EXPECTED,
+    ExpectedInputs,
+    critic_shape,
+    first_layers,
+    reward_shapes,
+    teacher_shape,
+)
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
 from aligner.placement.memory.activations import Load, Stage, forward_work
@@ -20,8 +27,8 @@ from aligner.placement.memory.model_states import (
     shared_weights,
     trained_states,
 )
-from aligner.placement.roles import device_of, has_generator, server_ranks, uses_gpus
-from aligner.schema import Config, MegatronModelConfig, ParallelConfig
+from aligner.placement.roles import device_of, has_generator, role_of, server_ranks, uses_gpus
+from aligner.schema import Config, MegatronModelConfig
 from aligner.schema.derived import has_reference, longest_sequence, rows_together, samples_learned_from
 
 _PROMPT_TOKENS = 8192
@@ -75,11 +82,19 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
         critic, stages = critic_shape(config, shape, expected), range(config.critic.parallel.pipeline)
         roles.append(_fullest([_critic(config, critic, rewards, stage) for stage in stages]))
     if rewards and not config.critic_scores:
-        layout = config.reward.parallel
-        servers = [group for group in server_ranks(config) if group.startswith("reward")]
-        fullest = _fullest([RoleMemory("reward", (_scoring(config, rewards, layout, at),)) for at in range(layout.pipeline)])
-        roles += [replace(fullest, role=server) for server in servers]
+        roles += _frozen(config, "reward", "scoring", config.reward, rewards, "scalar")
+    if (teacher := teacher_shape(config, shape, expected)) is not None:
+        roles += _frozen(config, "teacher", "logprobs", config.teacher, [teacher], "vocabulary")
     return tuple(roles)
+
+
+def _frozen(
+    config: Config, role: str, phase: str, settings: MegatronModelConfig, shapes: Sequence[ModelShape], head: Head
+) -> Iterator[RoleMemory]:
+    """A role whose models are only asked, once for each of its replicas, which are alike."""
+    stages = range(settings.parallel.pipeline)
+    fullest = _fullest([RoleMemory(role, (_asked(config, phase, settings, shapes, head, at),)) for at in stages])
+    yield from (replace(fullest, role=server) for server in server_ranks(config) if role_of(server) == role)
 
 
 def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
@@ -231,20 +246,22 @@ def _critic(config: Config, shape: ModelShape, rewards: Sequence[ModelShape], st
     training = Stage(shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device).training()
     phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
     if critic.with_reward and rewards:
-        scoring = _scoring(config, rewards, critic.parallel, stage)
+        settings = replace(config.reward, parallel=critic.parallel)
+        scoring = _asked(config, "scoring", settings, rewards, "scalar", stage)
         # Critic and reward models take turns: of the critic the optimizer's state stays.
         phases.append(replace(scoring, optimizer=states.optimizer))
         host += scoring.weights + states.weights  # one goes out before the other comes in
     return RoleMemory("critic", tuple(phases), host=host)
 
 
-def _scoring(config: Config, shapes: Sequence[ModelShape], layout: ParallelConfig, stage: int) -> Phase:
-    """Frozen models with one number a token, all there at once and asked in turn."""
-    device, settings = device_of(config, config.reward.precision), replace(config.reward, parallel=layout)
-    load = _load(config, settings)
-    weights = sum(frozen_weights(shape, "scalar", layout, stage, device) for shape in shapes)
-    activations = max(Stage(shape, "scalar", settings, stage, load, device).scoring() for shape in shapes)
-    return Phase("scoring", weights, activations=activations)
+def _asked(
+    config: Config, name: str, settings: MegatronModelConfig, shapes: Sequence[ModelShape], head: Head, stage: int
+) -> Phase:
+    """Frozen models, all there at once and asked in turn."""
+    device, load = device_of(config, settings.precision), _load(config, settings)
+    weights = sum(frozen_weights(shape, head, settings.parallel, stage, device) for shape in shapes)
+    activations = max(Stage(shape, head, settings, stage, load, device).scoring() for shape in shapes)
+    return Phase(name, weights, activations=activations)
 
 
 def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = False) -> Load:
@@ -297,7 +314,7 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
     if limit is None:
         return
     for role in memory_needs(config, shape, expected):
-        if role.peak.total <= limit * GIB or "." in role.role:  # replicas of the reward are alike
+        if role.peak.total <= limit * GIB or "." in role.role:  # replicas are alike
             continue
         where = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
         parts = ((column, getattr(role.peak, column)) for column in COLUMNS[:-1])

@@ -1,0 +1,115 @@
+"""What a teacher must fit, and which key says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from aligner.checks.check import check
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+from aligner.errors import ConfigError
+from aligner.placement.addresses import explicit_ports
+from aligner.placement.memory.role_memory import memory_needs
+from aligner.placement.placement_table import placements
+from aligner.placement.roles import computes_on_devices, role_ranks, server_ranks
+from aligner.schema import Config
+
+ALONE = ("algorithm=reinforce", "algorithm.advantage=none", "algorithm.kl_coefficient=0")
+
+
+@pytest.fixture(scope="module")
+def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of tiny models: `policy`, `deeper`, which has as many layers again, and `narrow`, of which the heads are few."""
+    root = tmp_path_factory.mktemp("models")
+    for name, more in {
+        "policy": (),
+        "deeper": ("model.config.num_hidden_layers=8",),
+        "short": ("model.config.max_position_embeddings=16",),
+        "small": ("model.config.vocab_size=60",),
+    }.items():
+        config = compose_config(["experiment=tiny_ppo", f"run.dir={root / name}", *more])
+        prepare_model(config).rename(root / f"{name}-model")
+    other = root / "other-model"
+    other.mkdir()
+    for file in (root / "policy-model").iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "zebra": 2}, unk_token="<pad>")).save(str(other / "tokenizer.json"))
+    return root
+
+
+def composed(root: Path, teacher: str, *overrides: str) -> Config:
+    given = ["model.source=directory", f"model.path={root / 'policy-model'}", f"teacher.path={root / teacher}"]
+    return compose_config(["experiment=tiny_ppo", f"run.dir={root / 'run'}", *given, *overrides])
+
+
+def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(models_directory: Path) -> None:
+    more = ("algorithm=grpo", "teacher.replicas=2", "teacher.parallel.tensor=2", "teacher.ports.http=20300")
+    config = composed(models_directory, "deeper-model", *more)
+    shape = check(config)
+    assert server_ranks(config) == {"reward": 1, "teacher": 2, "teacher.1": 2}
+    assert list(role_ranks(config))[-1] == "trainer" and computes_on_devices(config, "teacher.1")
+    assert explicit_ports(config) == {"teacher.ports.http": 20300, "teacher.ports.http + 3 (teacher.1)": 20303}
+    assert [(each.role, each.ranks, each.layout) for each in placements(config)][2:] == [
+        ("teacher", 2, "TP2 PP1 DP1"),
+        ("teacher.1", 2, "TP2 PP1 DP1"),
+    ]
+    needs = {each.role: each for each in memory_needs(config, shape)}
+    assert set(needs) == {"trainer", "teacher", "teacher.1"}
+    (phase,) = needs["teacher"].phases
+    assert phase.gradients == phase.optimizer == 0 < phase.activations
+    # Eight layers where the policy has four, cut in two.
+    whole = needs["trainer"].phases[0].weights
+    assert 0.5 * whole < phase.weights < whole
+
+
+def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> None:
+    assert "teacher" not in server_ranks(compose_config(["experiment=tiny_ppo"]))
+    with pytest.raises(ConfigError, match=r"teacher\.path=.*: not read with algorithm\.trainer=sft"):
+        composed(models_directory, "deeper-model", "algorithm=sft")
+    with pytest.raises(ConfigError, match=r"teacher\.weight=2: not read with teacher\.path=null"):
+        compose_config(["experiment=tiny_ppo", "teacher.weight=2"])
+
+
+def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
+    check(composed(models_directory, "deeper-model", *ALONE))
+    with pytest.raises(ConfigError, match=r"algorithm.advantage=none: loss=reinforce needs an estimator, .* or a teacher"):
+        check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", *ALONE]))
+
+
+def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    check(compose_config(["experiment=tiny_ppo", f"run.dir={run}", f"teacher.path={run / 'initial_model'}"]))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "overrides", "told"),
+    [
+        ("absent", [], r"teacher\.path=.*absent: no such model directory"),
+        ("other-model", [], r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids mean something else to it, as 2"),
+        ("short-model", [], r"teacher\.path=.*short-model: it has 16 positions, the longest sequence \d+ tokens"),
+        ("small-model", [], r"teacher\.path=.*small-model: "),
+        ("deeper-model", ["algorithm=copg"], r"teacher\.path=.*algorithm\.loss=copg takes no advantages; give clip"),
+        ("deeper-model", ["algorithm=online_dpo"], r"teacher\.path=.*algorithm\.loss=dpo takes no advantages"),
+        (
+            "deeper-model",
+            [*ALONE[:2], "algorithm.kl_coefficient=0.1"],
+            r"algorithm\.kl_coefficient=0\.1: with algorithm\.advantage=none no rewards are read",
+        ),
+        ("deeper-model", ["teacher.parallel.tensor=3"], r"teacher\.parallel\.tensor=3: the model's"),
+        ("deeper-model", ["teacher.parallel.pipeline=3"], r"teacher\.parallel\.pipeline=3: 8 layers do not divide by 3"),
+        ("deeper-model", ["teacher.micro_batch_tokens=4"], r"teacher\.micro_batch_tokens=4: must hold the longest sequence"),
+        ("deeper-model", ["teacher.precision=fp8"], r"teacher\.precision=fp8: needs GPUs"),
+        ("deeper-model", ["teacher.weight=0"], r"teacher\.weight=0.*: must be above 0"),
+        ("deeper-model", ["teacher.replicas=0"], r"teacher\.replicas=0: must be at least 1"),
+    ],
+)
+def test_what_a_teacher_does_not_fit_is_told_by_key(
+    models_directory: Path, teacher: str, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(composed(models_directory, teacher, *overrides))
+    assert re.search(told, str(caught.value)), caught.value

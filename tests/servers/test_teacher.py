@@ -1,0 +1,147 @@
+"""The teacher: its log-probs over the wire are the model's own, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+from aligner.errors import ConfigError
+from aligner.servers.connection import RemoteError
+from aligner.servers.rank_commands import Command
+from aligner.servers.teacher_client import TeacherClient
+from aligner.servers.teacher_server import Teacher, serve_teacher
+from aligner.servers.validation import Limits, validate
+from aligner.servers.wire_protocol import TEACHER_LOGPROBS, RequestError
+from tests.megatron.jobs import TEMPERATURE
+from tests.megatron.reference import logprobs as reference_logprobs
+from tests.megatron.reference import save_llama
+from tests.servers import teacher_jobs
+from tests.servers.role_main import character_tokenizer
+from tests.servers.roles import RunningRole
+
+LENGTHS, PROMPTS = torch.tensor([12, 5, 9]), torch.tensor([4, 2, 8])
+TOKENS = torch.randint(2, 72, (3, 12), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("teacher"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[RunningRole]:
+    """Of two ranks that cut the model between them."""
+    overrides = f"experiment=tiny_ppo teacher.path={directory} teacher.parallel.tensor=2"
+    role = RunningRole("teacher", tmp_path_factory.mktemp("server"), ranks=2, OVERRIDES=overrides)
+    yield role.wait_ready()
+    role.stop()
+
+
+@pytest.fixture
+def client(server: RunningRole) -> Iterator[TeacherClient]:
+    client = TeacherClient([server.endpoint], server.access, 60, max_batch_size=2, temperature=TEMPERATURE)
+    yield client
+    client.close()
+
+
+def expected(directory: Path) -> torch.Tensor:
+    """By transformers."""
+    from transformers import LlamaForCausalLM
+
+    with torch.no_grad():
+        return reference_logprobs(LlamaForCausalLM.from_pretrained(directory), TOKENS, LENGTHS)
+
+
+def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(client, directory):
+    places = torch.arange(1, TOKENS.shape[1])
+    in_response = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
+    found = client.logprobs(TOKENS, LENGTHS, PROMPTS).result()
+    assert found.dtype == torch.float32 and found.shape == (3, 11)
+    torch.testing.assert_close(found, torch.where(in_response, expected(directory), 0.0), rtol=1e-4, atol=1e-4)
+    client.assert_settled()
+
+
+def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(client, directory, pool):
+    arrays = {"tokens": TOKENS[:2].numpy(), "sequence_lengths": LENGTHS[:2, None].numpy()}
+    found = torch.from_numpy(client._infer(TEACHER_LOGPROBS, arrays)["logprobs"].copy())
+    (alone,) = pool.run(teacher_jobs.frozen_logprobs, 1, str(directory), TOKENS[:2], LENGTHS[:2])
+    assert found.shape == (2, 11) and bool((found[1, 4:] == 0).all())
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bad_request_is_refused_and_the_next_one_served(client):
+    for change, told in (
+        ({"tokens": np.full((1, 3), 72)}, r"tokens: got 72, allowed: 0 to 71"),
+        ({"tokens": np.full((1, 129), 5)}, r"tokens: got S=129, allowed: 1 to 128"),
+        ({"temperature": np.zeros((1, 1), dtype=np.float32)}, "temperature: got 0, allowed: a finite number above 0"),
+    ):
+        arrays = {"tokens": np.full((1, 3), 5), "sequence_lengths": np.array([[3]])} | change
+        with pytest.raises(RemoteError, match=told) as caught:
+            client._infer(TEACHER_LOGPROBS, arrays)
+        assert caught.value.kind == "RequestError"
+    assert client.logprobs(TOKENS, LENGTHS, PROMPTS).result().isfinite().all()
+
+
+def test_it_tells_its_role_and_has_no_checkpoints(client):
+    assert client.control("health")["role"] == "teacher"
+    assert client.control("version")["version"] == 0
+    with pytest.raises(RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"):
+        client.control("checkpoint", step=1)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf")])
+def test_a_temperature_must_be_a_finite_number_above_0(value):
+    arrays = {"tokens": np.full((2, 3), 5), "sequence_lengths": np.full((2, 1), 3)}
+    limits = Limits(vocab_size=64, max_sequence_length=40)
+    with pytest.raises(RequestError, match=r"temperature: got .*, allowed: a finite number above 0"):
+        validate(TEACHER_LOGPROBS, arrays | {"temperature": np.full((2, 1), value, dtype=np.float32)}, limits)
+    with pytest.raises(RequestError, match="temperature: got several values, allowed: the same in every row"):
+        validate(TEACHER_LOGPROBS, arrays | {"temperature": np.array([[1.0], [2.0]], dtype=np.float32)}, limits)
+    with pytest.raises(RequestError, match="tokens: got S=1, allowed: 2 and up"):
+        validate(TEACHER_LOGPROBS, {"tokens": np.full((2, 1), 5), "sequence_lengths": np.full((2, 1), 1)}, limits)
+
+
+class Successors:
+    """A token's log-prob is -(itself + the one before it)."""
+
+    def logprobs(self, tokens, lengths, *, mask=None, temperature=1.0):
+        found = -(tokens[:, 1:] + tokens[:, :-1]) / temperature
+        inside = torch.arange(1, tokens.shape[1]) < lengths[:, None]
+        return torch.where(inside if mask is None else inside & mask, found, 0.0)
+
+
+def test_requests_that_are_joined_get_what_each_would_get_alone():
+    handler = Teacher(Successors()).logprobs  # type: ignore[arg-type]
+    join = handler.join  # type: ignore[attr-defined]
+    widths = (5, 9, 6)
+    commands = [
+        Command("teacher_logprobs", {"tokens": torch.arange(2 * width).view(2, width), "lengths": torch.tensor([width, 3])})
+        for width in widths
+    ]
+    whole = join.joined(commands)
+    parts = join.split(handler(**whole.tensors, **whole.arguments), commands)
+    for part, command in zip(parts, commands, strict=True):
+        assert torch.equal(part, handler(**command.tensors))
+        assert not part[:, -1].any() and part.shape == command.tensors["tokens"].shape
+
+
+def test_another_temperature_is_not_joined():
+    join = Teacher(Successors()).logprobs.join  # type: ignore[arg-type, attr-defined]
+    tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
+    warm, cold = (Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5))
+    assert join.kind(warm) != join.kind(cold)
+
+
+def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"teacher.path={tmp_path / 'other'}"])
+    prepare_model(config)
+    other = save_llama(tmp_path / "other", tied=False)
+    character_tokenizer().save(str(other / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids mean something else"):
+        serve_teacher(config)
