@@ -1,4 +1,4 @@
-"""From prompts to samples, with scores and values on their way."""
+"""From prompts to samples, with scores, values and a teacher's log-probs on their way."""
 
 import itertools
 import logging
@@ -32,7 +32,7 @@ def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A step's samples, each prompt's in a row; scores [B] and values [B, S] arrive while other work goes on."""
+    """A step's samples, each prompt's in a row; what the servers were asked about them arrives while other work goes on."""
 
     prompts: list[Prompt]
     """One a sample."""
@@ -40,9 +40,11 @@ class RolloutBatch:
     batch: SampleBatch
     """Its rows are the samples, and behind them their branches."""
     scores: PendingRows
-    """Of the samples."""
+    """[B], of the samples."""
     values: PendingRows
-    """Of the batch's rows; of none without a critic."""
+    """[B, S] of the batch's rows; of none without a critic."""
+    teacher_logprobs: PendingRows = field(default_factory=lambda: PendingRows(()))
+    """[B, S-1] of the batch's rows; of none without a teacher."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0
@@ -82,13 +84,15 @@ class RolloutBatch:
             batch=self.batch.select(with_branches),
             scores=self.scores.select(rows),
             values=self.values.select(with_branches),
+            teacher_logprobs=self.teacher_logprobs.select(with_branches),
         )
 
     def without_branches(self) -> "RolloutBatch":
         """The samples alone."""
         rows = torch.arange(len(self.samples))
         samples = [replace(sample, branches=()) for sample in self.samples]
-        return replace(self, samples=samples, batch=self.batch.select(rows), values=self.values.select(rows))
+        values, teacher_logprobs = self.values.select(rows), self.teacher_logprobs.select(rows)
+        return replace(self, samples=samples, batch=self.batch.select(rows), values=values, teacher_logprobs=teacher_logprobs)
 
 
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
@@ -99,19 +103,20 @@ def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]
 
 @dataclass
 class _Generated:
-    """What has been generated so far, with the scores and values that were asked for."""
+    """What has been generated so far, with what was asked of the servers about it."""
 
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     scores: list[RemoteFuture[Tensor]] = field(default_factory=list)
     values: list[RemoteFuture[Tensor]] = field(default_factory=list)
+    teacher_logprobs: list[RemoteFuture[Tensor]] = field(default_factory=list)
 
 
 class RolloutBuilder:
     """Takes each step's samples from an engine, synchronously: every sample is of the newest weights.
 
-    Generation is cut into micro-batches, and a micro-batch's scores and values are asked for before the next one is
-    generated.
+    Generation is cut into micro-batches, and a micro-batch's scores, values and teacher's log-probs are asked for before the
+    next one is generated.
 
     With `spare_prompts` so many more prompts are under way than are wanted, and the first that are complete are taken; the
     others go on with the next ones, from the tokens that they have. A step leaves a prompt behind `max_deferrals` times at
@@ -135,7 +140,7 @@ class RolloutBuilder:
         """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
         most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared` makes what is compared of their scores. With
         `truncate_token` responses are cut behind it.
-        What is rank 0's `is_alone` tells no other rank, and asks for scores only: values are the newest critic's.
+        What is rank 0's `is_alone` tells no other rank, and asks for no values: they are the newest critic's.
         """
         self._prompts, self._sampler, self._services = prompts, sampler, services
         self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
@@ -181,6 +186,7 @@ class RolloutBuilder:
             collate_episodes(samples, self._pad_token_id),
             self._scores(generated, rows),
             self._values(generated, rows, samples),
+            self._teacher_logprobs(generated, rows, samples),
             deferred=len(self._under_way),
             skipped=self._skipped,
             left_out=_lengths_without(generated.samples, rows),
@@ -202,12 +208,29 @@ class RolloutBuilder:
 
     def _values(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
         """Of these rows, int64 [B], and of their samples' branches, of which values are asked for here."""
+        if self._is_alone:
+            return PendingRows(())
+        return self._with_branches(generated, rows, samples, generated.values, self._services.ask_values)
+
+    def _teacher_logprobs(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
+        """As `_values`, but a teacher is always the same: it is asked whoever draws."""
+        return self._with_branches(generated, rows, samples, generated.teacher_logprobs, self._services.ask_teacher)
+
+    def _with_branches(
+        self,
+        generated: _Generated,
+        rows: Tensor,
+        samples: Sequence[Sample],
+        asked: Sequence[RemoteFuture[Tensor]],
+        ask: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
+    ) -> PendingRows:
+        """What was `asked` about all samples, of these rows, int64 [B], and of their branches, about which it asks here."""
         branches = [branch for sample in samples for branch in sample.branches]
-        if not branches or self._is_alone:
-            return PendingRows(tuple(generated.values), rows)
-        further = self._services.ask_values(collate(branches, self._pad_token_id))
+        if not branches:
+            return PendingRows(tuple(asked), rows)
+        further = ask(collate(branches, self._pad_token_id))
         places = torch.cat((rows, len(generated.samples) + torch.arange(len(branches))))
-        return PendingRows((*generated.values, *further), places)
+        return PendingRows((*asked, *further), places)
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:
         """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
@@ -222,6 +245,7 @@ class RolloutBuilder:
             apart = settings.samples_per_prompt if settings.skippable_prompts else None
             generated.prompts += prompts
             generated.samples += samples
+            generated.teacher_logprobs += self._services.ask_teacher(batch)
             if self._is_alone:
                 generated.scores += self._services.ask_scores(batch, metadata, apart)
                 continue

@@ -270,34 +270,43 @@ class RolloutPipeline:
 
     def _shared(self, drawn: RolloutBatch | None) -> RolloutBatch:
         """Rank 0's batch on every rank, with the critic's values of it asked for."""
-        fields, rows = broadcast_json((None, None) if drawn is None else (_to_json(drawn), _rows(drawn).tolist()))
+        told = None if drawn is None else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
+        fields, rows, taught_rows = broadcast_json(told)
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
         rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added))
+        taught = () if drawn is None else drawn.teacher_logprobs.futures
+        teacher_logprobs = PendingRows(taught, None if taught_rows is None else torch.tensor(taught_rows))
         values = PendingRows(self._services.ask_values(rollout.batch))
-        return replace(rollout, values=values, replaced=() if drawn is None else drawn.replaced)
+        replaced = () if drawn is None else drawn.replaced
+        return replace(rollout, values=values, teacher_logprobs=teacher_logprobs, replaced=replaced)
 
     def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:
         """What `_to_json` was given, of these samples."""
         prompts = [Prompt(**prompt, tokens=sample.asked) for prompt, sample in zip(fields["prompts"], samples, strict=True)]
         batch = collate_episodes(samples, self._pad_token_id)
-        counts = fields["deferred"], fields["skipped"], tuple(fields["left_out"])
-        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), *counts)
+        counts = {"deferred": fields["deferred"], "skipped": fields["skipped"], "left_out": tuple(fields["left_out"])}
+        return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), **counts)
 
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
         """The batch that `_to_tensors` and `_to_json` were given."""
-        scored: Future[Tensor] = Future()
-        scored.set_result(tensors["scores"])
         samples = samples_from_tensors(tensors)
-        rollout = self._from_json(fields, samples, PendingRows((scored,), tensors["rows"]))
+        rollout = self._from_json(fields, samples, PendingRows((_answered(tensors["scores"]),), tensors["rows"]))
+        if (taught := tensors.get("teacher_logprobs")) is not None:
+            rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(taught),)))
         replaced = from_saved(_part(tensors, "replaced"), fields["replaced"]) if "replaced" in fields else ()
         return replace(rollout, replaced=replaced)
 
 
-def _rows(drawn: RolloutBatch) -> Tensor:
-    """int64 [B]: which of everything that was generated and scored the samples are."""
-    assert drawn.scores.chosen is not None
-    return drawn.scores.chosen
+def _answered(rows: Tensor) -> Future[Tensor]:
+    answer: Future[Tensor] = Future()
+    answer.set_result(rows)
+    return answer
+
+
+def _places(pending: PendingRows) -> list[int] | None:
+    """Which of everything that was generated and asked about a batch has; None: all."""
+    return None if pending.chosen is None else pending.chosen.tolist()
 
 
 def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
@@ -306,10 +315,14 @@ def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
+    taught: dict[str, Tensor] = {}
+    if drawn.teacher_logprobs.futures:  # kept, for asked again in other company they would be rounded differently
+        taught["teacher_logprobs"] = drawn.teacher_logprobs.local(drawn.batch.tokens.shape[1] - 1).contiguous()
     return {
+        **taught,
         **samples_to_tensors(drawn.samples),
         "scores": drawn.all_scores.local(),
-        "rows": _rows(drawn).contiguous(),
+        "rows": torch.tensor(_places(drawn.scores)),
         **{f"replaced.{name}": tensor for name, tensor in to_saved(drawn.replaced)[0].items()},
     }
 

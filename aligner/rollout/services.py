@@ -19,6 +19,7 @@ from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError, joined_scores
+from aligner.servers.teacher_client import TeacherClient
 
 _SIGN_S = 0.25
 """Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is 1 s."""
@@ -70,12 +71,12 @@ class PendingRows:
         rows = self._everywhere(None)
         return rows[:, 1:] if rows.ndim > 1 else None
 
-    def local(self) -> Tensor:
+    def local(self, width: int | None = None) -> Tensor:
         """Wait, and give the scores [B], or [B, 1+P] with parts behind them, to this rank, rank 0, alone.
 
-        Raises the server's error.
+        With a `width` they are [B, width], as `result` has them. Raises the server's error.
         """
-        rows = self._with_added(joined_scores(_results(self.futures)))
+        rows = self._joined(_results(self.futures), width)
         return rows if self.chosen is None else rows[self.chosen]
 
     def _everywhere(self, width: int | None) -> Tensor:
@@ -91,8 +92,7 @@ class PendingRows:
             parts.extend(_results(self.futures))
             if not parts:
                 return None
-            padded = None if width is None else torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-            parts[:] = [self._with_added(joined_scores(parts) if padded is None else padded).contiguous()]
+            parts[:] = [self._joined(parts, width).contiguous()]
             return list(parts[0].shape)
 
         shape = together(receive)
@@ -100,6 +100,10 @@ class PendingRows:
         if is_distributed():
             dist.broadcast(rows, 0)
         return rows
+
+    def _joined(self, parts: Sequence[Tensor], width: int | None) -> Tensor:
+        padded = None if width is None else torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+        return self._with_added(joined_scores(parts) if padded is None else padded)
 
     def _with_added(self, rows: Tensor) -> Tensor:
         if self.added is None or rows.ndim == 1:
@@ -129,13 +133,18 @@ class Services:
     """
 
     def __init__(
-        self, critic: CriticClient | None, reward: RewardClient | None, generator: GeneratorClient | None = None
+        self,
+        critic: CriticClient | None,
+        reward: RewardClient | None,
+        generator: GeneratorClient | None = None,
+        teacher: TeacherClient | None = None,
     ) -> None:
-        self._critic, self._reward, self.generator = critic, reward, generator
+        self._critic, self._reward, self.generator, self._teacher = critic, reward, generator, teacher
 
     @property
     def _clients(self) -> Iterator[RemoteClient]:
-        yield from (client for client in (self.generator, self._critic, self._reward) if client is not None)
+        clients = (self.generator, self._critic, self._reward, self._teacher)
+        yield from (client for client in clients if client is not None)
 
     def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
         """Wait until all servers answer, and bring the critic to the last of these states. Collective."""
@@ -172,6 +181,10 @@ class Services:
     def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the values [B, S] of some samples where there is a critic; float32."""
         return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
+
+    def ask_teacher(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask for the log-probs [B, S-1] of some samples' tokens where there is a teacher; float32."""
+        return () if self._teacher is None else (self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths),)
 
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
         """The scores float32 [B] of some samples, on every rank. Collective."""

@@ -73,7 +73,7 @@ class OnlineTrainer(TrainingLoop):
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         """Draw samples, learn from them, and say what was seen."""
         with timer.phase("generate"):
-            rollout = self.pipeline.take()  # scores and values are asked for as each part is generated
+            rollout = self.pipeline.take()  # the servers are asked as each part is generated
         batch = rollout.batch
         drawn = rollout = replace(rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens))))
         chosen, epoch = rollout, epoch_metrics(rollout, self.prompts)
@@ -83,6 +83,7 @@ class OnlineTrainer(TrainingLoop):
                 each = rollout.batch.samples_per_prompt
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
+        self._teacher_logprobs(rollout)  # where nothing was learned nobody has read them yet
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
@@ -116,7 +117,8 @@ class OnlineTrainer(TrainingLoop):
                 batch = rollout.batch
             scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
-        samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient)
+            taught = self._teacher_logprobs(rollout)
+        samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught)
         if not len(samples.tokens):
             return {}, None
         experience = algorithm.experience(samples)
@@ -135,6 +137,11 @@ class OnlineTrainer(TrainingLoop):
     def _asks_before_update(self, step: int) -> bool:
         """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
         return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
+
+    def _teacher_logprobs(self, rollout: RolloutBatch) -> Tensor | None:
+        """Wait for the teacher's log-probs [B, S-1] of the batch's rows; None without a teacher."""
+        width = rollout.batch.tokens.shape[1] - 1
+        return rollout.teacher_logprobs.result(width) if self.config.has_teacher else None
 
     def _scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B], and shape them."""

@@ -39,6 +39,7 @@ from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RewardClient
+from aligner.servers.teacher_client import TeacherClient
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import build_evaluator
 from aligner.training.loop import Recorder, StopCondition, TrainingLoop
@@ -233,7 +234,7 @@ def connect(config: Config, world: World, attempt: int) -> Services:
         return Services(None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
     endpoints = load_endpoints(paths.endpoints)
-    critic = reward = generator = None
+    critic = reward = generator = teacher = None
     if config.algorithm.has_critic:
         run, journal = RunId(str(config.run.name), attempt), UpdateJournal(paths.journal)
         critic = CriticClient(endpoints["critic"], access, server.request_timeout_s, run, journal, server.max_batch_size)
@@ -242,4 +243,7 @@ def connect(config: Config, world: World, attempt: int) -> Services:
     if has_generator(config):
         timeouts, is_acting = (server.request_timeout_s, config.engine.update_timeout_s), config.environment.draws_episodes
         generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=is_acting)
-    return Services(critic, reward, generator)
+    if config.has_teacher:
+        limits, temperature = (server.request_timeout_s, server.max_batch_size), config.rollout.temperature
+        teacher = TeacherClient(replicas(endpoints, "teacher"), access, *limits, temperature)
+    return Services(critic, reward, generator, teacher)

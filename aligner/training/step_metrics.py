@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aligner.algorithms.distillation import reverse_kl
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
 from aligner.data.types import Experience, SampleBatch
@@ -130,7 +131,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
     engine against the trainer, which is the behavior KL: of the weights that drew each token, however old, against the
     newest; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over trainer, is off from 1
-    by more than 1%. `response/learned_to_…` are the lengths of the responses that are learned from.
+    by more than 1%. `distill/reverse_kl` is the policy's KL to its teacher, estimated from the samples, a token in the mean,
+    and `distill/response_reverse_kl` a response. `response/learned_to_…` are the lengths of the responses that are learned
+    from.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
@@ -140,6 +143,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "mismatch/fraction_above_1pct": masked_mean((torch.expm1(mismatch).abs() > 0.01).float(), mask),
         "kl/reference": sequence_kl(experience),
     }
+    if experience.teacher_logprobs is not None:
+        apart = reverse_kl(experience.old_logprobs, experience.teacher_logprobs, mask)
+        metrics |= {"distill/reverse_kl": masked_mean(apart, mask), "distill/response_reverse_kl": apart.sum(1).mean()}
     if experience.values is not None and experience.returns is not None:
         returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
         if returns.var(unbiased=False) > 0:

@@ -115,8 +115,14 @@ def _now(answer):
     return done
 
 
+def taught(batch):
+    """The teacher's log-probs [B, S-1]: minus the token, 0 past the end."""
+    inside = torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
+    return torch.where(inside, -batch.tokens[:, 1:].float(), 0.0)
+
+
 class Scorers:
-    """A server: a prompt whose id `is_mixed` gets different scores for its samples."""
+    """The servers: a prompt whose id `is_mixed` gets different scores for its samples."""
 
     def __init__(self, is_mixed, answer=None):
         """`answer` gives the future of an answer; without it they are there at once."""
@@ -129,6 +135,9 @@ class Scorers:
 
     def ask_values(self, batch):
         return ()
+
+    def ask_teacher(self, batch):
+        return (self.answer(taught(batch)),)
 
     def ask(self, batch, metadata, rows_apart=None):
         return self.ask_scores(batch, metadata), ()

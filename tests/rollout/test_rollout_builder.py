@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.servers.connection import RefusedError, RemoteError, TransportError
 from aligner.servers.remote_client import UnscoredError
-from tests.rollout.fakes import Digits, Scorers, Stream
+from tests.rollout.fakes import Digits, Scorers, Stream, taught
 
 EACH = 2
 
@@ -74,6 +75,40 @@ def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
     assert "rollout.samples_per_prompt=2" in message
 
 
+class Longer(Digits):
+    """Prompt k's samples have k further tokens; the second of each prompt has a branch of three more."""
+
+    def sample(self, samples, samples_per_prompt, options, enough=None):
+        return [self.lengthened(sample) for sample in super().sample(samples, samples_per_prompt, options, enough)]
+
+    def lengthened(self, sample, further=None):
+        further = sample.prompt_id if further is None else further
+        longer = replace(
+            sample,
+            tokens=torch.cat([sample.tokens, torch.full((further,), 7)]),
+            engine_logprobs=torch.zeros(2 + further),
+            weight_versions=torch.zeros(2 + further, dtype=torch.int64),
+        )
+        return replace(longer, branches=(self.lengthened(sample, 3),)) if sample.sample_index and further != 3 else longer
+
+
+def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_left_and_their_branches():
+    services = Scorers({1, 4, 5, 9}.__contains__)
+    asked, plain = [], services.ask_teacher
+    services.ask_teacher = lambda batch: asked.append(batch.lengths.tolist()) or plain(batch)
+    rollout = rollouts(mixed=(), rounds=3, engine=Longer(), services=services).take()
+    assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
+    assert asked[:2] == [[3, 3, 4, 4], [5, 5, 6, 6]] and asked[-1] == [6, 6, 6, 6], "parts as drawn, branches at the end"
+    width = rollout.batch.tokens.shape[1] - 1
+    assert torch.equal(rollout.teacher_logprobs.result(width), taught(rollout.batch))
+    rows = torch.tensor([3, 0])
+    chosen = rollout.select(rows)
+    assert len(chosen.batch.tokens) == 3, "two samples, and the branch of one"
+    assert torch.equal(chosen.teacher_logprobs.result(width), taught(chosen.batch))
+    alone = rollout.without_branches()
+    assert torch.equal(alone.teacher_logprobs.result(width), taught(alone.batch))
+
+
 class Picky(Digits):
     """Refuses some prompts always, and as many requests as it is told at first."""
 
@@ -112,10 +147,11 @@ def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out()
     assert [prompt.id for prompt in rollout.prompts[::EACH]] == [3, 4, 5, 6] and rollout.skipped == 3
 
 
-class Unable:
+class Unable(Scorers):
     """A server that scores the samples of some prompts, asked about each alone."""
 
     def __init__(self, able):
+        super().__init__(able.__contains__)
         self.able = able
 
     def ask(self, batch, metadata, rows_apart=None):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +112,8 @@ class World:
         for step in range(first, last):
             rollout = flow.take()
             assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [int(p.id) for p in rollout.prompts[::EACH]]
+            batch, taught = rollout.batch, rollout.teacher_logprobs.result(rollout.batch.tokens.shape[1] - 1)
+            assert torch.equal(taught, -batch.tokens[:, 1:].float()), "the teacher's log-probs are the samples' own"
             samples = [(s.prompt_id, s.sample_index, *s.weight_versions.tolist()) for s in rollout.samples]
             texts = [prompt.text for prompt in rollout.prompts]
             trained.append((step, samples, rollout.scores.result().tolist(), rollout.all_scores.result().tolist(), texts))

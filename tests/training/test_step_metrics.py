@@ -70,6 +70,35 @@ def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
     assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(expected)
 
 
+def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
+    """Of a response of two tokens and one of a single one; what is outside the mask does not count."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    policy = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, math.nan, math.nan]])
+    teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
+    rows, nothing = torch.zeros(2, dtype=torch.int64), torch.zeros(mask.shape)
+    experience = Experience(
+        tokens=torch.zeros(2, 4, dtype=torch.int64),
+        lengths=torch.tensor([3, 2]),
+        mask=mask,
+        prompt_lengths=rows + 1,
+        engine_logprobs=nothing,
+        weight_versions=nothing.long(),
+        finish_reasons=rows,
+        groups=rows,
+        scores=torch.zeros(2),
+        rewards=nothing,
+        values=None,
+        old_logprobs=policy,
+        reference_logprobs=policy,
+        advantages=nothing,
+        returns=None,
+    )
+    assert not any(name.startswith("distill/") for name in experience_metrics(experience))
+    metrics = experience_metrics(dataclasses.replace(experience, teacher_logprobs=teacher))
+    assert metrics["distill/reverse_kl"] == pytest.approx((2.0 - 0.5 + 0.25) / 3)
+    assert metrics["distill/response_reverse_kl"] == pytest.approx((1.5 + 0.25) / 2)
+
+
 def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_versions_behind():
     drawn_by = ([6, 6, 7], [4])  # a sample that new weights came into, and an old one
     samples = [
