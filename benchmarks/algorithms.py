@@ -48,8 +48,9 @@ _PROMPTS = 64
 
 
 def online_algorithms() -> list[str]:
-    """The options of `algorithm` that learn from the policy's own samples."""
-    return sorted(path.stem for path in (REPOSITORY / "conf/algorithm").glob("*.yaml") if "trainer:" not in path.read_text())
+    """The options of `algorithm` that learn from the policy's own samples and their scores."""
+    names = {path.stem for path in (REPOSITORY / "conf/algorithm").glob("*.yaml") if "trainer:" not in path.read_text()}
+    return sorted(names - {"on_policy_distillation"})
 
 
 def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:

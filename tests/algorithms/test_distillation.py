@@ -54,7 +54,7 @@ def test_their_policy_gradient_is_that_of_the_reverse_kl_at_a_prefix():
     torch.testing.assert_close(found, expected)
 
 
-ALONE = ("algorithm=reinforce", "algorithm.advantage=none", "algorithm.kl_coefficient=0")
+ALONE = "algorithm=on_policy_distillation"
 
 
 def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experience, torch.Tensor]:
@@ -86,7 +86,7 @@ def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experienc
 
 
 def test_alone_the_advantages_are_the_teachers_whatever_the_scores_are():
-    _, found, teacher = experience(*ALONE, "teacher.weight=0.5")
+    _, found, teacher = experience(ALONE, "teacher.weight=0.5")
     expected = torch.where(found.mask, 0.5 * (teacher - found.old_logprobs), 0.0)
     torch.testing.assert_close(found.advantages, expected)
     assert found.teacher_logprobs is teacher
@@ -109,13 +109,13 @@ def test_the_policys_log_probs_are_those_that_the_ratio_is_against():
 
 
 def test_a_step_with_a_teacher_knows_the_policys_log_probs_before_its_only_update():
-    config = compose_config(["experiment=tiny_ppo", *ALONE, "algorithm.minibatches=1"])
+    config = compose_config(["experiment=tiny_ppo", ALONE, "algorithm.minibatches=1"])
     assert not asks_before_update(config)
     assert asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere")))
 
 
 def test_rows_that_are_selected_keep_their_own():
-    _, found, teacher = experience(*ALONE)
+    _, found, teacher = experience(ALONE)
     rows = torch.tensor([4, 1])
     chosen = found.select(rows)
     assert chosen.teacher_logprobs is not None and torch.equal(chosen.teacher_logprobs, teacher[rows])

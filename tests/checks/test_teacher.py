@@ -18,7 +18,7 @@ from aligner.placement.placement_table import placements
 from aligner.placement.roles import computes_on_devices, role_ranks, server_ranks
 from aligner.schema import Config
 
-ALONE = ("algorithm=reinforce", "algorithm.advantage=none", "algorithm.kl_coefficient=0")
+ALONE = "algorithm=on_policy_distillation"
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> N
 
 
 def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
-    check(composed(models_directory, "deeper-model", *ALONE))
-    with pytest.raises(ConfigError, match=r"algorithm.advantage=none: loss=reinforce needs an estimator, .* or a teacher"):
-        check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", *ALONE]))
+    check(composed(models_directory, "deeper-model", ALONE))
+    with pytest.raises(ConfigError, match=r"algorithm.advantage=none: loss=clip needs an estimator, .* or a teacher"):
+        check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", ALONE]))
 
 
 def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
         ("deeper-model", ["algorithm=online_dpo"], r"teacher\.path=.*algorithm\.loss=dpo takes no advantages"),
         (
             "deeper-model",
-            [*ALONE[:2], "algorithm.kl_coefficient=0.1"],
+            [ALONE, "algorithm.kl_coefficient=0.1"],
             r"algorithm\.kl_coefficient=0\.1: with algorithm\.advantage=none no rewards are read",
         ),
         ("deeper-model", ["teacher.parallel.tensor=3"], r"teacher\.parallel\.tensor=3: the model's"),

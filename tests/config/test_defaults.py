@@ -88,7 +88,8 @@ def chosen(
 
 
 def online(algorithm: str) -> list[str]:
-    return [f"algorithm={algorithm}", *([] if algorithm in OFFLINE else ["reward.function=gsm8k"])]
+    teacher = ["teacher.path=models/mine"] if algorithm == "on_policy_distillation" else []
+    return [f"algorithm={algorithm}", *teacher, *([] if algorithm in OFFLINE else ["reward.function=gsm8k"])]
 
 
 @pytest.mark.parametrize(

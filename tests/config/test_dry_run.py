@@ -23,7 +23,8 @@ from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.models.shape import ModelShape, RopeScaling
-from aligner.paths import cache_directory
+from aligner.paths import cache_directory, run_paths
+from aligner.placement.memory.role_memory import memory_needs
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.keys import value_at, with_values
@@ -61,8 +62,10 @@ SIZES = ("tensor", "pipeline", "data", "context")
 
 @functools.cache
 def base(algorithm: str = "ppo") -> Config:
-    data = ["data.path=/absent/records.jsonl"] if algorithm in OFFLINE else []
-    return compose_config(["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *data])
+    more = ["data.path=/absent/records.jsonl"] if algorithm in OFFLINE else []
+    if algorithm == "on_policy_distillation":
+        more = ["teacher.path=/absent/run/initial_model"]
+    return compose_config(["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *more])
 
 
 def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -> Config:
@@ -128,6 +131,17 @@ def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, c
     checked(shrunk)
     assert (shrunk.critic.path, shrunk.critic.num_layers) == (None, expected)
     assert len(shrunk.critic.frozen) == 9 * len(frozen)
+
+
+def test_a_teacher_is_the_tiny_policy_itself_on_one_rank():
+    taught = {"teacher.path": "judge", "teacher.parallel.tensor": 8, "teacher.parallel.pipeline": 5, "teacher.replicas": 3}
+    config = with_values(base("grpo"), {"model.config": LLAMA3, **taught})
+    shape = read_config(LLAMA3, "test")
+    small, models = tiny_run(with_values(config, {"dry_run.scale": "tiny"}), Models(checked(config, shape), {}))
+    checked(small)
+    assert role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
+    assert small.teacher.path == str(run_paths(small).initial_model)
+    assert memory_needs(small, models.policy)[-1].role == "teacher"
 
 
 def test_frozen_layers_are_the_tiny_models_that_stand_for_them():

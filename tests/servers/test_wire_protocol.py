@@ -24,6 +24,7 @@ from aligner.servers.wire_protocol import (
     CRITIC_TRAIN,
     GENERATE,
     REWARD_MODEL,
+    TEACHER_LOGPROBS,
     EndpointError,
     RequestError,
     told_error,
@@ -34,7 +35,9 @@ LIMITS = Limits(vocab_size=64, max_sequence_length=40)
 CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
 
 
-@pytest.mark.parametrize("endpoint", [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "endpoint", [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL, TEACHER_LOGPROBS], ids=lambda spec: spec.name
+)
 def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
     validate(endpoint, good(endpoint), LIMITS)
 

@@ -111,6 +111,21 @@ def critic_warmup(overrides: list[str], first: int, saved_after: int | None = No
     return found
 
 
+class _Halves:
+    """Stands for the teacher's servers: the log-probs of even tokens are -1, those of odd ones -2."""
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, prompts: Tensor) -> Future[Tensor]:
+        answer: Future[Tensor] = Future()
+        places = torch.arange(1, tokens.shape[1])
+        inside = (places >= prompts[:, None]) & (places < lengths[:, None])
+        answer.set_result(torch.where(inside, -1.0 - tokens[:, 1:] % 2, 0.0))
+        return answer
+
+    def assert_settled(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     """The metrics of a run's first steps, published and learned, on one rank."""
     config = compose_config(overrides)
@@ -118,7 +133,8 @@ def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     tokenizer = Tokenizer(prepare_model(config))
     write_as(config, take_run(config))
     world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
-    services: Any = Services(None, _EvenTokens())  # type: ignore[arg-type]
+    teacher = _Halves() if config.has_teacher else None
+    services: Any = Services(None, _EvenTokens(), teacher=teacher)  # type: ignore[arg-type]
     trainer = build_trainer(config, world, tokenizer, open_prompts(config.data, tokenizer, config.seed), services)
     assert isinstance(trainer, OnlineTrainer)
     trainer.begin(0)

@@ -1,0 +1,60 @@
+"""Runs with a teacher: the policy becomes like it, and a run that goes on from a checkpoint is the undisturbed one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
+
+pytestmark = pytest.mark.timeout(400)
+
+ALONE = "algorithm=on_policy_distillation"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that is drawn otherwise than the policy, and is surer of what it says."""
+    run = tmp_path_factory.mktemp("teacher") / "run"
+    return prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={run}", "seed=7", "model.initializer_std=0.15"]))
+
+
+@pytest.mark.slow
+def test_a_policy_becomes_like_its_teacher_without_a_reward(tmp_path: Path, teacher: Path) -> None:
+    run = run_to_end(tmp_path / "run", ALONE, f"teacher.path={teacher}", "run.steps=25", "rollout.micro_batches=2")
+    apart = [step["distill/reverse_kl"] for step in run.metrics]
+    assert min(apart) > 0 and fmean(apart[-5:]) < 0.9 * fmean(apart[:4])
+    assert all(step["policy/grad_norm"] > 0 for step in run.metrics)
+
+
+def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    more = (f"teacher.path={directory / 'initial_model'}", "run.steps=1", "actor.optimizer.clip_grad_norm=0")
+    run = run_to_end(directory, ALONE, *more)
+    (step,) = run.metrics
+    assert abs(step["distill/reverse_kl"]) < 1e-5 and abs(step["distill/response_reverse_kl"]) < 1e-4
+    assert step["policy/grad_norm"] < 1e-4
+    logs = {file.name for file in (run.paths.root / "logs").iterdir()}
+    assert {"teacher-0.log", "teacher-triton.log"} <= logs and "critic-0.log" not in logs
+
+
+@pytest.mark.slow
+def test_beside_a_reward_and_ahead_of_training_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
+    tmp_path: Path, teacher: Path
+) -> None:
+    settings = (
+        *("algorithm=grpo", f"teacher.path={teacher}", "teacher.weight=0.1", "teacher.replicas=2", "run.name=taught"),
+        *("engine.placement=server", "rollout.max_staleness=1", "algorithm.truncated_importance=token", "run.steps=4"),
+        *("actor.optimizer.warmup_steps=2", "checkpoint.every=2", "checkpoint.keep=4", "logging.tensorboard=false"),
+    )
+    whole = run_to_end(tmp_path / "whole", *settings, timeout_s=300)
+    shutil.copytree(whole.paths.root, tmp_path / "parts", ignore=shutil.ignore_patterns("step_4", "logs"))
+    resumed = run_to_end(tmp_path / "parts", *settings, "run.resume=true", timeout_s=300)
+    assert all("distill/reverse_kl" in step and "reward/mean" in step for step in whole.metrics)
+    assert repeatable(resumed.metrics) == repeatable(whole.metrics)
+    assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
