@@ -153,7 +153,7 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
-    scores = has_reward_model(config.reward) or config.algorithm.has_critic
+    scores = has_reward_model(config.reward) or config.algorithm.has_critic or config.has_teacher
     parts = 2 if scores and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0 else 1
     why = "a part is scored by models while the next is drawn" if parts > 1 else "decoding all together is what is fast"
     yield Choice("rollout.micro_batches", parts, why)

@@ -14,7 +14,7 @@ from aligner.planner.phases import BATCHES, HOST, Phase, PipelineModel
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
-_SERVERS = ("score", "values", "critic_train")
+_SERVERS = ("score", "values", "teacher_logprobs", "critic_train")
 _NEWEST = 3 * BATCHES  # steps that are counted, at most
 _ANSWERED_US = 1000  # who waited for less did not wait: the answer was there
 _NO_PART = ("evaluate", "checkpoint")  # what is not part of every step
@@ -125,7 +125,8 @@ def _measured(run: _Recording) -> Measured:
     ]
     whole = [step - sum(parts) for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)]
     parts = config.rollout.micro_batches
-    layouts = {"trainer": config.actor.parallel, "critic": config.critic.parallel, "reward": config.reward.parallel}
+    models = {"trainer": config.actor, "critic": config.critic, "reward": config.reward, "teacher": config.teacher}
+    layouts = {role: model.parallel for role, model in models.items()}
     units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
     units |= {"generator": config.engine.parallel.tensor}
     return Measured(
@@ -210,7 +211,8 @@ def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> 
     """What a server's first ranks computed in each step, shared by replicas; of the critic's updates what the trainer saw."""
     own = [span.role for span in run.work(name) if span.step in run.numbers]
     role, replicas, config = own[0].partition(".")[0], len(set(own)), run.config
-    ranks = (config.critic if role == "critic" else config.reward).parallel.ranks * replicas
+    models = {"critic": config.critic, "reward": config.reward, "teacher": config.teacher}
+    ranks = models[role].parallel.ranks * replicas
     if role == "reward" and not has_reward_model(config.reward):
         role, ranks = HOST, 1  # a function needs none of the devices
     seconds = [each / replicas for each in run.worked(name)]

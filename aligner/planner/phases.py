@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 HOST = "host"
 """Runs what needs none of the devices, such as a reward function on CPUs."""
-ROLES = ("trainer", "generator", "critic", "reward")
+ROLES = ("trainer", "generator", "critic", "reward", "teacher")
 """The roles that devices are split between."""
 
 Placement = Mapping[str, int]
@@ -30,6 +30,7 @@ KINDS: Mapping[str, Kind] = {
     "generate": Kind(("generator", "trainer"), "samples are drawn"),
     "score": Kind(("reward", "critic", "trainer", "generator", HOST), "samples are scored"),
     "values": Kind(("critic", "trainer"), "the critic reads the samples"),
+    "teacher_logprobs": Kind(("teacher", "trainer"), "the teacher reads the samples"),
     "logprobs": Kind(("trainer", "generator"), "the policy reads the samples"),
     "reference": Kind(("trainer", "generator"), "the reference reads the samples"),
     "train": Kind(("trainer",), "the policy's updates"),

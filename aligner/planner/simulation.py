@@ -91,7 +91,7 @@ class Simulation:
         if self.pipeline.stepwise:
             whole = max(samples)
             values = max(whole, self._free["trainer"]) if self.pipeline.max_staleness else there
-        return {"score": there, "values": values, "logprobs": whole, "reference": whole}
+        return {"score": there, "values": values, "teacher_logprobs": there, "logprobs": whole, "reference": whole}
 
     def _run(self, name: str, batch: int, part: int = 0, *, after: float, share: int = 1) -> float:
         """When a phase, or one of `share` equal parts of it, ends; what the pipeline does not have takes no time."""

@@ -5,11 +5,13 @@ import socket
 
 import pytest
 
+from aligner.cli.rank_processes import ROLES
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launcher.server_ports import free_ports, is_healthy, local_hosts, pick_endpoints
+from aligner.launcher.server_ports import SERVED_MODELS, free_ports, is_healthy, local_hosts, pick_endpoints
 from aligner.placement.addresses import Endpoint, replicas
 from aligner.schema import Config
+from aligner.servers import wire_protocol
 
 
 def endpoints_of(config: Config) -> dict[str, Endpoint]:
@@ -69,3 +71,9 @@ def test_every_replica_has_ports_of_its_own() -> None:
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
     assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
     assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12
+
+
+def test_every_server_role_serves_an_endpoint_that_tells_whether_it_is_ready() -> None:
+    endpoints = {each.name for each in vars(wire_protocol).values() if isinstance(each, wire_protocol.EndpointSpec)}
+    assert SERVED_MODELS.keys() == ROLES.keys() - {"prepare", "trainer"}
+    assert set(SERVED_MODELS.values()) <= endpoints

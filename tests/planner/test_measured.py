@@ -257,7 +257,7 @@ def test_without_a_timeline_the_wait_for_servers_is_the_trainers_own(tmp_path: P
 def test_a_layout_says_which_ranks_come_together(tmp_path: Path) -> None:
     layout = ["actor.parallel.tensor=2", "actor.parallel.data=2", "engine.parallel.data=2", "critic.parallel.pipeline=2"]
     measured = read_run(recorded(tmp_path, *layout))
-    assert measured.units == {"trainer": 2, "critic": 2, "reward": 1, "generator": 1}
+    assert measured.units == {"trainer": 2, "critic": 2, "reward": 1, "teacher": 1, "generator": 1}
     assert measured.placement == {"trainer": 4, "critic": 2}
     assert {phase.devices for phase in measured.pipeline.phases if phase.name == "generate"} == {2}
 
