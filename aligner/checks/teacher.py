@@ -7,7 +7,7 @@ from aligner.checks.algorithm import OWN_TARGET
 from aligner.checks.trained_model import micro_batch_problems, precision_problems, reader_problems
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape, model_directory, teacher_shape
+from aligner.models.model_source import ExpectedInputs, directory_shape, teacher_shape
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
@@ -34,9 +34,6 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 def _model_problems(config: Config, policy: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     path = Path(str(config.teacher.path))
     try:
-        is_policys = path == model_directory(config)
-        if policy is None and is_policys:
-            return  # told with the model
         shape = directory_shape(path, "teacher.path", expected) if policy is None else teacher_shape(config, policy, expected)
     except ConfigError as error:
         yield str(error)

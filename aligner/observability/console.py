@@ -18,6 +18,7 @@ WINDOW = 5
 _SHOWN = {
     "reward/mean": "reward {:.3f}",
     "kl/reference": "KL {:.4f}",
+    "distill/reverse_kl": "KL to the teacher {:.4f} a token",
     **{f"{trainer}/loss": "loss {:.4f}" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy {:.3f}" for trainer in ("dpo", "reward_model")},
     "eval/loss": "held-out loss {:.4f}",
@@ -28,6 +29,7 @@ _SHOWN = {
 _COMPARED = {
     "reward/mean": "reward",
     "kl/reference": "KL to the reference",
+    "distill/reverse_kl": "KL to the teacher, a token",
     "response/length": "response length, tokens",
     **{f"{trainer}/loss": "loss" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy" for trainer in ("dpo", "reward_model")},
