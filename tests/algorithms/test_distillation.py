@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from aligner.algorithms.distillation import distillation_advantages, reverse_kl
-from aligner.algorithms.online_algorithm import build_online_algorithm
+from aligner.algorithms.online_algorithm import OnlineAlgorithm, build_online_algorithm
 from aligner.config.compose import compose_config
-from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, response_mask
+from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, ScoredSamples, response_mask
 from aligner.schema import Config, TeacherConfig
 from aligner.schema.derived import asks_before_update
+from aligner.schema.keys import with_values
 
 ROWS, PROMPT, WIDTH = 6, 2, 9
 
@@ -119,3 +120,37 @@ def test_rows_that_are_selected_keep_their_own():
     rows = torch.tensor([4, 1])
     chosen = found.select(rows)
     assert chosen.teacher_logprobs is not None and torch.equal(chosen.teacher_logprobs, teacher[rows])
+
+
+def random_samples(algorithm: OnlineAlgorithm, mask: torch.Tensor, old: torch.Tensor, teacher: torch.Tensor) -> ScoredSamples:
+    """One token before the first that the mask may hold, scores that say nothing, and the policy its own reference."""
+    rows, width = mask.shape
+    whole, ones = torch.full((rows,), width + 1), torch.ones(rows, dtype=torch.int64)
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    stop = torch.full((rows,), FINISH_REASONS.index("stop"))
+    tokens = torch.zeros(rows, width + 1, dtype=torch.int64)
+    batch = SampleBatch(tokens, whole, mask, ones, old, versions, finish_reasons=stop, groups=torch.arange(rows))
+    return algorithm.scored_samples(batch, torch.randn(rows, dtype=torch.float64), None, old, old, 0.0, teacher)
+
+
+def test_a_teachers_loss_and_its_gradient_are_those_of_loops_over_tokens():
+    """200 random steps: PPO's clipped surrogate of each token with the teacher's advantage, the mean over all tokens."""
+    config = compose_config(["experiment=tiny_ppo", "algorithm=on_policy_distillation", "teacher.path=somewhere"])
+    algorithm = build_online_algorithm(with_values(config, {"teacher.weight": 0.7}))
+    low, high = config.algorithm.clip_low, config.algorithm.clip_high
+    for seed in range(200):
+        drawn = draw(seed)
+        old, teacher, mask = (values[drawn[2].any(1)] for values in drawn)
+        generator = torch.Generator().manual_seed(1000 + seed)
+        new = (old + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)).requires_grad_()
+        taught = algorithm.experience(random_samples(algorithm, mask, old, teacher))
+        found, _ = algorithm.loss(taught, 0.0)(new, torch.zeros_like(new), taught, algorithm.denominator(taught))
+        terms = []
+        for row, place in mask.nonzero().tolist():
+            advantage = 0.7 * (float(teacher[row, place]) - float(old[row, place]))
+            ratio = torch.exp(new[row, place] - float(old[row, place]))
+            terms.append(-torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage))
+        expected = sum(terms, new.new_zeros(())) / len(terms)
+        gradients = [torch.autograd.grad(loss, new)[0] for loss in (found, expected)]
+        for pair in ((found, expected), gradients):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-15)
