@@ -79,7 +79,7 @@ def build_optimizer(
         init_lr=0.0,
         max_lr=settings.learning_rate,
         min_lr=lowest,
-        lr_warmup_steps=settings.warmup_steps,
+        lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),  # a run that learns nothing reads no warm-up
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,

@@ -26,6 +26,7 @@ EXPERIMENTS = {
 defaults: [override /algorithm: preferences]
 run: {{steps: 3}}
 {SAMPLING}
+actor: {{optimizer: {{warmup_steps: 2}}}}  # which nothing reads
 logging: {{tensorboard: false}}
 """,
     "judge": """
