@@ -10,6 +10,7 @@ from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, teacher_shape
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -17,9 +18,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if not config.has_teacher:
         return
     settings = config.algorithm
+    try:
+        sources = teacher_sources(config.teacher)
+    except ConfigError as error:
+        yield str(error)
+        return
     if settings.loss in OWN_TARGET:
         yield (
-            f"teacher.path={config.teacher.path}: what a teacher says is an advantage of each token, and"
+            f"{sources[0].key}.path={sources[0].path}: what a teacher says is an advantage of each token, and"
             f" algorithm.loss={settings.loss} takes no advantages; give clip, cispo or reinforce"
         )
     if settings.advantage == "none" and settings.kl_coefficient and settings.kl_placement == "reward":
@@ -28,17 +34,19 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             " kl_placement=loss, or kl_coefficient=0"
         )
     yield from micro_batch_problems(config, "teacher", config.teacher)
-    yield from _model_problems(config, model, expected)
+    for source in sources:
+        yield from _model_problems(config, source, model, expected)
 
 
-def _model_problems(config: Config, policy: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    path = Path(str(config.teacher.path))
+def _model_problems(
+    config: Config, source: TeacherSource, policy: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
+    key, path = f"{source.key}.path", Path(source.path)
     try:
-        shape = directory_shape(path, "teacher.path", expected) if policy is None else teacher_shape(config, policy, expected)
+        shape = directory_shape(path, key, expected) if policy is None else teacher_shape(config, source, policy, expected)
     except ConfigError as error:
         yield str(error)
         return
-    assert shape is not None, "there is a teacher"
     yield from precision_problems(config, "teacher", config.teacher, shape)
     yield from layout_problems("teacher.parallel", config.teacher.parallel, shape)
-    yield from reader_problems(config, policy, "teacher.path", path, shape)
+    yield from reader_problems(config, policy, key, path, shape)

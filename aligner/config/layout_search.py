@@ -9,7 +9,7 @@ from typing import Any
 from aligner.config.situation import Choice, Situation, counted
 from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
-from aligner.models.model_source import critic_shape, reward_shapes, teacher_shape
+from aligner.models.model_source import critic_shape, reward_shapes, teacher_shapes
 from aligner.placement.device_lists import describe_devices
 from aligner.placement.memory.role_memory import GIB, memory_needs
 from aligner.placement.roles import computes_on_devices, role_ranks
@@ -166,7 +166,7 @@ def _is_possible(config: Config, situation: Situation) -> bool:
         problems += engine_problems(config.engine.parallel, shape)
         for other in reward_shapes(config, situation.expected).values():
             problems += layout_problems("reward.parallel", config.reward.parallel, other)
-    if (teacher := teacher_shape(config, shape, situation.expected)) is not None:
+    for teacher in teacher_shapes(config, shape, situation.expected).values():
         problems += layout_problems("teacher.parallel", config.teacher.parallel, teacher)
     if config.algorithm.has_critic:
         problems += layout_problems("critic.parallel", config.critic.parallel, critic_shape(config, shape, situation.expected))

@@ -18,6 +18,7 @@ from aligner.schema.data_sources import FUNCTION
 from aligner.schema.options import is_finite_number
 from aligner.schema.references import read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
+from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
@@ -148,15 +149,21 @@ def reward_shapes(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -
     return {source: directory_shape(Path(source.path), f"{source.key}.path", expected) for source in sources}
 
 
-def teacher_shape(config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape | None:
-    """The teacher's shape, None without one. Raises ConfigError for one that is not there.
+def teacher_shapes(
+    config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> dict[TeacherSource, ModelShape]:
+    """The models that teach, with their shapes. Raises ConfigError for one that is not there."""
+    sources = teacher_sources(config.teacher) if config.has_teacher else ()
+    return {source: teacher_shape(config, source, policy, expected) for source in sources}
 
-    The policy's own initial model may be the teacher, also while its directory is still to be made.
+
+def teacher_shape(config: Config, source: TeacherSource, policy: ModelShape, expected: ExpectedInputs) -> ModelShape:
+    """A teacher's shape: the policy's own initial model may be one, also while its directory is still to be made.
+
+    Raises ConfigError where there is no such model.
     """
-    if not config.has_teacher:
-        return None
-    path = Path(str(config.teacher.path))
-    return policy if path == model_directory(config) else directory_shape(path, "teacher.path", expected)
+    path = Path(source.path)
+    return policy if path == model_directory(config) else directory_shape(path, f"{source.key}.path", expected)
 
 
 def read_normalization(directory: Path) -> tuple[float, float]:

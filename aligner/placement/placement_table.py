@@ -18,6 +18,7 @@ from aligner.placement.roles import (
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import has_reference
 from aligner.schema.reward_sources import describe_sources
+from aligner.schema.teacher_sources import teacher_sources
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def placements(config: Config) -> tuple[Placement, ...]:
         found.append(place("critic", describe_layout(config.critic.parallel), values))
     scorer = describe_layout(config.reward.parallel) if computes_on_devices(config, "reward") else "-"
     found += [place(group, scorer, sources) for group in ranks if role_of(group) == "reward"]
-    teacher, taught = describe_layout(config.teacher.parallel), f"teacher {config.teacher.path}"
+    teacher = describe_layout(config.teacher.parallel)
+    taught = "teacher " + ", ".join(source.path for source in teacher_sources(config.teacher))
     return (*found, *(place(group, teacher, taught) for group in ranks if role_of(group) == "teacher"))
 
 

@@ -1,5 +1,6 @@
 """From prompts to samples, with scores, values and a teacher's log-probs on their way."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -214,7 +215,10 @@ class RolloutBuilder:
 
     def _teacher_logprobs(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
         """As `_values`, but a teacher is always the same: it is asked whoever draws."""
-        return self._with_branches(generated, rows, samples, generated.teacher_logprobs, self._services.ask_teacher)
+        of_rows = zip(rows.tolist(), samples, strict=True)
+        told = [generated.prompts[row].metadata for row, sample in of_rows for _ in sample.branches]
+        ask = functools.partial(self._services.ask_teacher, metadata=told)
+        return self._with_branches(generated, rows, samples, generated.teacher_logprobs, ask)
 
     def _with_branches(
         self,
@@ -245,7 +249,7 @@ class RolloutBuilder:
             apart = settings.samples_per_prompt if settings.skippable_prompts else None
             generated.prompts += prompts
             generated.samples += samples
-            generated.teacher_logprobs += self._services.ask_teacher(batch)
+            generated.teacher_logprobs += self._services.ask_teacher(batch, metadata)
             if self._is_alone:
                 generated.scores += self._services.ask_scores(batch, metadata, apart)
                 continue

@@ -182,9 +182,11 @@ class Services:
         """Ask for the values [B, S] of some samples where there is a critic; float32."""
         return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
 
-    def ask_teacher(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
+    def ask_teacher(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the log-probs [B, S-1] of some samples' tokens where there is a teacher; float32."""
-        return () if self._teacher is None else (self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths),)
+        if self._teacher is None:
+            return ()
+        return (self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths, metadata),)
 
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
         """The scores float32 [B] of some samples, on every rank. Collective."""

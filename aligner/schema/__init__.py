@@ -63,4 +63,4 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """Whether the policy is distilled from a teacher."""
-        return self.algorithm.trainer == "online" and self.teacher.path is not None
+        return self.algorithm.trainer == "online" and (self.teacher.path is not None or bool(self.teacher.sources))

@@ -27,6 +27,7 @@ _PATHS = (
     "reward.path",
     "reward.sources.*.path",
     "teacher.path",
+    "teacher.sources.*.path",
 )
 
 

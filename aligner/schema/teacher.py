@@ -1,12 +1,13 @@
 """The teacher: a frozen language model that the policy is distilled from."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import MegatronModelConfig
 
-HAS_TEACHER = "algorithm.trainer=online and teacher.path!=null"
+HAS_TEACHER = "algorithm.trainer=online and teacher.path!=null or algorithm.trainer=online and teacher.sources!={}"
 """When there is a teacher."""
 
 
@@ -16,7 +17,13 @@ class TeacherConfig(MegatronModelConfig):
 
     path: str | None = option(
         None,
-        "model directory of the teacher; no teacher when null",
+        "model directory of the teacher; no teacher when null, or those of sources",
+        read="algorithm.trainer=online",
+    )
+    sources: dict[str, Any] = option(
+        {},
+        "name to path, weight (its share beside a sample's other teachers, 1) and tasks (it is for prompts of which `task` is"
+        " one of these; for all where there are none): several teachers instead of teacher.path",
         read="algorithm.trainer=online",
     )
     weight: float = option(

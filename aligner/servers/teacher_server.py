@@ -1,35 +1,56 @@
-"""The teacher role: log-probs of given tokens under a frozen language model, on its own ranks."""
+"""The teacher role: log-probs of given tokens under a frozen language model, or several, on its own ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.data.types import response_mask
+from aligner.errors import ConfigError
 from aligner.megatron.policy import FrozenPolicy
 from aligner.megatron.world import initialize, shutdown
 from aligner.models.model_source import directory_shape, model_directory
 from aligner.models.vocabulary import require_policys_tokens
 from aligner.schema import Config
+from aligner.schema.teacher_sources import TeacherSource, teacher_shares, teacher_sources
 from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_frozen, tensor
 from aligner.servers.triton_host import Serve
-from aligner.servers.wire_protocol import TEACHER_LOGPROBS, EndpointSpec
+from aligner.servers.wire_protocol import (
+    TEACHER_LOGPROBS,
+    Arrays,
+    EndpointSpec,
+    RequestError,
+    column_texts,
+    json_objects,
+)
 
 
 def serve_teacher(config: Config, group: str = "teacher") -> None:
     """One rank of the teacher, or of the replica that `group` names, until it is told to stop.
 
-    Raises ConfigError where the model is not there, or has another tokenizer than the policy.
+    Raises ConfigError where a model is not there, or has another tokenizer than the policy.
     """
-    settings, directory = config.teacher, Path(str(config.teacher.path))
-    shape = directory_shape(directory, "teacher.path")
-    require_policys_tokens("teacher.path", directory, model_directory(config))
+    settings, sources = config.teacher, teacher_sources(config.teacher)
+    shapes = [directory_shape(Path(source.path), f"{source.key}.path") for source in sources]
+    for source in sources:
+        require_policys_tokens(f"{source.key}.path", Path(source.path), model_directory(config))
     world = initialize(settings.parallel, config.seed, config.cluster.collective_timeout_s)
-    teacher = Teacher(FrozenPolicy(shape, world, settings, directory, settings.logprob_chunk_tokens))
-    limits = model_limits(config, directory, shape.vocab_size, "teacher.path")
+    models = [
+        FrozenPolicy(shape, world, settings, Path(source.path), settings.logprob_chunk_tokens)
+        for source, shape in zip(sources, shapes, strict=True)
+    ]
+    teacher = Teacher(models, sources)
+    limits = min(
+        (
+            model_limits(config, Path(source.path), min(shape.vocab_size for shape in shapes), f"{source.key}.path")
+            for source in sources
+        ),
+        key=lambda limits: limits.max_sequence_length,
+    )
     serve_frozen(group, config, teacher.handlers, teacher.endpoints, limits)
     shutdown()  # the groups' threads would abort an interpreter that ends under them
 
@@ -37,25 +58,37 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
 class Teacher:
     """One rank's side of the teacher. Every rank of the world calls every handler."""
 
-    def __init__(self, model: FrozenPolicy) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource]) -> None:
+        self._models, self._sources = models, sources
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """What each op does."""
         return {"teacher_logprobs": self.logprobs}
 
-    @rank_handler(join=RowJoin())
+    @rank_handler(join=RowJoin(("shares",)))
     def logprobs(
-        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None, temperature: float = 1.0
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor | None = None,
+        temperature: float = 1.0,
+        shares: Sequence[Sequence[float]] | None = None,
     ) -> Tensor:
         """float32 [B, S] of tokens int64 [B, S], lengths and prompt lengths int64 [B]: entry t is of token t+1, the last is 0.
 
         Zeros past a sequence's end and, with prompt lengths, in the prompt. As wide as the tokens, for joined requests are cut
-        apart at these.
+        apart at these. With `shares`, each model's in each row, they are the models' mean by these.
         """
         mask = None if prompt_lengths is None else response_mask(lengths, prompt_lengths, tokens.shape[1])
-        return F.pad(self._model.logprobs(tokens, lengths, mask=mask, temperature=temperature), (0, 1))
+        parts = torch.ones(len(tokens), 1) if shares is None else torch.tensor(shares)
+        found = torch.zeros(tokens.shape)
+        for model, part in zip(self._models, parts.unbind(1), strict=shares is not None):
+            if len(rows := part.nonzero()[:, 0]):
+                inside = None if mask is None else mask[rows]
+                of_model = model.logprobs(tokens[rows], lengths[rows], mask=inside, temperature=temperature)
+                found[rows] += part[rows, None] * F.pad(of_model.cpu(), (0, 1))
+        return found
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
@@ -64,8 +97,20 @@ class Teacher:
             tensors = {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])}
             if "prompt_lengths" in arrays:
                 tensors["prompt_lengths"] = tensor(arrays["prompt_lengths"][:, 0])
+            shares = self._shares(arrays)
             temperature = float(arrays["temperature"][0, 0]) if "temperature" in arrays else 1.0
-            found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, temperature=temperature)
-            return {"logprobs": found[:, :-1].contiguous().cpu().numpy()}
+            told = {"temperature": temperature} | ({} if shares is None else {"shares": shares})
+            found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)
+            return {"logprobs": found[:, :-1].contiguous().numpy()}
 
         return {TEACHER_LOGPROBS: logprobs}
+
+    def _shares(self, arrays: Arrays) -> list[list[float]] | None:
+        """Each model's in each of a request's rows; None where there is one model for all. Raises RequestError."""
+        if len(self._sources) == 1 and not self._sources[0].tasks:
+            return None
+        told = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
+        try:
+            return [teacher_shares(self._sources, fields) for fields in told or [{}] * len(arrays["tokens"])]
+        except ConfigError as error:
+            raise RequestError(str(error)) from error

@@ -127,7 +127,7 @@ TEACHER_LOGPROBS = EndpointSpec(
     (
         TOKENS,
         LENGTHS,
-        RESPONSES[0],
+        *RESPONSES,
         _of_request("temperature", np.float32, batching=True),
         _of_request("sequence_number", np.int64, batching=True),
         _of_request("trace_id", np.bytes_, batching=True),

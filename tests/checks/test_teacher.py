@@ -17,6 +17,8 @@ from aligner.placement.memory.role_memory import memory_needs
 from aligner.placement.placement_table import placements
 from aligner.placement.roles import computes_on_devices, role_ranks, server_ranks
 from aligner.schema import Config
+from aligner.schema.keys import with_values
+from aligner.schema.references import read_paths
 
 ALONE = "algorithm=on_policy_distillation"
 
@@ -113,3 +115,57 @@ def test_what_a_teacher_does_not_fit_is_told_by_key(
     with pytest.raises(ConfigError) as caught:
         check(composed(models_directory, teacher, *overrides))
     assert re.search(told, str(caught.value)), caught.value
+
+
+def several(root: Path, **sources: object) -> Config:
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={root / 'run'}", "algorithm=grpo"])
+    policy = {"model.source": "directory", "model.path": str(root / "policy-model")}
+    return with_values(config, policy | {"teacher.sources": sources})
+
+
+def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Path) -> None:
+    paths = [str(models_directory / name) for name in ("deeper-model", "policy-model")]
+    both = several(models_directory, all={"path": paths[0]}, sums={"path": paths[1], "weight": 2, "tasks": ["sums"]})
+    shape = check(both)
+    alone = several(models_directory, all={"path": paths[0]})
+    assert server_ranks(both) == server_ranks(alone) == {"reward": 1, "teacher": 1}
+    assert placements(both)[2].runs == f"teacher {paths[0]}, {paths[1]}"
+    (two,), (one,) = (memory_needs(config, shape)[-1].phases for config in (both, alone))
+    assert two.weights == pytest.approx(1.5 * one.weights, rel=0.1)
+    assert {key: Path(path).name for key, path in read_paths(both).items() if key.startswith("teacher.")} == {
+        "teacher.sources.all.path": "deeper-model",
+        "teacher.sources.sums.path": "policy-model",
+    }
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        (
+            "deeper-model",
+            r"teacher\.sources\.sums=deeper-model: expected a mapping with path and, if wanted, weight and tasks",
+        ),
+        ({}, r"teacher\.sources\.sums\.path: missing"),
+        ({"path": "absent"}, r"teacher\.sources\.sums\.path=absent: no such model directory"),
+        ({"path": "short-model"}, r"teacher\.sources\.sums\.path=.*short-model: it has 16 positions"),
+        (
+            {"path": "a", "task": "sums"},
+            r"teacher\.sources\.sums\.task: unknown key; did you mean teacher\.sources\.sums\.tasks",
+        ),
+        ({"path": "a", "weight": 0}, r"teacher\.sources\.sums\.weight=0: must be a finite number above 0"),
+        ({"path": "a", "tasks": "sums"}, r"teacher\.sources\.sums\.tasks=sums: expected a list of names"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_is_told_by_its_name(
+    models_directory: Path, monkeypatch: pytest.MonkeyPatch, entries: object, told: str
+) -> None:
+    monkeypatch.chdir(models_directory)
+    with pytest.raises(ConfigError) as caught:
+        check(several(models_directory, all={"path": "deeper-model"}, sums=entries))
+    assert re.search(told, str(caught.value)), caught.value
+
+
+def test_one_teacher_and_several_are_not_given_together(models_directory: Path) -> None:
+    config = several(models_directory, all={"path": "deeper-model"})
+    with pytest.raises(ConfigError, match=r"teacher\.sources: teacher\.path is given as well"):
+        check(with_values(config, {"teacher.path": "deeper-model"}))

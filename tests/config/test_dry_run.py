@@ -142,6 +142,12 @@ def test_a_teacher_is_the_tiny_policy_itself_on_one_rank():
     assert role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
     assert small.teacher.path == str(run_paths(small).initial_model)
     assert memory_needs(small, models.policy)[-1].role == "teacher"
+    sources = {"all": {"path": "judge"}, "sums": {"path": "judge", "weight": 2, "tasks": ["sums"]}}
+    several = with_values(config, {"teacher.path": None, "teacher.sources": sources, "dry_run.scale": "tiny"})
+    small, _ = tiny_run(several, Models(checked(several, shape), {}))
+    checked(small)
+    own = {"path": str(run_paths(small).initial_model)}
+    assert small.teacher.sources == {"all": own, "sums": sources["sums"] | own}
 
 
 def test_frozen_layers_are_the_tiny_models_that_stand_for_them():

@@ -31,10 +31,10 @@ def llama_config(tied: bool, **more: Any) -> Any:
     )
 
 
-def save_llama(directory: Path, *, tied: bool) -> Path:
+def save_llama(directory: Path, *, tied: bool, seed: int = 11) -> Path:
     from transformers import LlamaForCausalLM
 
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(llama_config(tied))
     for name, parameter in model.named_parameters():
         if "norm" in name:  # so that a norm that is not read shows

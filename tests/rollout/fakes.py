@@ -14,7 +14,8 @@ class Stream:
     """A prompt's id is its position."""
 
     def take(self, start, count):
-        return [Prompt(start + place, f"prompt {start + place}", torch.tensor([5])) for place in range(count)]
+        ids = range(start, start + count)
+        return [Prompt(id, f"prompt {id}", torch.tensor([5]), {"task": f"task {id}"}) for id in ids]
 
 
 class Digits:
@@ -136,7 +137,7 @@ class Scorers:
     def ask_values(self, batch):
         return ()
 
-    def ask_teacher(self, batch):
+    def ask_teacher(self, batch, metadata):
         return (self.answer(taught(batch)),)
 
     def ask(self, batch, metadata, rows_apart=None):

@@ -94,11 +94,18 @@ class Longer(Digits):
 
 def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_left_and_their_branches():
     services = Scorers({1, 4, 5, 9}.__contains__)
-    asked, plain = [], services.ask_teacher
-    services.ask_teacher = lambda batch: asked.append(batch.lengths.tolist()) or plain(batch)
+    asked, told, plain = [], [], services.ask_teacher
+
+    def ask_teacher(batch, metadata):
+        asked.append(batch.lengths.tolist())
+        told.append([fields["task"] for fields in metadata])
+        return plain(batch, metadata)
+
+    services.ask_teacher = ask_teacher
     rollout = rollouts(mixed=(), rounds=3, engine=Longer(), services=services).take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
     assert asked[:2] == [[3, 3, 4, 4], [5, 5, 6, 6]] and asked[-1] == [6, 6, 6, 6], "parts as drawn, branches at the end"
+    assert told[0] == ["task 0", "task 0", "task 1", "task 1"] and told[-1] == ["task 1", "task 4", "task 5", "task 9"]
     width = rollout.batch.tokens.shape[1] - 1
     assert torch.equal(rollout.teacher_logprobs.result(width), taught(rollout.batch))
     rows = torch.tensor([3, 0])

@@ -46,7 +46,7 @@ class Scores:
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
         return (_now(torch.tensor(rows)),)
 
-    def ask_teacher(self, batch):
+    def ask_teacher(self, batch, metadata):
         return ()
 
 

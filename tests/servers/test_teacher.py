@@ -12,6 +12,7 @@ import torch
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
+from aligner.schema.teacher_sources import TeacherSource, teacher_shares
 from aligner.servers.connection import RemoteError
 from aligner.servers.rank_commands import Command
 from aligner.servers.teacher_client import TeacherClient
@@ -36,8 +37,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[RunningRole]:
-    """Of two ranks that cut the model between them."""
-    overrides = f"experiment=tiny_ppo teacher.path={directory} teacher.parallel.tensor=2"
+    """Of two ranks that cut its two models between them, of which the second is for sums alone."""
+    sums = save_llama(tmp_path_factory.mktemp("sums"), tied=False, seed=5)
+    sources = f"+teacher.sources.all.path={directory} +teacher.sources.sums={{path:{sums},weight:3,tasks:[sums]}}"
+    overrides = f"experiment=tiny_ppo {sources} teacher.parallel.tensor=2"
     role = RunningRole("teacher", tmp_path_factory.mktemp("server"), ranks=2, OVERRIDES=overrides)
     yield role.wait_ready()
     role.stop()
@@ -61,7 +64,7 @@ def expected(directory: Path) -> torch.Tensor:
 def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(client, directory):
     places = torch.arange(1, TOKENS.shape[1])
     in_response = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
-    found = client.logprobs(TOKENS, LENGTHS, PROMPTS).result()
+    found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
     assert found.dtype == torch.float32 and found.shape == (3, 11)
     torch.testing.assert_close(found, torch.where(in_response, expected(directory), 0.0), rtol=1e-4, atol=1e-4)
     client.assert_settled()
@@ -85,7 +88,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
         with pytest.raises(RemoteError, match=told) as caught:
             client._infer(TEACHER_LOGPROBS, arrays)
         assert caught.value.kind == "RequestError"
-    assert client.logprobs(TOKENS, LENGTHS, PROMPTS).result().isfinite().all()
+    assert client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result().isfinite().all()
 
 
 def test_it_tells_its_role_and_has_no_checkpoints(client):
@@ -107,6 +110,13 @@ def test_a_temperature_must_be_a_finite_number_above_0(value):
         validate(TEACHER_LOGPROBS, {"tokens": np.full((2, 1), 5), "sequence_lengths": np.full((2, 1), 1)}, limits)
 
 
+ONE = (TeacherSource("teacher", "path"),)
+SEVERAL = (
+    TeacherSource("teacher.sources.all", "path"),
+    TeacherSource("teacher.sources.sums", "other", weight=3.0, tasks=("sums", "products")),
+)
+
+
 class Successors:
     """A token's log-prob is -(itself + the one before it)."""
 
@@ -117,7 +127,7 @@ class Successors:
 
 
 def test_requests_that_are_joined_get_what_each_would_get_alone():
-    handler = Teacher(Successors()).logprobs  # type: ignore[arg-type]
+    handler = Teacher([Successors()], ONE).logprobs  # type: ignore[list-item]
     join = handler.join  # type: ignore[attr-defined]
     widths = (5, 9, 6)
     commands = [
@@ -132,7 +142,7 @@ def test_requests_that_are_joined_get_what_each_would_get_alone():
 
 
 def test_another_temperature_is_not_joined():
-    join = Teacher(Successors()).logprobs.join  # type: ignore[arg-type, attr-defined]
+    join = Teacher([Successors()], ONE).logprobs.join  # type: ignore[list-item, attr-defined]
     tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
     warm, cold = (Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5))
     assert join.kind(warm) != join.kind(cold)
@@ -145,3 +155,45 @@ def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
     character_tokenizer().save(str(other / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids mean something else"):
         serve_teacher(config)
+
+
+class Scaled(Successors):
+    """So many times those; keeps which rows it was asked about."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.asked = factor, torch.zeros(0)
+
+    def logprobs(self, tokens, lengths, *, mask=None, temperature=1.0):
+        self.asked = tokens[:, 0]
+        return self.factor * super().logprobs(tokens, lengths, mask=mask, temperature=temperature)
+
+
+def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
+    assert teacher_shares(SEVERAL, {"task": "sums"}) == [0.25, 0.75]
+    assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="none is for a prompt whose task is 'letters'; they are for products, sums"):
+        teacher_shares(SEVERAL[1:], {"task": "letters"})
+
+
+def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_alone():
+    models = [Scaled(1.0), Scaled(10.0)]
+    handler = Teacher(models, SEVERAL).logprobs  # type: ignore[arg-type]
+    tokens, lengths, prompts = torch.arange(15).view(3, 5), torch.tensor([5, 4, 5]), torch.tensor([1, 1, 2])
+    plain = handler(tokens, lengths, prompts)
+    found = handler(tokens, lengths, prompts, shares=[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.25 + 7.5, 10.0])[:, None] * plain)
+    assert [model.asked.tolist() for model in models] == [[0, 5], [5, 10]]
+
+
+def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
+    every = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
+    found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{"task": "sums"}, {"answer": "1"}, {"task": "letters"}]).result()
+    torch.testing.assert_close(found[1:], every[1:], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[0], every[0], atol=1e-2)
+
+
+def test_a_prompt_that_nobody_teaches_is_refused_by_name():
+    serve = Teacher([], SEVERAL[1:]).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
+    arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy()}
+    with pytest.raises(RequestError, match="none is for a prompt whose task is None"):
+        serve(arrays)

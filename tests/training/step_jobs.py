@@ -114,7 +114,7 @@ def critic_warmup(overrides: list[str], first: int, saved_after: int | None = No
 class _Halves:
     """Stands for the teacher's servers: the log-probs of even tokens are -1, those of odd ones -2."""
 
-    def logprobs(self, tokens: Tensor, lengths: Tensor, prompts: Tensor) -> Future[Tensor]:
+    def logprobs(self, tokens: Tensor, lengths: Tensor, prompts: Tensor, metadata: object) -> Future[Tensor]:
         answer: Future[Tensor] = Future()
         places = torch.arange(1, tokens.shape[1])
         inside = (places >= prompts[:, None]) & (places < lengths[:, None])

@@ -19,6 +19,7 @@ from aligner.schema.data_sources import FUNCTION, data_sources
 from aligner.schema.derived import longest_sequence
 from aligner.schema.keys import only_read, schema_keys, value_at, with_values
 from aligner.schema.reward_sources import asked_address, reward_sources, without_tasks
+from aligner.schema.teacher_sources import teacher_sources
 
 _SUMS = {
     "online": "prompts",
@@ -93,7 +94,8 @@ def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Ite
     if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
         yield f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes its place, at its layout"
     if given.has_teacher:
-        yield f"teacher.path={given.teacher.path}: the tiny policy itself takes its place, on one rank"
+        for source in teacher_sources(given.teacher):
+            yield f"{source.key}.path={source.path}: the tiny policy itself takes its place, on one rank"
     for url in unreachable:
         yield f"{url}: it does not answer; the share of digits takes its place as the score"
     if "dry_run" in tiny.reward.sources:

@@ -186,10 +186,17 @@ def models(config: Config, tiny: Models) -> Values:
         "model.config": hugging_face_config(tiny.policy),
         "dry_run.models": {named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()},
         **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in named.items()},
-        "teacher.path": str(run_paths(config).initial_model) if config.has_teacher else None,
+        **_taught_by(config, str(run_paths(config).initial_model)),
         "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
         "actor.lora.rank": min(config.actor.lora.rank, 2),
     }
+
+
+def _taught_by(config: Config, path: str) -> Values:
+    teacher = config.teacher
+    if teacher.sources:
+        return {"teacher.sources": {name: {**entries, "path": path} for name, entries in teacher.sources.items()}}
+    return {"teacher.path": path if config.has_teacher else None}
 
 
 def scores(config: Config, unreachable: Collection[str]) -> Values:

@@ -14,7 +14,7 @@ from aligner.models.model_source import (
     critic_shape,
     first_layers,
     reward_shapes,
-    teacher_shape,
+    teacher_shapes,
 )
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
@@ -83,8 +83,8 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
         roles.append(_fullest([_critic(config, critic, rewards, stage) for stage in stages]))
     if rewards and not config.critic_scores:
         roles += _frozen(config, "reward", "scoring", config.reward, rewards, "scalar")
-    if (teacher := teacher_shape(config, shape, expected)) is not None:
-        roles += _frozen(config, "teacher", "logprobs", config.teacher, [teacher], "vocabulary")
+    if teachers := list(teacher_shapes(config, shape, expected).values()):
+        roles += _frozen(config, "teacher", "logprobs", config.teacher, teachers, "vocabulary")
     return tuple(roles)
 
 
