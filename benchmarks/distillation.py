@@ -1,0 +1,127 @@
+"""A student of two layers comes to get `--target` of the held-out sums right, in so many steps and seconds: taught by the full
+model of `experiment=arithmetic` on its own samples, imitating that model's answers, and by the reward alone.
+
+All start from the same student (`experiment=arithmetic_student_sft`) and take steps of as many samples. Greedy pass@1 on 512
+held-out sums is measured every `--every` steps; seconds are those of the steps, without evaluations and a run's start. The
+imitated answers are as many as are learned from; how long drawing them took is told apart. Exits 1 unless the student that is
+taught on its own samples gets there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aligner
+from aligner.data.arithmetic import held_out
+from benchmarks.runs import run_to_end
+
+STUDENT = "model.path=experiment:arithmetic_student_sft"
+_SAMPLES = 256
+"""Of a step: `experiment=arithmetic` has 64 prompts of 4."""
+_TIMEOUT_S = 3600.0
+
+Curve = list[dict[str, float]]
+"""Steps, the seconds of all steps so far, and pass@1 after them."""
+
+
+def online(experiment: str, directory: Path, steps: int, every: int, *overrides: str) -> Curve:
+    """The curve of a run that evaluates itself."""
+    lengths = (f"run.steps={steps}", f"evaluation.every={every}")
+    run = run_to_end(directory, *lengths, *overrides, experiment=experiment, timeout_s=_TIMEOUT_S)
+    curve, seconds = [], 0.0
+    for step in run.metrics:
+        if "time/step" in step:  # the first evaluation has none
+            seconds += step["time/step"] - step.get("time/evaluate", 0.0)
+        if "eval/pass@1" in step:
+            curve.append({"step": step["step"], "seconds": seconds, "pass@1": step["eval/pass@1"]})
+    return curve
+
+
+def imitation(directory: Path, steps: int, every: int, seed: int, *overrides: str) -> tuple[Curve, float]:
+    """The curve of a student that imitates the teacher's own answers, each once, and the seconds of drawing these."""
+    drawn = run_to_end(
+        *(directory / "answers", "algorithm=preferences", "model.path=experiment:arithmetic", f"run.steps={steps}"),
+        *(f"seed={seed}", "evaluation.every=0"),
+        experiment="arithmetic",
+        timeout_s=_TIMEOUT_S,
+    )
+    run = run_to_end(
+        *(directory / "imitation", "model.source=directory", STUDENT, f"data.path={drawn.paths.root / 'responses.jsonl'}"),
+        "data.max_response_tokens=5",
+        *(f"data.batch_size={_SAMPLES}", f"run.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={steps}"),
+        *(f"seed={seed}", *overrides),
+        experiment="arithmetic_student_sft",
+        timeout_s=_TIMEOUT_S,
+    )
+    seconds = [step["time/step"] for step in run.metrics if "time/step" in step]
+    curve = [
+        {
+            "step": step,
+            "seconds": sum(seconds[:step]),
+            "pass@1": pass_at_1(run.paths.checkpoints / f"step_{step}", list(held_out())),
+        }
+        for step in range(every, steps + 1, every)
+    ]
+    return curve, sum(step["time/step"] for step in drawn.metrics if "time/step" in step)
+
+
+def pass_at_1(model: Path, asked: Sequence[dict[str, str]]) -> float:
+    """How many of these a stored policy gets right, greedily."""
+    answers = aligner.generate(model, asked, greedy=True, max_new_tokens=5)
+    return sum(answer["response"] == one["answer"] for answer, one in zip(answers, asked, strict=True)) / len(asked)
+
+
+def ways(directory: Path, steps: int, every: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Each way to learn, with its curve."""
+    same, rate = f"seed={seed}", "actor.optimizer.learning_rate=1e-3"
+    taught = online("arithmetic_distillation", directory / "taught", steps, every, same)
+    yield {"way": "taught on its own samples", "curve": taught}
+    curve, drawing = imitation(directory, steps, every, seed, rate, "actor.optimizer.warmup_steps=10")
+    yield {"way": "imitates the teacher's answers", "curve": curve, "drawing_s": drawing}
+    for more in ((), (rate,)):
+        told = "reward alone" + (", at the others' learning rate" if more else "")
+        name = "rewarded" + ("_fast" if more else "")
+        yield {
+            "way": told,
+            "curve": online("arithmetic", directory / name, steps, every, same, STUDENT, "algorithm=grpo", *more),
+        }
+
+
+def reached(curve: Curve, target: float) -> dict[str, float] | None:
+    """Where a curve first comes to the target; None: nowhere."""
+    return next((point for point in curve if point["pass@1"] >= target), None)
+
+
+def shown(way: dict[str, Any], target: float) -> str:
+    """A way's outcome in a line."""
+    found, best = reached(way["curve"], target), max(point["pass@1"] for point in way["curve"])
+    told = "never" if found is None else f"step {found['step']:.0f}, {found['seconds']:.1f} s"
+    drawing = f" (and {way['drawing_s']:.1f} s to draw the answers)" if "drawing_s" in way else ""
+    return f"{way['way']}: pass@1 {target:g} at {told}{drawing}; best {best:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=float, default=0.6, help="pass@1 to come to (0.6)")
+    parser.add_argument("--steps", type=int, default=100, help="of each run, at most (100)")
+    parser.add_argument("--every", type=int, default=10, help="steps between two measurements (10)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a way, with its whole curve")
+    parsed = parser.parse_args(arguments)
+    first = None
+    with tempfile.TemporaryDirectory(prefix="aligner-distillation-") as place:
+        for way in ways(Path(place), parsed.steps, parsed.every, parsed.seed):
+            first = first or way
+            print(json.dumps(way) if parsed.json else shown(way, parsed.target), flush=True)
+    assert first is not None
+    return 0 if reached(first["curve"], parsed.target) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
