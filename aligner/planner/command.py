@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError
-from aligner.planner.phases import KINDS, Lengths, Phase, PipelineModel
+from aligner.planner.phases import CRITIC, KINDS, Lengths, Phase, PipelineModel
 from aligner.planner.plan import PlanRequest, make_plan, proportional_split
 
 if TYPE_CHECKING:
@@ -195,6 +195,11 @@ def _phases(text: str) -> dict[str, Phase]:
         if name in phases:
             raise ConfigError(f"--phases {text}: {name} is given twice")
         phases[name] = Phase(name, role or allowed[0], _number(f"--phases {key}", value))
+    critics = sorted({phases[name].role for name in CRITIC if name in phases})
+    if len(critics) > 1:
+        raise ConfigError(
+            f"--phases {text}: {' and '.join(CRITIC)} are of one critic, on one role; got {' and '.join(critics)}"
+        )
     return phases
 
 

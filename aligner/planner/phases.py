@@ -39,6 +39,8 @@ KINDS: Mapping[str, Kind] = {
     "publish": Kind(("trainer",), "the new weights are sent"),
 }
 """In the order in which a role does them for a batch."""
+CRITIC = ("values", "critic_train")
+"""Phases of the critic's weights, which are in one place: the same role runs both."""
 
 
 @dataclass(frozen=True)

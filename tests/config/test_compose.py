@@ -34,8 +34,11 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "run.resume=true"], "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME"),
         ([TINY, "model=tiny_randon"], "model=tiny_randon: no such model; did you mean model=tiny_random?"),
         (["tiny_ppo"], "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
-        (["experiment=nope"], "experiment=nope: no such experiment; allowed: arithmetic, arithmetic_sft, calculator"),
-        ([], "experiment=NAME is missing; experiments: arithmetic, arithmetic_sft, calculator, calculator_sft, llama3_"),
+        (
+            ["experiment=nope"],
+            "experiment=nope: no such experiment; allowed: arithmetic, arithmetic_distillation, arithmetic_iterated_dpo",
+        ),
+        ([], "experiment=NAME is missing; experiments: arithmetic, arithmetic_distillation, arithmetic_iterated_dpo, "),
     ],
 )
 def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from aligner.planner.phases import HOST, KINDS, Lengths, Phase, PipelineModel
+from aligner.planner.phases import CRITIC, HOST, KINDS, Lengths, Phase, PipelineModel
 
 
 def pipeline(max_staleness: int = 1, micro_batches: int = 1, lengths: Lengths | None = None, **phases: float) -> PipelineModel:
@@ -33,6 +35,8 @@ def pipelines(draw: st.DrawFn, even: bool | None = None, lengths: bool | None = 
         phases.append(
             Phase(name, draw(st.sampled_from(runs)), draw(given), draw(st.integers(1, 3)), draw(st.sampled_from((0, 0.3))))
         )
+    critic = next(phase.role for phase in phases if phase.name == CRITIC[0])
+    phases = [replace(phase, role=critic) if phase.name in CRITIC else phase for phase in phases]
     drawn = None
     if lengths or (not even and draw(st.booleans())):
         mean, longest = draw(st.integers(4, 30)), draw(st.integers(30, 60))

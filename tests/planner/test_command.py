@@ -97,6 +97,7 @@ def test_a_publish_is_told_of_a_configuration_with_its_keys(capsys: pytest.Captu
         (["--phases", "generate=21,train"], "--phases generate=21,train: train is not NAME=VALUE"),
         (["--phases", "generate=21,train=1,train=2"], "train is given twice"),
         (["--phases", "generate=21,train=1,score@moon=2"], "--phases score@moon=2: moon does not run score; allowed: reward"),
+        ([BOTH[0], f"{BOTH[1]},values@trainer=1,critic_train=2"], "are of one critic, on one role; got critic and trainer"),
         ([*BOTH, "--max-staleness", "-1"], "--max-staleness=-1: must be a whole number from 0 to 100"),
         (["--phases", "generate@trainer=2,train=3", "--max-staleness", "1"], "--max-staleness 1: with generate@trainer"),
         ([*BOTH, "--link", "5"], "--link 5: needs --measured RUN, or experiment=NAME"),

@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aligner.errors import ConfigError
-from aligner.planner.phases import Phase, PipelineModel
+from aligner.planner.phases import ROLES, Phase, PipelineModel
 from aligner.planner.plan import fastest_placement, fastest_split, proportional_split
 from aligner.planner.simulation import forecast
 from tests.planner.pipelines import pipeline, pipelines
 
-UNITS = st.fixed_dictionaries({role: st.sampled_from((1, 1, 2, 3)) for role in ("trainer", "generator", "critic", "reward")})
+UNITS = st.fixed_dictionaries({role: st.sampled_from((1, 1, 2, 3)) for role in ROLES})
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -166,7 +166,7 @@ def test_every_phase_of_every_batch_is_done_once_after_what_it_needs_and_by_a_ro
     made, placement = placed
     spans = schedule(made, placement, batches=8)
     done = {(span.name, span.batch, span.part): span for span in spans}
-    parts = ("generate", "score", "values", "logprobs", "reference")
+    parts = ("generate", "score", "values", "teacher_logprobs", "logprobs", "reference")
     counts = Counter(span.name for span in spans)
     known = {phase.name for phase in made.phases}
     assert len(done) == len(spans)
