@@ -19,6 +19,7 @@ from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
 from aligner.training.engine_setup import build_options
 from tests.algorithms import jobs
 from tests.megatron import families
+from tests.rounds import typical
 
 BEHAVIOR = tensor([[0.25, 0.5, 0.05]]).log()
 PROXIMAL = tensor([[0.5, 0.4, 0.2]]).log()
@@ -200,7 +201,7 @@ def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proxim
     assert float(loss) == pytest.approx(sum(TERMS))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", typical(["token", "sequence"], ["sequence"]))
 def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over_ranks(pool, tmp_path_factory, level):
     directory = families.save("llama3", tmp_path_factory.mktemp("llama3"))
     experience = jobs.stale_experience(72)

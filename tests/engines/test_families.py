@@ -15,6 +15,7 @@ from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
+from tests.rounds import typical
 
 LENGTHS = (3, 9, 1, 9)
 NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
@@ -44,7 +45,7 @@ def routes_of(sample: Sample) -> list[list[list[int]]] | None:
     return None if sample.routes is None else sample.routes.sort(-1).values.tolist()
 
 
-@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize("family", typical(families.CONFIGS, ("llama3", "gpt2", "qwen3_moe")))
 def test_logprobs_are_megatrons(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
     ((alone, error),) = pool.run(sample_and_score, 1, directory, 1)

@@ -26,6 +26,7 @@ from tests.engines.engines import load_directory
 from tests.engines.test_branches import CALLER, forgetful_model
 from tests.engines.test_episodes import asked
 from tests.megatron import families
+from tests.rounds import slow
 
 STOPS = tuple(range(20, 60))
 
@@ -83,7 +84,7 @@ def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
-    [({}, (None,)), ({"arguments": {"delay_s": 0.05, "spread": 3}}, (None,)), ({}, (3, 8, None))],
+    [({}, (None,)), slow({"arguments": {"delay_s": 0.05, "spread": 3}}, (None,)), slow({}, (3, 8, None))],
     ids=["at once", "at times of their own", "in parts"],
 )
 def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, settings, parts):

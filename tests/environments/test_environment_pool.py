@@ -15,6 +15,7 @@ from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.errors import AlignerError, ConfigError
 from tests.environments.acting import pool_of
 from tests.environments.conftest import ended
+from tests.rounds import typical
 
 
 def opened(pool, *names, **task):
@@ -195,7 +196,7 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
     assert len(log.pids()) == 1 and log.asked("other") == ["reset", "say"] and log.asked("late")[-1] == "close"
 
 
-@pytest.mark.parametrize("how", ["hang", "hold", "task hang", "deaf", "die", "task die"])
+@pytest.mark.parametrize("how", typical(["hang", "hold", "task hang", "deaf", "die", "task die"], ("hang", "die")))
 def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, how):
     pool = make(deadline_s=1.0)
     opened(pool, "guilty", "busy", "idle")

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from aligner.config.compose import compose_config, save_config
+from tests.rounds import slow
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 HEALTHY = {"prepare": "prepare", "critic": "serve", "reward": "serve", "trainer": "train"}
@@ -269,7 +270,7 @@ def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_star
     assert "starting critic again" not in out
 
 
-@pytest.mark.parametrize("behaviors", [{"prepare": "hang"}, {"reward": "never_healthy", "trainer": "hang"}])
+@pytest.mark.parametrize("behaviors", [slow({"prepare": "hang"}), {"reward": "never_healthy", "trainer": "hang"}])
 def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(
     run: Path, behaviors: dict[str, str]
 ) -> None:

@@ -21,6 +21,7 @@ from aligner.launcher.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launcher.stand_ins import stand_in
 from tests.launcher.test_launch import finish, given, processes_of, start, wait_for
+from tests.rounds import slow
 
 
 def resumed(run: Path, *overrides: str) -> str:
@@ -83,11 +84,11 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
             "fail_rank_1",
             "rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
         ),
-        (
+        slow(
             "raise",
             "rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan",
         ),
-        ("killed", "rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
+        slow("killed", "rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
     ],
 )
 def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.families import CONFIGS, MIXTURES
+from tests.rounds import slow
 
 TOLERANCE = 1e-4
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -137,12 +138,12 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
 @pytest.mark.parametrize(
     ("family", "layout", "optimizer", "tokens"),
     [
-        ("llama2", {"data": 2}, {}, 24),
+        slow("llama2", {"data": 2}, {}, 24),
         ("llama2", {"data": 4}, {"distributed": True}, 14),  # some ranks have no row for their last micro-batch
-        ("gpt2", {"data": 4}, {}, 14),
-        ("gpt2", {"data": 2, "tensor": 2}, {"distributed": True}, 24),
+        slow("gpt2", {"data": 4}, {}, 14),
+        slow("gpt2", {"data": 2, "tensor": 2}, {"distributed": True}, 24),
         ("mixtral", {"data": 2, "expert": 2}, {}, 24),
-        ("qwen3_moe", {"data": 2}, {"distributed": True}, 24),
+        slow("qwen3_moe", {"data": 2}, {"distributed": True}, 24),
     ],
 )
 def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool, tmp_path, family, layout, optimizer, tokens):
@@ -160,10 +161,10 @@ def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool,
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("llama2", {"data": 2}),
+        slow("llama2", {"data": 2}),
         ("gpt2", {"data": 2, "tensor": 2}),  # a head that is the embedding
         ("qwen3_moe", {"data": 2, "expert": 2}),
-        ("pythia", {"data": 2, "pipeline": 2}),
+        slow("pythia", {"data": 2, "pipeline": 2}),
     ],
 )
 def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_bit(pool, tmp_path, family, layout):

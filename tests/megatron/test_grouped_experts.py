@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,10 +11,13 @@ from aligner.megatron import grouped_experts
 from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.test_families import MIXTURE_LAYOUTS
+from tests.rounds import typical
+
+LAYOUTS = ("single", "DP2", "PP2", "TP2+SPxEP2", "EP2 over TP2", "EP2 distributed", "CP2xEP2")
+TYPICAL = {("mixtral", "single"), ("mixtral", "TP2+SPxEP2"), ("qwen3_moe", "PP2"), ("qwen3_moe", "EP2 distributed")}
 
 
-@pytest.mark.parametrize("family", families.MIXTURES)
-@pytest.mark.parametrize("layout", ["single", "DP2", "PP2", "TP2+SPxEP2", "EP2 over TP2", "EP2 distributed", "CP2xEP2"])
+@pytest.mark.parametrize(("family", "layout"), typical(itertools.product(families.MIXTURES, LAYOUTS), TYPICAL))
 def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_another(pool, tmp_path, family, layout):
     place = dict(MIXTURE_LAYOUTS[layout])
     ranks = ParallelConfig(**place).ranks

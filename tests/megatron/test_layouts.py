@@ -63,10 +63,9 @@ TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "pp2
 
 
 def layouts(*names: str) -> Any:
-    """Parametrizes a test by the layouts of these names, or by all, of which the typical ones come in the first round."""
+    """Parametrizes a test by the layouts of these names, or by all; the typical ones come in the first round."""
     rows = [
-        pytest.param(*LAYOUTS[name], id=name, marks=() if names or name in TYPICAL else pytest.mark.slow)
-        for name in names or LAYOUTS
+        pytest.param(*LAYOUTS[name], id=name, marks=() if name in TYPICAL else pytest.mark.slow) for name in names or LAYOUTS
     ]
     return pytest.mark.parametrize(("layout", "settings"), rows)
 

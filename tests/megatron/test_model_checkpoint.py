@@ -16,6 +16,7 @@ from aligner.data.checksums import read_sealed, sealed
 from aligner.schema import ParallelConfig
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families
+from tests.rounds import slow
 
 
 def at(distributed=False, **layout):
@@ -43,10 +44,6 @@ TP2PP2, DP2 = at(tensor=2, pipeline=2), at(data=2)
 ZERO = at(True, data=2)
 FROZEN = {"frozen": ["model.embed_tokens.weight", "model.layers.[01].*"]}
 LORA = {"lora": {"rank": 4, "alpha": 6.0}}
-
-
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding import encoding_jobs
 from tests.resharding.layouts import tiny_shape
+from tests.rounds import slow
 
 LAYOUTS = [
     (ParallelConfig(tensor=2), EngineParallelConfig(data=2)),
@@ -28,8 +29,8 @@ KINDS = ["mxfp8", "mxint8"]
     ("layouts", "dtype", "group_bytes"),
     [
         (LAYOUTS[0], torch.bfloat16, None),
-        (LAYOUTS[1], torch.float32, None),
-        (LAYOUTS[2], torch.bfloat16, 20_000),
+        slow(LAYOUTS[1], torch.float32, None),
+        slow(LAYOUTS[2], torch.bfloat16, 20_000),
     ],
     ids=IDS,
 )

@@ -10,6 +10,8 @@ from pytriton.client import FuturesModelClient
 
 from tests.servers.tiny_model import TinyValueModel
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 12 + np.arange(24, dtype=np.int64).reshape(3, 8)  # letters
 LENGTHS = np.array([[8], [3], [5]], dtype=np.int64)
 TARGETS = {

@@ -162,7 +162,8 @@ def drawn_by(overrides):
 LAYOUTS = {"TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"), "DP2": ("engine.parallel.data=2",)}
 
 
-@pytest.mark.parametrize(("layout", "kind"), [pytest.param("TP2", "atomic", marks=pytest.mark.slow), ("DP2", "in_place")])
+@pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place")])
+@pytest.mark.slow
 def test_responses_that_new_weights_interrupt_go_on_under_them(pool, overrides, drawn_by, layout, kind):
     stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]  # the first replica is done when the weights come
     options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
@@ -246,6 +247,7 @@ def generator(tmp_path_factory):
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_leaves_what_is_long_for_the_next_request(generator):
     client, _ = generator
     prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
@@ -259,6 +261,7 @@ def test_a_server_leaves_what_is_long_for_the_next_request(generator):
     assert [sample.response.tolist() for sample in samples] == [sample.response.tolist() for sample in whole]
 
 
+@pytest.mark.slow
 def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
     client, update = generator
     prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)

@@ -61,6 +61,7 @@ def expected(directory: Path) -> torch.Tensor:
         return reference_logprobs(LlamaForCausalLM.from_pretrained(directory), TOKENS, LENGTHS)
 
 
+@pytest.mark.slow
 def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(client, directory):
     places = torch.arange(1, TOKENS.shape[1])
     in_response = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
@@ -70,6 +71,7 @@ def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_tempe
     client.assert_settled()
 
 
+@pytest.mark.slow
 def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(client, directory, pool):
     arrays = {"tokens": TOKENS[:2].numpy(), "sequence_lengths": LENGTHS[:2, None].numpy()}
     found = torch.from_numpy(client._infer(TEACHER_LOGPROBS, arrays)["logprobs"].copy())
@@ -78,6 +80,7 @@ def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_meg
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_bad_request_is_refused_and_the_next_one_served(client):
     for change, told in (
         ({"tokens": np.full((1, 3), 72)}, r"tokens: got 72, allowed: 0 to 71"),
@@ -91,6 +94,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
     assert client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result().isfinite().all()
 
 
+@pytest.mark.slow
 def test_it_tells_its_role_and_has_no_checkpoints(client):
     assert client.control("health")["role"] == "teacher"
     assert client.control("version")["version"] == 0
@@ -185,6 +189,7 @@ def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_al
     assert [model.asked.tolist() for model in models] == [[0, 5], [5, 10]]
 
 
+@pytest.mark.slow
 def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
     every = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
     found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{"task": "sums"}, {"answer": "1"}, {"task": "letters"}]).result()

@@ -32,6 +32,7 @@ def test_a_policy_becomes_like_its_teacher_without_a_reward(tmp_path: Path, teac
     assert all(step["policy/grad_norm"] > 0 for step in run.metrics)
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     more = (f"teacher.path={directory / 'initial_model'}", "run.steps=1", "actor.optimizer.clip_grad_norm=0")

@@ -11,6 +11,7 @@ import torch
 
 from tests.engines import engines
 from tests.engines.tensorrt_llm import jobs
+from tests.rounds import slow
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -22,7 +23,7 @@ def _cut(whole: np.ndarray, cut) -> np.ndarray:
     return whole if cut.axis is None else whole.take(range(cut.start, cut.stop), cut.axis)
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 4), (2, 2), (4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"])
+@pytest.mark.parametrize(("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"])
 def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tensor, data):
     results = pool.run(jobs.publish_and_generate, 4, directory, {"tensor": 2, "pipeline": 2}, tensor, data)
     engines_weights = [whole for result in results for whole in result["whole"]]
