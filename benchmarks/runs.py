@@ -18,7 +18,7 @@ import psutil
 
 from aligner.launcher.failure import log_tail
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths
+from aligner.paths import RunPaths, complete_steps
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
@@ -102,6 +102,10 @@ class Launch:
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`."""
         self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
+
+    def wait_for_checkpoint(self, step: int, timeout_s: float = 150) -> None:
+        """Until that step's is complete: it is written while the next step goes on."""
+        self._wait(lambda: step in complete_steps(self.paths.checkpoints), f"the checkpoint of step {step}", timeout_s)
 
     def wait_for_rank(self, group: str) -> None:
         """Until rank 0 of the trainer or of a server group has been started."""

@@ -20,7 +20,8 @@ def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader here; the run sets it itself
     directory = tmp_path / "run"
     with Launch(directory, *WATCHED, "checkpoint.every=2") as launch:  # killed at the block's end, with all its processes
-        launch.wait_for_step(3)  # the checkpoint of step 2 is complete by then
+        launch.wait_for_step(3)
+        launch.wait_for_checkpoint(2)
         assert read_status(directory).state == "running"
     status = read_status(directory)
     assert (status.state, status.resumable) == ("stopped", True)
