@@ -73,6 +73,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.slow
 def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

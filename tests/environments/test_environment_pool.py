@@ -265,6 +265,7 @@ def test_finishing_in_the_middle_of_a_call_closes_the_environment(make, log):
     assert log.asked("a") == ["reset", "sleep 60", "close", "reset"] and len(log.pids()) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
     pool = make(workers=3, deadline_s=60)
     opened(pool, "a", "b", "c", "d")

@@ -128,6 +128,7 @@ def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_
     assert log.asked("a")[-3:] == ["reset", "one", "else"]
 
 
+@pytest.mark.slow
 def test_after_a_kill_a_new_process_goes_on_with_the_same_answers_and_nothing_of_the_old_one_is_left(make, log, tmp_path):
     command = [sys.executable, "-m", "tests.environments.acting", str(tmp_path), "3"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -106,6 +106,7 @@ def test_there_is_no_network():
 
 
 @enforced
+@pytest.mark.slow
 def test_a_fork_bomb_is_bounded_and_gone():
     bomb = """
 import os, time

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.launcher.test_launch import finish, start
 from tests.small_disk import small_disk
 
 
+@pytest.mark.slow
 def test_a_rank_that_could_not_write_why_it_ended_is_told_with_the_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         run = disk.directory / "run"

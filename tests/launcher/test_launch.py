@@ -148,6 +148,7 @@ def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path)
     assert finish(launcher, run)[0] == 0
 
 
+@pytest.mark.slow
 def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run: Path) -> None:
     behaviors = {"critic": "ignore_sigterm", "reward": "leave_grandchild", "trainer": "train_slowly"}
     launcher = start(run, behaviors)
@@ -196,6 +197,7 @@ def read_until(launcher: subprocess.Popen[str], *texts: str) -> None:
         missing = {text for text in missing if not line.strip().startswith(text)}
 
 
+@pytest.mark.slow
 def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run: Path) -> None:
     behaviors = {
         "critic": "serve_from_helper",
@@ -244,6 +246,7 @@ def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how
     assert error.count("healthy, and dead") == 1, "an earlier start's words are not the cause"
 
 
+@pytest.mark.slow
 def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(run: Path) -> None:
     launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
     read_until(launcher, "reward rank 0 ended with exit code 75; starting reward again (1 of 3)", "all servers are healthy")

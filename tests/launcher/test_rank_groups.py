@@ -11,6 +11,7 @@ from aligner.launcher.launcher_state import read_state
 from tests.launcher.test_launch import finish, start
 
 
+@pytest.mark.slow
 def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_the_servers_stay(run: Path) -> None:
     code, out, error = finish(start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run)
     assert code == 0, error

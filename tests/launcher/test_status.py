@@ -103,6 +103,7 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, beha
     assert status.note == f"trainer {told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
     launcher = start(run, {"critic": "healthy_once", "trainer": "hang"})
     # Not by its status: the server dies once it was asked for its health.
@@ -112,6 +113,7 @@ def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: P
     finish(launcher, run)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for(lambda: state_of(run) == "running", "running status")

@@ -115,9 +115,10 @@ def worlds() -> Iterator[Worlds]:
 @pytest.mark.parametrize(
     ("generation", "killed", "name", "timeout_s", "limit_s"),
     # The others notice a rank that dies while it sends; one that has sent all is waited for.
-    [(0, 1, "trainer rank 1", 40, 30), pytest.param(2, 3, "engine rank 1", 6, 30, marks=pytest.mark.slow)],
+    [(0, 1, "trainer rank 1", 40, 30), (2, 3, "engine rank 1", 6, 30)],
     ids=["while-it-sends", "when-it-has-received"],
 )
+@pytest.mark.slow
 def test_the_others_name_the_killed_rank_and_serve_the_old_version(worlds, generation, killed, name, timeout_s, limit_s):
     worlds.order("connect", (generation, timeout_s))
     worlds.order("publish", 1)

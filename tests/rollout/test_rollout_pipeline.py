@@ -146,6 +146,7 @@ schedules = {
 
 @settings(max_examples=1000, deadline=None)
 @given(**schedules)
+@pytest.mark.slow
 def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(seed, max_staleness, steps, rounds):
     """None lost, none trained on twice, all in order; and no two threads wait for each other."""
     world = World(seed, max_staleness, steps, rounds)
