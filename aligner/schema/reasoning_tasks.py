@@ -8,6 +8,8 @@ from aligner.errors import ConfigError
 from aligner.schema.options import is_finite_number, key_hint
 
 LARGEST_SEED, MOST_QUESTIONS = 2**10 - 1, 2**16
+TASK = "task"
+"""The field of a prompt's record that names its task, by which rewards weigh and teachers are chosen."""
 
 
 @dataclass(frozen=True)

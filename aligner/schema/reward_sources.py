@@ -11,6 +11,7 @@ from aligner.schema import RewardConfig
 from aligner.schema.judge_questions import ASKINGS, COMPARISONS, pattern_problem, record_fields, template_problem
 from aligner.schema.keys import schema_keys
 from aligner.schema.options import is_finite_number, key_hint
+from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.scoring_functions import function_problem
 
 _SHORTEST_TIMEOUT_S = 0.1
@@ -33,7 +34,7 @@ class Source:
 
     def weight_of(self, record: Mapping[str, Any]) -> float:
         """Its weight for a prompt with what else the prompt's record has."""
-        return self.task_weights.get(str(record.get("task")), self.weight)
+        return self.task_weights.get(str(record.get(TASK)), self.weight)
 
     def is_asked(self, record: Mapping[str, Any]) -> bool:
         """Whether it scores the responses to this record's prompt."""

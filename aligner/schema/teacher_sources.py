@@ -7,9 +7,8 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.schema import TeacherConfig
 from aligner.schema.options import is_finite_number, key_hint
+from aligner.schema.reasoning_tasks import TASK
 
-TASK = "task"
-"""The field of a prompt's record that says which teachers its samples have."""
 _ENTRIES = ("path", "weight", "tasks")
 
 

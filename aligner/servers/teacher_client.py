@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.placement.addresses import Access, Endpoint
-from aligner.schema.teacher_sources import TASK
+from aligner.schema.reasoning_tasks import TASK
 from aligner.servers.remote_client import RemoteClient, RemoteFuture
 from aligner.servers.wire_protocol import TEACHER_LOGPROBS
 

@@ -14,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.keys import only_read
+from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.reward_sources import FunctionSource, judge_sources, reward_sources
 
 
@@ -69,11 +70,11 @@ def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
     sources = reward_sources(config.reward)
     if not any(source.task_weights for source in sources):
         return
-    tasks = sorted({str(prompt.metadata.get("task")) for prompt in prompts})
+    tasks = sorted({str(prompt.metadata.get(TASK)) for prompt in prompts})
     for prompt in prompts:
         if not any(source.is_asked(prompt.metadata) for source in sources):
             raise ConfigError(
-                f"reward.sources: the record of prompt {prompt.text!r} has task={prompt.metadata.get('task')}, for which every"
+                f"reward.sources: the record of prompt {prompt.text!r} has task={prompt.metadata.get(TASK)}, for which every"
                 " source's weight is 0; give one of them another, in its task_weights or as its weight"
             )
     for source in sources:
