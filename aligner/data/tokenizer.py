@@ -142,7 +142,7 @@ class Tokenizer:
 
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens (int64 [T]), special tokens left out or not."""
-        ids = torch.as_tensor(tokens, dtype=torch.int64).tolist()
+        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token: int) -> str:

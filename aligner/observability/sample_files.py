@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _MIB = 2**20
 _KINDS = ("tokens", "step")
 """What files are called, in the order in which the budget drops them."""
+Column = NDArray | Sequence[Any]
 
 
 def sample_schema() -> pa.Schema:
@@ -76,54 +77,67 @@ class SampleFiles:
         """The files together have `limit_mib` MiB at most."""
         self._directory, self._limit = directory, limit_mib * _MIB
         self._is_over = False
+        self._sizes: dict[Path, int] | None = None
+        """Bytes of each file that is there; None: not looked yet. To look at each step costs more the longer the run is."""
 
     @writing()
-    def write(self, step: int, rows: Sequence[Mapping[str, Any]], tokens: Mapping[str, NDArray]) -> None:
+    def write(self, step: int, samples: Mapping[str, Column], tokens: Mapping[str, Column]) -> None:
         """Write a step's, in the place of what there is of it, and drop the oldest files where the budget asks for it.
 
-        `rows` [N] have the columns of `sample_schema`; those that are missing are null. `tokens` are the quantities of
-        `token_schema` [sum of `response_tokens`], a row's behind those of the row before it; what is missing, not a number,
-        or masked is null.
+        `samples` are columns of `sample_schema` [N], and `tokens` the quantities of `token_schema` [sum of
+        `response_tokens`], a row's behind those of the row before it; what is missing, not a number, or masked is null.
         """
         import pyarrow as pa
 
-        table = pa.Table.from_pylist([{**row, "step": step} for row in rows], schema=sample_schema())
-        offsets = pa.array(np.cumsum([0, *(row["response_tokens"] for row in rows)]), pa.int32())
-        schema, columns = token_schema(), []
-        for field in schema:
+        lengths = np.asarray(samples["response_tokens"])
+        offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+        samples = {**samples, "step": np.full(len(lengths), step)}
+        columns = {field.name: _array(samples.get(field.name), field.type, len(lengths)) for field in sample_schema()}
+        lists = {}
+        for field in token_schema():
             if not pa.types.is_list(field.type):
-                columns.append(table[field.name])
+                lists[field.name] = columns[field.name]
             elif field.name in tokens:
-                values = pa.array(tokens[field.name], field.type.value_type, from_pandas=True)
-                columns.append(pa.ListArray.from_arrays(offsets, values))
+                values = _array(tokens[field.name], field.type.value_type)
+                lists[field.name] = pa.ListArray.from_arrays(offsets, values)
             else:
-                columns.append(pa.nulls(len(rows), field.type))
+                lists[field.name] = pa.nulls(len(lengths), field.type)
         self._directory.mkdir(exist_ok=True)
-        write_file(_file(self._directory, "tokens", step), _parquet(pa.table(columns, schema=schema)))
-        write_file(_file(self._directory, "step", step), _parquet(table))  # last: who sees it finds the tokens
+        self._write_table("tokens", step, pa.table(lists, token_schema()))
+        self._write_table("step", step, pa.table(columns, sample_schema()))  # last: who sees it finds the tokens
         self._keep_to_budget()
 
     @writing()
     def truncate_after(self, step: int) -> None:
         """Drop the files of steps after `step`, and what a killed writer left unfinished."""
+        self._sizes = None
         for kind in _KINDS:
             for later in [each for each in _steps(self._directory, kind) if each > step]:
                 _file(self._directory, kind, later).unlink()
         for unfinished in self._directory.glob("*.tmp"):
             unfinished.unlink()
 
+    def _write_table(self, kind: str, step: int, table: pa.Table) -> None:
+        file, content = _file(self._directory, kind, step), _parquet(table)
+        write_file(file, content)
+        if self._sizes is not None:
+            self._sizes[file] = len(content)
+
     def _keep_to_budget(self) -> None:
-        files = [_file(self._directory, kind, step) for kind in _KINDS for step in _steps(self._directory, kind)]
-        sizes = {file: file.stat().st_size for file in files}
-        excess = sum(sizes.values()) - self._limit
-        if excess > 0 and not self._is_over:
+        if self._sizes is None:
+            files = [_file(self._directory, kind, step) for kind in _KINDS for step in _steps(self._directory, kind)]
+            self._sizes = {file: file.stat().st_size for file in files}
+        excess = sum(self._sizes.values()) - self._limit
+        if excess <= 0:
+            return
+        if not self._is_over:
             self._is_over = True
             _log.info("%s: has logging.samples_mib=%d: the oldest samples go", self._directory, self._limit // _MIB)
-        for file, size in sizes.items():
+        for file in sorted(self._sizes, key=_drops_before):
             if excess <= 0:
                 return
             file.unlink()
-            excess -= size
+            excess -= self._sizes.pop(file)
 
 
 def sample_steps(run_dir: str | Path) -> list[int]:
@@ -168,9 +182,22 @@ def _file(directory: Path, kind: str, step: int) -> Path:
     return directory / f"{kind}_{step:06d}.parquet"
 
 
+def _array(values: Column | None, kind: pa.DataType, count: int = 0) -> pa.Array:
+    """Values of this kind, or so many nulls."""
+    import pyarrow as pa
+
+    return pa.nulls(count, kind) if values is None else pa.array(values, kind, from_pandas=True)
+
+
 def _steps(directory: Path, kind: str) -> list[int]:
     names = (re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name) for file in directory.glob(f"{kind}_*"))
     return sorted(int(name[1]) for name in names if name is not None)
+
+
+def _drops_before(file: Path) -> tuple[int, int]:
+    """What the budget drops first is least."""
+    kind, step = file.stem.split("_")
+    return _KINDS.index(kind), int(step)
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from aligner.data.tool_calls import ToolFormat, format_of
 from aligner.data.transcripts import spoken_messages
 from aligner.data.types import Experience, Prompt, Sample, SampleBatch, collate_episodes, response_mask
 from aligner.errors import ConfigError
-from aligner.observability.sample_files import SampleFiles
+from aligner.observability.sample_files import Column, SampleFiles
 from aligner.rollout.rollout_builder import RolloutBatch
 
 Origin = Callable[[int], tuple[int, int]]
@@ -108,53 +107,65 @@ class SampleRecorder:
 
     def _write(self, step: int, samples: StepSamples) -> None:
         prompts, drawn_samples, batch = samples.all(self._tokenizer.pad_token_id)
-        learned, groups = samples.learned(*batch.mask.shape), batch.groups.tolist()
-        drawn, scores = list(_rows(prompts, drawn_samples)), samples.scores.tolist()
-        advantages = _means(learned["advantage"]) if learned else [None] * len(groups)
-        rows = [
-            {
-                **self._described(each),
-                **self._scored(scores[each.place], samples.score_parts, each.place, drawn_samples[each.place]),
-                "group": groups[each.row],
-                "advantage": advantages[each.row],
-            }
-            for each in drawn
-        ]
-        self._files.write(step, rows, self._token_columns(batch, learned, [each.row for each in drawn]))
+        learned, rows = samples.learned(*batch.mask.shape), list(_rows(prompts, drawn_samples))
+        places = [each.row for each in rows]
+        numbers, tokens = _number_columns(batch, places), self._token_columns(batch, learned, places)
+        columns = {
+            **numbers,
+            **self._text_columns(rows, tokens["token_id"].tolist(), numbers["response_tokens"].tolist()),
+            **self._score_columns(samples, rows),
+            **({"advantage": _means(learned["advantage"][places])} if learned else {}),
+        }
+        self._files.write(step, columns, tokens)
 
-    def _scored(self, score: float, added: Tensor | None, place: int, sample: Sample) -> dict[str, Any]:
-        if math.isnan(score):
-            return {}
-        parts = {} if added is None else dict(zip(self._sources, added[place].tolist(), strict=True))
-        if parts and sample.rewards is not None:
-            parts["environment"] = float(sample.rewards.sum())
-        return {"score": score, "score_parts": parts or None}
+    def _text_columns(self, rows: Sequence["_Row"], ids: Sequence[int], lengths: Sequence[int]) -> dict[str, Column]:
+        """`ids` are the tokens of all responses, which have these lengths."""
+        prompts = {id(row.prompt): row.prompt for row in rows}
+        known = {key: self._prompt_columns(prompt) for key, prompt in prompts.items()}
+        of_prompts = [known[id(row.prompt)] for row in rows]
+        ends = itertools.accumulate(lengths)
+        return {
+            **{name: [each[name] for each in of_prompts] for name in of_prompts[0]},
+            "prompt": [self._prompt_text(row) for row in rows],
+            "response": [self._tokenizer.decode(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)],
+            "messages": [self._messages(row) for row in rows],
+            "sample": [row.whole.sample_index for row in rows],
+            "branch": [row.branch for row in rows],
+            "cut": [row.sample.finish_reason != "stop" for row in rows],
+        }
 
-    def _described(self, row: "_Row") -> dict[str, Any]:
-        prompt, sample, tokenizer = row.prompt, row.sample, self._tokenizer
-        response = sample.response
+    def _prompt_columns(self, prompt: Prompt) -> dict[str, Any]:
         index, epoch = self._origin(prompt.id)
-        versions = (sample.weight_versions if sample.drawn is None else sample.weight_versions[sample.drawn]).tolist()
         about = {name: value for name, value in prompt.metadata.items() if name != "messages"}
-        messages = None
-        if not row.branch and (sample.drawn is not None or "messages" in prompt.metadata):
-            messages = spoken_messages(sample, prompt, self._tool_format, tokenizer)
         return {
             "prompt_index": index,
             "epoch": epoch,
-            "sample": row.sample_index,
-            "branch": row.branch,
-            "prompt": tokenizer.decode(sample.tokens[: sample.prompt_length]) if row.branch else prompt.text,
-            "response": tokenizer.decode(response),
-            "messages": None if messages is None else json.dumps(messages, ensure_ascii=False),
-            "prompt_tokens": sample.prompt_length,
-            "response_tokens": len(response),
-            "drawn_tokens": len(versions),
-            "cut": sample.finish_reason != "stop",
-            "version_first": versions[0] if versions else None,
-            "version_last": versions[-1] if versions else None,
             "metadata": json.dumps(about, ensure_ascii=False) if about else None,
         }
+
+    def _prompt_text(self, row: "_Row") -> str:
+        return self._tokenizer.decode(row.sample.tokens[: row.sample.prompt_length]) if row.branch else row.prompt.text
+
+    def _messages(self, row: "_Row") -> str | None:
+        if row.branch or (row.sample.drawn is None and "messages" not in row.prompt.metadata):
+            return None
+        messages = spoken_messages(row.sample, row.prompt, self._tool_format, self._tokenizer)
+        return json.dumps(messages, ensure_ascii=False)
+
+    def _score_columns(self, samples: StepSamples, rows: Sequence["_Row"]) -> dict[str, Column]:
+        scores = samples.scores.numpy()[[row.place for row in rows]]
+        if samples.score_parts is None:
+            return {"score": scores}
+        given = samples.score_parts.tolist()
+        parts = [self._named_parts(given[row.place], row.whole.rewards) for row in rows]
+        return {
+            "score": scores,
+            "score_parts": [None if nan else each for each, nan in zip(parts, np.isnan(scores), strict=True)],
+        }
+
+    def _named_parts(self, given: Sequence[float], environment: Tensor | None) -> dict[str, float]:
+        named = dict(zip(self._sources, given, strict=True))
+        return named if environment is None else named | {"environment": float(environment.sum())}
 
     @cached_property
     def _tool_format(self) -> ToolFormat | None:
@@ -191,7 +202,8 @@ class _Row:
     """Of the sample that it is of, among all."""
     prompt: Prompt
     sample: Sample
-    sample_index: int
+    whole: Sample
+    """The sample that it is, or is a branch of."""
     branch: int
     """0: the sample itself"""
 
@@ -201,12 +213,28 @@ def _rows(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[_Row
     further = itertools.count(len(samples))
     for place, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         for branch, own in enumerate((sample, *sample.branches)):
-            yield _Row(next(further) if branch else place, place, prompt, own, sample.sample_index, branch)
+            yield _Row(next(further) if branch else place, place, prompt, own, sample, branch)
 
 
-def _means(values: NDArray) -> list[float | None]:
-    """Of those of each row [N, S] that are numbers; None where none is."""
+def _number_columns(batch: SampleBatch, rows: Sequence[int]) -> dict[str, NDArray]:
+    """Of these rows of the batch: the prompt's number, lengths, and which weights drew its first and its last token."""
+    drawn, prompt_tokens = batch.mask.numpy()[rows], batch.prompt_lengths.numpy()[rows]
+    counts = drawn.sum(axis=1)
+    ends, none = np.cumsum(counts), counts == 0
+    versions = np.append(batch.weight_versions.numpy()[rows][drawn], 0)  # one more, for rows without any
+    return {
+        "group": batch.groups.numpy()[rows],
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": batch.lengths.numpy()[rows] - prompt_tokens,
+        "drawn_tokens": counts,
+        "version_first": np.ma.MaskedArray(versions[ends - counts], none),
+        "version_last": np.ma.MaskedArray(versions[ends - 1], none),
+    }
+
+
+def _means(values: NDArray) -> NDArray:
+    """float32 [N]: of those of each row [N, S] that are numbers; not a number where none is."""
     there = ~np.isnan(values)
     counts = there.sum(axis=1)
     means = np.sum(values, axis=1, where=there, dtype=np.float64) / np.maximum(counts, 1)
-    return [mean if count else None for mean, count in zip(means.tolist(), counts.tolist(), strict=True)]
+    return np.where(counts > 0, means, np.nan).astype(np.float32)

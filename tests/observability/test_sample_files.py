@@ -23,6 +23,13 @@ ROWS = [
     {"group": 0, "sample": 1, "branch": 0, "prompt": "2+2=", "response": "five", "response_tokens": 1, "score": None},
 ]
 ROWS[0]["score_parts"] = {"math": 0.75, "length": 0.25}
+
+
+def columns(rows: list[dict]) -> dict[str, list]:
+    """What is missing is null."""
+    return {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
+
+
 TOKENS = {
     "token_id": np.array([4, 9, 7]),
     "text": np.array(["4", ".", "five"], dtype=object),
@@ -44,7 +51,7 @@ def noise(count: int) -> dict[str, np.ndarray]:
 
 def test_what_was_written_is_read_and_what_is_missing_is_null(tmp_path: Path) -> None:
     writer = files(tmp_path)
-    writer.write(12, ROWS, TOKENS)
+    writer.write(12, columns(ROWS), TOKENS)
     assert sorted(file.name for file in (tmp_path / "samples").iterdir()) == ["step_000012.parquet", "tokens_000012.parquet"]
     first, second = read_samples(tmp_path).to_pylist()
     assert (first["step"], first["score"], first["score_parts"]) == (12, 1.0, [("math", 0.75), ("length", 0.25)])
@@ -59,7 +66,7 @@ def test_steps_and_columns_can_be_chosen_and_a_run_without_samples_has_none(tmp_
     assert sample_steps(tmp_path) == [] and read_samples(tmp_path).num_rows == 0
     writer = files(tmp_path)
     for step in (10, 2, 3):
-        writer.write(step, ROWS, TOKENS)
+        writer.write(step, columns(ROWS), TOKENS)
     assert sample_steps(tmp_path) == [2, 3, 10]
     table = read_samples(tmp_path, steps=[10, 2, 7], columns=["response", "step"])
     assert table.to_pydict() == {"response": ["4.", "five"] * 2, "step": [2, 2, 10, 10]}
@@ -70,13 +77,13 @@ def test_steps_and_columns_can_be_chosen_and_a_run_without_samples_has_none(tmp_
 def test_a_step_is_replaced_and_a_resumed_run_has_none_of_later_steps(tmp_path: Path) -> None:
     writer = files(tmp_path)
     for step in (1, 2, 3):
-        writer.write(step, ROWS, TOKENS)
+        writer.write(step, columns(ROWS), TOKENS)
     (tmp_path / "samples" / "step_000004.parquet.tmp").write_bytes(b"PAR1")
     writer.truncate_after(2)
     assert (
         sorted(file.name[-14:] for file in (tmp_path / "samples").iterdir()) == ["000001.parquet"] * 2 + ["000002.parquet"] * 2
     )
-    writer.write(2, [{**ROWS[1], "response": "again"}], {})
+    writer.write(2, columns([{**ROWS[1], "response": "again"}]), {})
     assert read_samples(tmp_path, columns=["step", "response"]).to_pydict() == {
         "step": [1, 1, 2],
         "response": ["4.", "five", "again"],
@@ -87,12 +94,19 @@ def test_the_oldest_token_files_go_first_then_the_oldest_step_files(tmp_path: Pa
     caplog.set_level(logging.INFO)
     writer, row = files(tmp_path), {**ROWS[0], "response_tokens": 120_000, "prompt": "p"}
     for step in range(1, 6):  # 0.4 MiB each
-        writer.write(step, [row], noise(120_000))
+        writer.write(step, columns([row]), noise(120_000))
     assert sample_steps(tmp_path) == [1, 2, 3, 4, 5]
     assert read_samples(tmp_path, tokens=True, columns=["step"])["step"].to_pylist() == [4, 5]
     letters = np.random.default_rng(0).integers(97, 123, (5, 500_000), dtype=np.uint8)
     for step, text in zip((6, 7, 8, 9, 10), letters, strict=True):
-        writer.write(step, [{**row, "response": text.tobytes().decode(), "response_tokens": 0}], {})
+        writer.write(step, columns([{**row, "response": text.tobytes().decode(), "response_tokens": 0}]), {})
     assert sample_steps(tmp_path)[-1] == 10 and sample_steps(tmp_path)[0] > 5
     assert sum(file.stat().st_size for file in (tmp_path / "samples").iterdir()) <= 2**20
     assert caplog.text.count("logging.samples_mib=1") == 1
+
+
+def test_the_budget_counts_what_the_process_before_has_written(tmp_path: Path) -> None:
+    row = {**ROWS[0], "response_tokens": 120_000}
+    for step in range(1, 5):  # 0.4 MiB each
+        files(tmp_path).write(step, columns([row]), noise(120_000))
+    assert read_samples(tmp_path, tokens=True, columns=["step"])["step"].to_pylist() == [3, 4]
