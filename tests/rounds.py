@@ -16,3 +16,7 @@ def typical(rows: Iterable[Any], first: Collection[Any]) -> list[Any]:
 def slow(*values: Any) -> Any:
     """A row of the second round."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+bounds_seconds = pytest.mark.flaky(reruns=2)
+"""A test that bounds seconds: other tests run beside it, so that it may fail where the machine was busy; not three times."""

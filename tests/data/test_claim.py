@@ -19,6 +19,7 @@ from aligner.data import claim
 from aligner.errors import AlignerError, ConfigError
 from aligner.paths import RunPaths
 from aligner.schema import ClusterConfig, Config, RunConfig
+from tests.rounds import bounds_seconds
 
 
 def configured(directory: Path) -> Config:
@@ -68,6 +69,7 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
         assert claim.take_run(config)["attempt"] == 1
 
 
+@bounds_seconds
 def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.errors import AlignerError, ConfigError
 from tests.environments.acting import pool_of
 from tests.environments.conftest import ended
-from tests.rounds import typical
+from tests.rounds import bounds_seconds, typical
 
 
 def opened(pool, *names, **task):
@@ -23,6 +23,7 @@ def opened(pool, *names, **task):
         answer.result()
 
 
+@bounds_seconds
 def test_environments_that_wait_do_so_at_the_same_time(make):
     pool = make(workers=2, episodes_per_worker=32)
     names = [f"e{number}" for number in range(64)]

@@ -25,6 +25,7 @@ from aligner.environments.tool_environment import ToolEnvironment
 from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig
 from tests.data.chat_models import chat_model
+from tests.rounds import bounds_seconds
 
 SAMPLES = "tests.environments.tool_samples"
 SERVER = shlex.join(["env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-m", SAMPLES])
@@ -79,6 +80,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 100))
 
 
+@bounds_seconds
 def test_calls_of_a_turn_run_side_by_side_and_each_has_its_message():
     async def episode(given: dict[str, Any]) -> None:
         async with environment(given) as made:

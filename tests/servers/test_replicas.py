@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import RemoteError
 from aligner.servers.remote_client import RewardClient
+from tests.rounds import bounds_seconds
 
 
 class Replica(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -67,6 +68,7 @@ def client(replicas: list[Replica]) -> Iterator[RewardClient]:
     client.close()
 
 
+@bounds_seconds
 def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_deadline(replicas, client) -> None:
     replicas[0].runs.clear()
     begun = time.monotonic()
