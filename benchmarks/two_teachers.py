@@ -1,0 +1,152 @@
+"""One student of two teachers, each of whom knows one task: sums and differences of two numbers below 100.
+
+Each teacher imitates right answers to its own task alone. The student has imitated answers to both in which carrying and
+borrowing are often forgotten, and is then taught on its own samples by the teacher of each prompt's task (`teacher.sources`).
+Told are the greedy passes of all three at 512 held-out prompts a task, and the student's before and behind as shares of the
+teachers'. Exits 1 unless the student comes to `--share` of each teacher's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aligner.data import arithmetic
+from benchmarks.distillation import pass_at_1
+from benchmarks.runs import run_to_end
+
+TASKS = ("sums", "differences")
+_HELD_OUT = 512
+_FORGETS = 0.6
+_TIMEOUT_S = 3600.0
+
+
+def differences() -> Iterator[dict[str, str]]:
+    """Differences to train on with their answers, as prompts and as demonstrations; none is in `held_out_differences`."""
+    return (_difference(one, other) for one, other in _pairs()[_HELD_OUT:])
+
+
+def held_out_differences() -> list[dict[str, str]]:
+    """Differences to measure on, with their answers."""
+    return [_difference(one, other) for one, other in _pairs()[:_HELD_OUT]]
+
+
+def demonstrations() -> Iterator[dict[str, str]]:
+    """What the student imitates first: both tasks, without carrying and borrowing more often than with."""
+    draw = random.Random(3)
+    theirs = (
+        record | {"response": str(_without_borrowing(record["prompt"])) if draw.random() < _FORGETS else record["answer"]}
+        for _ in range(4)
+        for record in differences()
+    )
+    for sums, difference in zip(arithmetic.demonstrations(), theirs, strict=False):
+        yield sums
+        yield difference
+
+
+def prompts() -> Iterator[dict[str, str]]:
+    """Both tasks in turns, each record with its `task`."""
+    for one, other in zip(arithmetic.prompts(), differences(), strict=False):
+        yield one | {"task": "sums"}
+        yield other | {"task": "differences"}
+
+
+def held_out() -> Iterator[dict[str, str]]:
+    """Both tasks' prompts to measure on."""
+    yield from (record | {"task": "sums"} for record in arithmetic.held_out())
+    yield from (record | {"task": "differences"} for record in held_out_differences())
+
+
+def _pairs() -> list[tuple[int, int]]:
+    pairs = [(one, other) for one in range(100) for other in range(one + 1)]
+    random.Random(4).shuffle(pairs)
+    return pairs
+
+
+def _difference(one: int, other: int) -> dict[str, str]:
+    answer = str(one - other)
+    return {"prompt": f"{one}-{other}=", "response": answer, "answer": answer}
+
+
+def _without_borrowing(prompt: str) -> int:
+    """The difference digit by digit, each modulo ten."""
+    one, other = map(int, prompt.rstrip("=").split("-"))
+    return (one // 10 - other // 10) % 10 * 10 + (one - other) % 10
+
+
+def imitator(directory: Path, answers: str, layers: int, steps: int, seed: int) -> Path:
+    """A model directory that has imitated answers, `module:function`."""
+    directory.mkdir()
+    run = run_to_end(
+        directory / "run",
+        *(f"model.config.num_hidden_layers={layers}", f"data.path=function:{answers}", f"run.steps={steps}", f"seed={seed}"),
+        "data.max_prompt_tokens=6",
+        experiment="arithmetic_sft",
+        timeout_s=_TIMEOUT_S,
+    )
+    command = [sys.executable, "-m", "aligner", "convert", str(run.paths.root), str(directory / "model")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return directory / "model"
+
+
+def passes(policy: Path) -> dict[str, float]:
+    """pass@1 by task."""
+    asked = {"sums": list(arithmetic.held_out()), "differences": held_out_differences()}
+    return {task: pass_at_1(policy, asked[task]) for task in TASKS}
+
+
+def taught(directory: Path, student: Path, teachers: dict[str, Path], steps: int, seed: int) -> list[dict[str, float]]:
+    """The metrics of a run in which each task's teacher teaches the student on its own samples."""
+    sources = ", ".join(f"{task}: {{path: {path}, tasks: [{task}]}}" for task, path in teachers.items())
+    run = run_to_end(
+        directory,
+        *(
+            f"model.path={student}",
+            "teacher.path=null",
+            f"+teacher.sources={{{sources}}}",
+            f"run.steps={steps}",
+            f"seed={seed}",
+        ),
+        *("data.path=function:benchmarks.two_teachers:prompts", "evaluation.path=function:benchmarks.two_teachers:held_out"),
+        *("evaluation.group_by=task", f"evaluation.every={steps}"),
+        experiment="arithmetic_distillation",
+        timeout_s=_TIMEOUT_S,
+    )
+    return run.metrics
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=0.9, help="of each teacher's passes, to come to (0.9)")
+    parser.add_argument("--imitate", type=int, default=1200, help="steps of each imitation (1200)")
+    parser.add_argument("--steps", type=int, default=400, help="steps in which the student is taught (400)")
+    parser.add_argument("--layers", type=int, default=3, help="of the student; the teachers have three (3)")
+    parser.add_argument("--seed", type=int, default=1)
+    parsed = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="aligner-two-teachers-") as place:
+        root = Path(place)
+        answers = {"sums": "aligner.data.arithmetic:solutions", "differences": "benchmarks.two_teachers:differences"}
+        teachers = {task: imitator(root / task, answers[task], 3, parsed.imitate, parsed.seed) for task in TASKS}
+        known = {task: passes(teachers[task]) for task in TASKS}
+        print(json.dumps({"teachers": known}), flush=True)
+        student = imitator(
+            root / "student", "benchmarks.two_teachers:demonstrations", parsed.layers, parsed.imitate, parsed.seed
+        )
+        before = passes(student)
+        print(json.dumps({"student": before}), flush=True)
+        metrics = taught(root / "taught", student, teachers, parsed.steps, parsed.seed)
+    seconds = sum(step.get("time/step", 0.0) - step.get("time/evaluate", 0.0) for step in metrics)
+    after = {task: metrics[-1][f"eval/pass@1/{task}"] for task in TASKS}
+    shares = {task: after[task] / known[task][task] for task in TASKS}
+    print(json.dumps({"taught": after, "steps": parsed.steps, "seconds": seconds, "of_each_teacher": shares}))
+    return 0 if min(shares.values()) >= parsed.share else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
