@@ -28,13 +28,8 @@ _TIMEOUT_S = 3600.0
 
 
 def differences() -> Iterator[dict[str, str]]:
-    """Differences to train on with their answers, as prompts and as demonstrations; none is in `held_out_differences`."""
+    """Differences to train on with their answers, as prompts and as demonstrations; none is in `held_out`."""
     return (_difference(one, other) for one, other in _pairs()[_HELD_OUT:])
-
-
-def held_out_differences() -> list[dict[str, str]]:
-    """Differences to measure on, with their answers."""
-    return [_difference(one, other) for one, other in _pairs()[:_HELD_OUT]]
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
@@ -60,7 +55,7 @@ def prompts() -> Iterator[dict[str, str]]:
 def held_out() -> Iterator[dict[str, str]]:
     """Both tasks' prompts to measure on."""
     yield from (record | {"task": "sums"} for record in arithmetic.held_out())
-    yield from (record | {"task": "differences"} for record in held_out_differences())
+    yield from (_difference(one, other) | {"task": "differences"} for one, other in _pairs()[:_HELD_OUT])
 
 
 def _pairs() -> list[tuple[int, int]]:
@@ -97,8 +92,7 @@ def imitator(directory: Path, answers: str, layers: int, steps: int, seed: int) 
 
 def passes(policy: Path) -> dict[str, float]:
     """pass@1 by task."""
-    asked = {"sums": list(arithmetic.held_out()), "differences": held_out_differences()}
-    return {task: pass_at_1(policy, asked[task]) for task in TASKS}
+    return {task: pass_at_1(policy, [record for record in held_out() if record["task"] == task]) for task in TASKS}
 
 
 def taught(directory: Path, student: Path, teachers: dict[str, Path], steps: int, seed: int) -> list[dict[str, float]]:

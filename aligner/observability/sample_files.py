@@ -77,8 +77,9 @@ class SampleFiles:
         """The files together have `limit_mib` MiB at most."""
         self._directory, self._limit = directory, limit_mib * _MIB
         self._is_over = False
-        self._sizes: dict[Path, int] | None = None
-        """Bytes of each file that is there; None: not looked yet. To look at each step costs more the longer the run is."""
+        self._sizes: dict[tuple[int, int], int] | None = None
+        """Bytes of each file by its place among the kinds and its step, which order them as the budget drops them; None: not
+        looked yet. To look at each step costs more the longer the run is."""
 
     @writing()
     def write(self, step: int, samples: Mapping[str, Column], tokens: Mapping[str, Column]) -> None:
@@ -118,26 +119,29 @@ class SampleFiles:
             unfinished.unlink()
 
     def _write_table(self, kind: str, step: int, table: pa.Table) -> None:
-        file, content = _file(self._directory, kind, step), _parquet(table)
-        write_file(file, content)
+        content = _parquet(table)
+        write_file(_file(self._directory, kind, step), content)
         if self._sizes is not None:
-            self._sizes[file] = len(content)
+            self._sizes[_KINDS.index(kind), step] = len(content)
 
     def _keep_to_budget(self) -> None:
         if self._sizes is None:
-            files = [_file(self._directory, kind, step) for kind in _KINDS for step in _steps(self._directory, kind)]
-            self._sizes = {file: file.stat().st_size for file in files}
+            self._sizes = {
+                (place, step): _file(self._directory, kind, step).stat().st_size
+                for place, kind in enumerate(_KINDS)
+                for step in _steps(self._directory, kind)
+            }
         excess = sum(self._sizes.values()) - self._limit
         if excess <= 0:
             return
         if not self._is_over:
             self._is_over = True
             _log.info("%s: has logging.samples_mib=%d: the oldest samples go", self._directory, self._limit // _MIB)
-        for file in sorted(self._sizes, key=_drops_before):
+        for place, step in sorted(self._sizes):
             if excess <= 0:
                 return
-            file.unlink()
-            excess -= self._sizes.pop(file)
+            _file(self._directory, _KINDS[place], step).unlink()
+            excess -= self._sizes.pop((place, step))
 
 
 def sample_steps(run_dir: str | Path) -> list[int]:
@@ -192,12 +196,6 @@ def _array(values: Column | None, kind: pa.DataType, count: int = 0) -> pa.Array
 def _steps(directory: Path, kind: str) -> list[int]:
     names = (re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name) for file in directory.glob(f"{kind}_*"))
     return sorted(int(name[1]) for name in names if name is not None)
-
-
-def _drops_before(file: Path) -> tuple[int, int]:
-    """What the budget drops first is least."""
-    kind, step = file.stem.split("_")
-    return _KINDS.index(kind), int(step)
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -125,7 +125,7 @@ class SampleRecorder:
         of_prompts = [known[id(row.prompt)] for row in rows]
         ends = itertools.accumulate(lengths)
         return {
-            **{name: [each[name] for each in of_prompts] for name in of_prompts[0]},
+            **{name: [each[name] for each in of_prompts] for name in ("prompt_index", "epoch", "metadata")},
             "prompt": [self._prompt_text(row) for row in rows],
             "response": [self._tokenizer.decode(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)],
             "messages": [self._messages(row) for row in rows],

@@ -69,7 +69,6 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
         assert claim.take_run(config)["attempt"] == 1
 
 
-@bounds_seconds
 def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +87,13 @@ def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
         refused = pytest.raises(AlignerError, match="writes nothing more") if is_refused else contextlib.nullcontext()
         with refused, claim.writing():
             pass
+
+
+@bounds_seconds
+def test_to_look_whose_the_run_is_takes_nothing_beside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "_own", None)
+    config = configured(tmp_path)
+    claim.write_as(config, claim.take_run(config))
     begun = time.perf_counter()
     for _ in range(200):
         with claim.writing():
