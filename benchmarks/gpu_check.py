@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runs import REPOSITORY
+from benchmarks.runs import REPOSITORY, python_path
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
 GPU, CUDA = "GPU", "CUDA"
@@ -129,7 +129,7 @@ def carry_out(check: Check) -> Outcome:
     """Run a check, or tell what it lacks."""
     if missing := lacking(check):
         return Outcome(check.name, DEVICE, "absent", f"no {', '.join(missing)}")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ALIGNER_DEVICE": DEVICE}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "ALIGNER_DEVICE": DEVICE}
     if DEVICE == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     begin = time.perf_counter()

@@ -26,6 +26,11 @@ MARKER = "ALIGNER_OBSERVED_RUN"
 """Environment variable that every process of a run inherits, Triton's too; its value is the run directory."""
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that is to find this repository's modules, and what this one finds by it."""
+    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that has ended."""
@@ -51,7 +56,7 @@ class Launch:
     def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
         self.paths = RunPaths(directory)
         command = [sys.executable, "-m", "aligner", "launch", f"experiment={experiment}", f"run.dir={directory}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", MARKER: str(directory)}
+        environment = {**os.environ, "PYTHONPATH": python_path(), "COLUMNS": "120", MARKER: str(directory)}
         # Not pipes, which nobody reads before the end of what may be a long run.
         self._out, self._error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._launcher = subprocess.Popen(command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error)
