@@ -105,23 +105,22 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
     }
 
 
-def decode(
-    directory: str, model: str, precision: str, bandwidth: float | None, batch: int, args: argparse.Namespace
-) -> Result:
-    shape, work = shape_of(model), Responses((args.new_tokens,) * batch, 1, args.prompt_tokens)
-    make = functools.partial(Replica, directory, model, ONE, batch, precision, device=args.device)
-    with Group(ONE, make) as group:
-        group.call("generate", work)  # the first allocates, and records
-        seconds = [group.call("generate", work) for _ in range(args.repeats)]
-        steps = [group.call("decoding_step", work) for _ in range(args.repeats)]
-    itemsize = 2 if precision == "bf16" else 4
+def decode(model: str, precision: str, bandwidth: float | None, args: argparse.Namespace) -> Iterator[Result]:
+    shape, itemsize = shape_of(model), 2 if precision == "bf16" else 4
     kept = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * (args.prompt_tokens + args.new_tokens / 2)
-    return {
-        "batch": batch,
-        **told("tokens_per_s", [batch * args.new_tokens / each for each in seconds]),
-        **told("step_ms", [1000 * each for each in steps]),
-        "bandwidth_share": share(itemsize * (product_weights(shape) + batch * kept), bandwidth, median(steps)),
-    }
+    make = functools.partial(Replica, None, model, ONE, max(args.batches), precision, device=args.device)
+    with Group(ONE, make) as group:
+        for batch in args.batches:
+            work = Responses((args.new_tokens,) * batch, 1, args.prompt_tokens)
+            group.call("generate", work)  # the first allocates, and records
+            seconds = [group.call("generate", work) for _ in range(args.repeats)]
+            steps = [group.call("decoding_step", work) for _ in range(args.repeats)]
+            yield {
+                "batch": batch,
+                **told("tokens_per_s", [batch * args.new_tokens / each for each in seconds]),
+                **told("step_ms", [1000 * each for each in steps]),
+                "bandwidth_share": share(itemsize * (product_weights(shape) + batch * kept), bandwidth, median(steps)),
+            }
 
 
 def publish(model: str, precision: str, args: argparse.Namespace) -> Result:
@@ -154,9 +153,8 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
             if part == "train":
                 yield about | train(model, precision, flops, args)
             elif part == "decode":
-                with stored(model, precision) as directory:
-                    for batch in args.batches:
-                        yield about | decode(directory, model, precision, bandwidth, batch, args)
+                for result in decode(model, precision, bandwidth, args):
+                    yield about | result
             elif part == "publish":
                 yield about | publish(model, precision, args)
             else:

@@ -69,21 +69,32 @@ class Replica:
     """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
 
     def __init__(
-        self, directory: str, model: str, way: Way, batch: int, precision: str, guesses: int = 0, device: str = "cpu"
+        self, directory: str | None, model: str, way: Way, batch: int, precision: str, guesses: int = 0, device: str = "cpu"
     ) -> None:
+        """With the weights of a directory; None: with random ones, which are made where they serve."""
         import torch
 
         from aligner.data.export import find_source
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
         from aligner.engines.generate import load
+        from aligner.models.weight_slices import weight_table
         from aligner.schema import EngineConfig, SpeculationConfig
 
         self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
         self._rows = -(-batch // self._replicas)
         speculation, self._greedy = SpeculationConfig(tokens=guesses), batch == 1
         settings = EngineConfig(batch_size=self._rows, precision=precision, speculation=speculation)
-        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device)
-        load(self._engine, find_source(Path(directory)))
+        self._prompt_passes: list[str] = []
+        listener = lambda name, start, end: self._prompt_passes.append(name)  # noqa: E731
+        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device, listener=listener)
+        if directory is not None:
+            load(self._engine, find_source(Path(directory)))
+        else:
+            update, names = self._engine.begin_update(0), [spec.name for spec in weight_table(self._shape)]
+            for view in update.views(names).values():
+                view.normal_(0, 0.02)
+            update.load(names)
+            update.commit()
         widths, dtype = (self._shape.hidden_size, self._shape.ffn_hidden_size), DTYPES[precision]
         self._inputs = {width: torch.randn(self._rows, width).to(getattr(torch, dtype)) for width in widths}
 
@@ -94,9 +105,9 @@ class Replica:
         return time.perf_counter() - begin
 
     def decoding_step(self, work: Work) -> float:
-        """Seconds of a step after the first, which runs the prompts."""
-        steps = self._steps(work)[1:]
-        return sum(steps) / len(steps)
+        """Seconds of a step in which every row draws a token and no prompt is run."""
+        steps = [(seconds, drawn) for seconds, drawn, ran_prompts in self._steps(work) if not ran_prompts]
+        return sum(seconds for seconds, _ in steps) / sum(drawn for _, drawn in steps)
 
     def products(self) -> float:
         """Seconds of one decoding step's matrix products as the engine does them, and nothing else."""
@@ -114,7 +125,8 @@ class Replica:
                     linear(self._inputs[weight.shape[1]], name.removesuffix(".weight"))
         return (time.perf_counter() - begin) / repeats
 
-    def _steps(self, work: Work) -> list[float]:
+    def _steps(self, work: Work) -> list[tuple[float, int, bool]]:
+        """Of each step the seconds, the tokens that a row has drawn, and whether prompts were run."""
         import torch
 
         from aligner.data.types import Prompt
@@ -126,12 +138,14 @@ class Replica:
             if index // work.samples % self._replicas == self._replica
         ]
         generation = self._engine.start(requests, SamplingOptions(max(work.lengths), greedy=self._greedy))
-        seconds = []
+        found = []
         while not generation.done:
-            begin = time.perf_counter()
+            first, begin, passes = next(iter(generation._rows), None), time.perf_counter(), len(self._prompt_passes)
+            had = 0 if first is None else len(first.tokens)
             generation.step()
-            seconds.append(time.perf_counter() - begin)
-        return seconds
+            drawn = 0 if first is None else len(first.tokens) - had
+            found.append((time.perf_counter() - begin, drawn, len(self._prompt_passes) > passes))
+        return found
 
 
 class VLLM:

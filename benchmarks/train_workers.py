@@ -156,7 +156,7 @@ class Publishing:
         engine = EmbeddedEngine(shape, settings, rank=0, seed=1, device=device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         weights = {spec.name: torch.randn(spec.shape, device=device, dtype=dtype) for spec in weight_table(shape)}
-        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
+        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout, itemsize=dtype.itemsize)
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=world.device)
         self._bytes, self._version = sum(tensor.nbytes for tensor in weights.values()), 0
         self._publisher = Publisher(
@@ -164,6 +164,7 @@ class Publishing:
             link,
             read=weights.__getitem__,
             begin_update=engine.begin_update,
+            dtype=dtype,
             bucket_bytes=settings.bucket_mib << 20,
             verify_every=0,
         )

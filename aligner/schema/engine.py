@@ -109,6 +109,13 @@ class EngineConfig:
         None, "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when null", minimum=1
     )
     cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    steps_per_sync: int | None = option(
+        None,
+        "decoding steps that a device computes between two looks of its processor at what was drawn: a response that ends"
+        " between them leaves its row, and one that waits begins, at the next look; null: 8 on GPUs, 1 on CPUs",
+        minimum=1,
+        read=".kind=embedded",
+    )
     speculation: SpeculationConfig = section(SpeculationConfig, read="engine.kind=embedded")
     sleep: bool = option(False, "free the engine's device memory while the policy trains")
     update: str = option(

@@ -40,9 +40,13 @@ class Cache:
     Its memory stays from one generation to the next, cut into rows as the next one needs them.
     """
 
-    def __init__(self, shape: ModelShape, tensor: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: ModelShape, tensor: int, device: torch.device, dtype: torch.dtype, *, by_token: bool = False
+    ) -> None:
+        """`by_token`: the heads of a token lie together, as `sliced_attention` reads them; else the tokens of a head do."""
         self._leading = (2, shape.num_layers)
         self._trailing = (shape.num_kv_heads // tensor, shape.head_dim)
+        self._by_token = by_token
         self._storage = torch.empty(0, device=device, dtype=dtype)
         self.size = CacheSize(0, 0)
         self.keys = self.values = torch.empty(0)
@@ -53,12 +57,14 @@ class Cache:
         if size == self.size:
             return False
         heads, width = self._trailing
-        shape = (*self._leading, size.rows, heads, size.columns, width)
+        inner = (size.columns, heads) if self._by_token else (heads, size.columns)
+        shape = (*self._leading, size.rows, *inner, width)
         elements = torch.Size(shape).numel()
         if elements > self._storage.numel():
             self.free()  # first: both together may not fit
             self._storage = self._storage.new_zeros(elements)  # what is masked is multiplied with 0, and may not be NaN
-        self.keys, self.values = self._storage[:elements].view(shape)
+        both = self._storage[:elements].view(shape)
+        self.keys, self.values = both.transpose(3, 4) if self._by_token else both
         self.size = size
         return True
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.engines.embedded import sliced_attention
 from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.products import Products
+from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant
 from aligner.models.rotary import rotate
 from aligner.models.shape import ModelShape, inverse_frequencies
@@ -59,6 +61,10 @@ class Step:
     routes: list[Tensor] | None = None
     """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
+    def followed_by(self, tokens: Tensor) -> "Step":
+        """The step of the tokens [R] that this one, of one token a row, has drawn."""
+        return Step(tokens, self.positions + 1, self.columns + 1, rows=self.rows)
+
 
 @dataclass(frozen=True)
 class _Geometry:
@@ -70,9 +76,11 @@ class _Geometry:
     """int64 [R]: the cache's row of each token"""
     runs: list[tuple[int, int]]
     """Rows of the step that follow each other in the cache: the first one there, and how many."""
-    mask: Tensor
+    mask: Tensor | None
     """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for `engine.exact` bool
-    [rows, width, columns]: what is seen"""
+    [rows, width, columns]: what is seen; None where `spans` say it"""
+    spans: Spans | None
+    """What of the cache each row reads, where that is all that is read of it."""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
@@ -92,12 +100,14 @@ class Decoder:
         *,
         exact: bool = False,
         packed: bool = False,
+        sliced: bool = False,
     ) -> None:
         """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1).
 
-        `exact` is `engine.exact`, `packed` is `engine.packed_weights`.
+        `exact` is `engine.exact`, `packed` is `engine.packed_weights`. `sliced`: a step of one token a row reads no more of
+        the cache, which lies by token then, than each row has.
         """
-        self.exact = exact
+        self.exact, self.sliced = exact, sliced
         self._products = Products(exact=exact, packed=packed)
         self._shape, self._tensor, self._place, self._group = shape, tensor, place, group
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
@@ -119,7 +129,7 @@ class Decoder:
         Writes the tokens' keys and values into the cache.
         """
         prompts = step.prompts
-        tokens, positions, geometry = self._prepare(step)
+        tokens, positions, geometry = self._prepare(step, cache)
         x = self._embed(tokens, positions)
         for layer in range(self._shape.num_layers):
             x = self._layer(layer, x, step, geometry, cache)
@@ -145,7 +155,7 @@ class Decoder:
             dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
-    def _prepare(self, step: Step) -> tuple[Tensor, Tensor, _Geometry]:
+    def _prepare(self, step: Step, cache: Cache) -> tuple[Tensor, Tensor, _Geometry]:
         """Every token and its position, rows first and then the prompts', and the step's geometry."""
         tokens, positions, prompts = step.tokens, step.positions, step.prompts
         at = visible = None
@@ -168,8 +178,12 @@ class Decoder:
         rows, runs = torch.arange(count, device=tokens.device), [(0, count)]
         if step.rows is not None:
             rows, runs = torch.tensor(step.rows, device=tokens.device), _runs(step.rows)
-        rows = rows.repeat_interleave(step.width)
-        return tokens, positions, _Geometry(rotation, rows, runs, self._cache_mask(step), at, visible)
+        spans = mask = None
+        if self.sliced and step.width == 1:
+            spans = sliced_attention.spans(rows, step.positions, cache.size.columns)
+        else:
+            mask = self._cache_mask(step)
+        return tokens, positions, _Geometry(rotation, rows.repeat_interleave(step.width), runs, mask, spans, at, visible)
 
     def _cache_mask(self, step: Step) -> Tensor:
         column, position = torch.arange(step.columns, device=step.positions.device), step.positions[:, None]
@@ -244,6 +258,9 @@ class Decoder:
         place = geometry.rows, slice(None), step.positions
         keys, values = cache.keys[layer], cache.values[layer]
         keys[place], values[place] = key, value
+        if geometry.spans is not None:
+            return sliced_attention.attend(query, keys, values, geometry.spans, self._shape.sliding_window)
+        assert geometry.mask is not None
         counts = [count for _, count in geometry.runs]
         queries = query.unflatten(0, (-1, step.width)).split(counts)
         held = [(slice(first, first + count), slice(None), slice(step.columns)) for first, count in geometry.runs]

@@ -12,6 +12,7 @@ from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
 from aligner.engines.embedded.generation import EmbeddedGeneration
 from aligner.engines.embedded.graphs import GraphedForward
+from aligner.engines.embedded.sliced_attention import can_slice
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,
@@ -28,6 +29,8 @@ from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
+_STEPS_ON_GPUS = 8
+"""`engine.steps_per_sync` there: what a processor does between two steps of a GPU is then an eighth of it a step."""
 
 
 class EmbeddedEngine(GenerationEngine):
@@ -65,15 +68,24 @@ class EmbeddedEngine(GenerationEngine):
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor)
-        decoder = Decoder(
-            shape, tensor, rank % tensor, group, self._device, exact=settings.exact, packed=settings.packed_weights
-        )
-        cache = Cache(shape, tensor, self._device, self._dtype)
+        sliced = can_slice(shape, self._device, self._dtype) and not settings.exact
+        ways = {"exact": settings.exact, "packed": settings.packed_weights, "sliced": sliced}
+        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, **ways)
+        cache = Cache(shape, tensor, self._device, self._dtype, by_token=sliced)
         # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
         graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
         self._graphs = GraphedForward(decoder) if graphed else None
         forward = self._graphs.forward if self._graphs else decoder.forward
-        self._machine = Machine(decoder, cache, forward, self._device, listener=listener, speculation=settings.speculation)
+        steps = settings.steps_per_sync or (_STEPS_ON_GPUS if self._device.type == "cuda" else 1)
+        self._machine = Machine(
+            decoder,
+            cache,
+            forward,
+            self._device,
+            listener=listener,
+            speculation=settings.speculation,
+            steps_per_sync=steps,
+        )
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._generation: EmbeddedGeneration | None = None
         self._spare: EngineWeights | None = None
@@ -132,6 +144,7 @@ class EmbeddedEngine(GenerationEngine):
         self._weights = EngineWeights((), self._device, self._dtype)
         self._machine.decoder.use({})
         if self._device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream on Hopper
             torch.cuda.empty_cache()
 
     def wake(self) -> None:

@@ -23,6 +23,7 @@ class Machine:
     version: int | None = None
     listener: SpanListener | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    steps_per_sync: int = 1
     guessed: int = 0
     """Tokens that were guessed so far,"""
     accepted: int = 0

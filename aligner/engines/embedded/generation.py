@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aligner.data.kept_tokens import KeptTokens
 from aligner.data.types import Sample
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
@@ -62,6 +63,9 @@ class EmbeddedGeneration:
     they run in the same pass: each place's token is drawn with its own random number, and is the response's as long as
     all guesses before it were what was drawn.
 
+    Where nothing joins, `engine.steps_per_sync` steps may follow each other on the device, each of the tokens that the one
+    before has drawn there; what a response has drawn behind its end is dropped.
+
     A response that has ended a turn keeps its row as long as nobody else needs one; told to go on, it runs what is new in a
     pass of its own, or else everything anew. Its keys and values stay where they are meanwhile, among the rows in use: to move
     them would take longer with every turn. Only on GPUs, where recorded steps know the first rows alone, they change places.
@@ -88,7 +92,7 @@ class EmbeddedGeneration:
         return not (self._waiting or self._rows or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """As `Generation.step`: one more token for every row, or several where they were guessed."""
+        """As `Generation.step`: one more token for every row, or several where they were guessed or drawn in one go."""
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
                 raise AlignerError("the engine has no weights: responses go on once new ones are published")
@@ -149,9 +153,10 @@ class EmbeddedGeneration:
         guesses = [()] * len(rows) if beginning else self._guess(rows)
         step = self._plan(rows, guesses, beginning)
         self._rows = rows + beginning
+        count = 1 if beginning or step.width > 1 else self._steps_ahead()
         try:
             with torch.inference_mode():
-                tokens, logprobs, kept = self._draw(self._machine.forward(step, self._machine.cache), step.width)
+                tokens, logprobs, kept = self._draw(step) if count == 1 else self._draw_ahead(step, count)
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
@@ -160,7 +165,8 @@ class EmbeddedGeneration:
             raise
         places = iter(zip(tokens, logprobs, kept, strict=True))
         for at, row in enumerate(self._rows):
-            self._take(row, list(islice(places, step.width)), guesses[at] if at < len(guesses) else ())
+            guessed = guesses[at] if at < len(guesses) else ()
+            self._take(row, list(islice(places, max(count, step.width))), guessed if count == 1 else None)
         self._release()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
@@ -274,24 +280,66 @@ class EmbeddedGeneration:
             rows=None if taken == list(range(len(rows))) else taken,
         )
 
-    def _draw(self, share: Tensor, width: int) -> tuple[list[int], list[float], list[Tensor]]:
+    def _steps_ahead(self) -> int:
+        """Steps that may follow each other without a look at what they draw: no row reaches its limit before the last."""
+        options, speculation = self._options, self._machine.speculation
+        if options.tells_kept or options.routes or (speculation.tokens and len(self._rows) <= speculation.rows):
+            return 1
+        return min(self._machine.steps_per_sync, *(row.turn_limit - len(row.tokens) for row in self._rows))
+
+    def _draw(self, step: Step) -> tuple[list[int], list[float], list[Tensor]]:
         """Tokens [R], log-probs of float32 [R] and the ids that each was drawn among, int32 on the host, none where among
-        all: the first rank draws, so that all ranks agree to the last bit. `width` of a row come one after another.
+        all. `step.width` of a row come one after another.
         """
-        options, device = self._options, self._machine.device
+        share = self._machine.forward(step, self._machine.cache)
+        drawn, kept = self._choose(share, self._numbers(step.width), self._may_stop(step.width))
+        tokens, logprobs, counts = drawn
+        each = [NO_IDS] * len(share)
+        if self._options.tells_kept:
+            empty = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._machine.device)
+            ids = self._machine.decoder.broadcast(empty if kept is None else kept.ids)
+            parts = ids.cpu().split(counts.long().tolist())
+            each = [part.clone() for part in parts]  # a response that goes on holds no other's
+        return tokens.long().tolist(), logprobs.float().tolist(), each
+
+    def _draw_ahead(self, step: Step, count: int) -> tuple[list[int], list[float], list[Tensor]]:
+        """The same for so many steps, each of the tokens that the one before has drawn: `count` of a row after another."""
+        numbers, may_stop, found = self._numbers(count), self._may_stop(count), []
+        for ahead in range(count):
+            share = self._machine.forward(step, self._machine.cache)
+            its = [None if each is None else each.view(-1, count)[:, ahead] for each in (numbers, may_stop)]
+            drawn, _ = self._choose(share, *its)
+            found.append(drawn)
+            step = step.followed_by(drawn[0].long())
+        tokens, logprobs, _ = torch.stack(found, -1).flatten(1)
+        return tokens.long().tolist(), logprobs.float().tolist(), [NO_IDS] * len(tokens)
+
+    def _numbers(self, count: int) -> Tensor | None:
+        """The random numbers of each row's next `count` tokens, float64 [R * count]; None where none are needed."""
+        if self._options.greedy:
+            return None
+        rows = [(row.numbers, len(row.tokens)) for row in self._rows]
+        next_ones = [numbers[begin : begin + count] for numbers, begin in rows if numbers is not None]
+        return torch.from_numpy(np.concatenate(next_ones)).to(self._machine.device)
+
+    def _may_stop(self, count: int) -> Tensor | None:
+        """Whether each of these tokens may be a stop token, bool [R * count]; None where all may."""
+        least = self._options.min_new_tokens
+        if all(len(row.tokens) >= least for row in self._rows):
+            return None
+        lengths = [len(row.tokens) + ahead for row in self._rows for ahead in range(count)]
+        return torch.tensor([length >= least for length in lengths], device=self._machine.device)
+
+    def _choose(self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None) -> tuple[Tensor, KeptTokens | None]:
+        """Tokens, log-probs and how many ids each was drawn among, float64 [3, R] where `share` is, and these ids.
+
+        The first rank draws, so that all ranks agree to the last bit; it alone has the ids.
+        """
+        options = self._options
         logits = self._machine.decoder.gather_logits(share)
-        drawn = torch.zeros(3, len(share), dtype=torch.float64, device=device)
+        drawn = torch.zeros(3, len(share), dtype=torch.float64, device=self._machine.device)
         kept = None
         if logits is not None:
-            numbers = may_stop = None
-            if not options.greedy:
-                next_ones = [
-                    row.numbers[len(row.tokens) : len(row.tokens) + width] for row in self._rows if row.numbers is not None
-                ]
-                numbers = torch.from_numpy(np.concatenate(next_ones)).to(device)
-            if any(len(row.tokens) < options.min_new_tokens for row in self._rows):
-                lengths = [len(row.tokens) + ahead for row in self._rows for ahead in range(width)]
-                may_stop = torch.tensor([length >= options.min_new_tokens for length in lengths], device=device)
             scores = logits * (1 / options.temperature) if self._machine.decoder.exact else None
             drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
             if kept is not None:
@@ -300,13 +348,7 @@ class EmbeddedGeneration:
                 if kept is not None:
                     scores.masked_fill_(~kept.among(scores.shape[1]), float("-inf"))
                 drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
-        tokens, logprobs, counts = self._machine.decoder.broadcast(drawn)
-        each = [NO_IDS] * len(share)
-        if options.tells_kept:
-            ids = torch.empty(int(counts.sum()), dtype=torch.int32, device=device) if kept is None else kept.ids
-            parts = self._machine.decoder.broadcast(ids).cpu().split(counts.long().tolist())
-            each = [part.clone() for part in parts]  # a response that goes on holds no other's
-        return tokens.long().tolist(), logprobs.float().tolist(), each
+        return self._machine.decoder.broadcast(drawn), kept
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
         """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
@@ -321,13 +363,19 @@ class EmbeddedGeneration:
             row.read = contexts[context]
             row.routes.append(row.read[sum(map(len, row.routes)) :])
 
-    def _take(self, row: _Response, drawn: Sequence[tuple[int, float, Tensor]], guessed: Sequence[int]) -> None:
-        """The drawn tokens, log-probs and sets of a row's next places, up to the first that came after a wrong guess."""
+    def _take(self, row: _Response, drawn: Sequence[tuple[int, float, Tensor]], guessed: Sequence[int] | None) -> None:
+        """The drawn tokens, log-probs and sets of a row's next places, up to its end or to the first that came after a wrong
+        guess; `guessed` is None where each place has followed what was drawn before it.
+        """
         for place, (token, logprob, ids) in enumerate(drawn):
             if self._options.tells_kept or row.kept:
                 row.kept.append(ids)
             self._record(row, token, logprob)
-            if row.finish_reason is not None or place == len(guessed) or token != guessed[place]:
+            if row.finish_reason is not None:
+                return
+            if guessed is None:
+                continue
+            if place == len(guessed) or token != guessed[place]:
                 return
             self._machine.accepted += 1
 

@@ -10,7 +10,7 @@ from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Step
 
 _COLUMNS = 256
-"""Steps are recorded for multiples of so many columns, and for powers of two of rows."""
+"""Steps are recorded for powers of two of rows and, where they read all columns, for multiples of so many."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class GraphedForward:
         self._decoder = decoder
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        """Where steps are recorded: cuBLAS keeps memory for every stream that it has computed on."""
 
     @property
     def recorded(self) -> bool:
@@ -47,7 +49,9 @@ class GraphedForward:
         if step.prompts is not None or rows == 0 or step.width > 1 or not step.scores or step.rows is not None:
             return self._decoder.forward(step, cache)
         wanted_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
-        wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, cache.size.columns)
+        wanted_columns = cache.size.columns
+        if not self._decoder.sliced:  # else a step reads as much as its rows have, whatever it is recorded for
+            wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, wanted_columns)
         recorded = self._recorded.get((wanted_rows, wanted_columns))
         if recorded is None:
             recorded = self._record(wanted_rows, wanted_columns, step, cache)
@@ -67,14 +71,14 @@ class GraphedForward:
         fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns)
         self._fill(fixed, step, cache)
         # A first run outside the graph, on another stream, lets libraries allocate what they need.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._decoder.forward(fixed, cache)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one at a time runs: they share what they compute in
         # Other threads, such as the one that publishes, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = self._decoder.forward(fixed, cache)
         return _Recorded(graph, fixed, logits)

@@ -1,0 +1,99 @@
+"""Attention over what each row has of the cache, with a stand-in for the kernel, which torch has on GPUs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.engines.embedded import embedded_engine, sliced_attention
+from aligner.engines.engine_protocol import SamplingOptions
+from aligner.models.shape import ModelShape
+from aligner.schema import SpeculationConfig
+from tests.engines.engines import generate
+from tests.engines.test_embedded import make_engine, make_requests, save_model, shape_of
+from tests.engines.test_generation import mixed_requests, observed
+from tests.engines.test_steps_per_sync import assert_same
+
+SIZES = {"mistral": {"sliding_window": 6}, "llama": {}}
+
+
+def flash(
+    query, key, value, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+):  # fmt: skip
+    """As FlashAttention-2's varlen function does it, but for one query a sequence."""
+    assert (max_q, dropout_p, is_causal, return_debug_mask, scale, alibi_slopes) == (1, 0.0, False, False, None, None)
+    assert {each.dtype for each in (starts_q, starts_k, seqused_k)} == {torch.int32}
+    assert starts_q.tolist() == list(range(len(query) + 1)) and len(starts_k) == len(query) + 1
+    assert int(seqused_k.min()) > 0 and int(seqused_k.max()) <= max_k and key.stride(-1) == 1
+    group, found = query.shape[1] // key.shape[1], []
+    for one, begin, count in zip(query, starts_k.tolist(), seqused_k.tolist(), strict=False):
+        left = 0 if window_size_left is None else max(0, count - 1 - window_size_left)
+        assert (window_size_left is None) == (window_size_right is None) and window_size_right in (None, 0)
+        keys, values = (each[begin + left : begin + count].repeat_interleave(group, 1) for each in (key, value))
+        weights = (torch.einsum("hd,thd->ht", one, keys) / one.shape[-1] ** 0.5).softmax(-1)
+        found.append(torch.einsum("ht,thd->hd", weights, values))
+    empty = query.new_empty(0)
+    return torch.stack(found), empty, empty, empty, empty
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash, "CPU")
+    monkeypatch.setattr(embedded_engine, "can_slice", lambda *_: True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 3}, {"steps_per_sync": 4}], ids=str)
+def test_responses_are_those_of_masked_attention(tmp_path: Path, kernel, family: str, settings: dict) -> None:
+    directory = save_model(tmp_path, family, **SIZES[family])
+    options = SamplingOptions(12, stop_token_ids=tuple(range(0, 200, 9)))
+    engine = make_engine(directory, **settings)
+    assert engine._machine.decoder.sliced and engine._machine.cache._by_token
+    samples = generate(engine, mixed_requests(3), options)
+    embedded_engine.can_slice = lambda *_: False
+    plain = make_engine(directory)
+    assert not plain._machine.decoder.sliced
+    assert_same(samples, generate(plain, mixed_requests(3), options))
+
+
+def test_guesses_and_rows_that_wait_are_read_as_before(tmp_path: Path, kernel) -> None:
+    """Several tokens a row go through the mask, whatever lies between the rows that are in use."""
+    directory = save_model(tmp_path, "llama")
+    options = SamplingOptions(12, greedy=True)
+    guessing = {"tokens": 3, "ngram": 1, "rows": 64}
+    engine = make_engine(directory, speculation=SpeculationConfig(**guessing))
+    steps = observed(engine)
+    samples = generate(engine, make_requests(2), options)
+    assert {step.width for step in steps} >= {1, 4}
+    embedded_engine.can_slice = lambda *_: False
+    assert_same(samples, generate(make_engine(directory), make_requests(2), options))
+
+
+def test_a_row_anywhere_in_the_cache_is_found() -> None:
+    rows, positions = torch.tensor([0, 2, 5]), torch.tensor([3, 0, 7])
+    spans = sliced_attention.spans(rows, positions, columns=8)
+    assert spans.starts.tolist()[:3] == [0, 16, 40]
+    assert spans.lengths.tolist() == [4, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "expected"),
+    [
+        ("cuda", torch.bfloat16, 128, True),
+        ("cuda", torch.float16, 64, True),
+        ("cuda", torch.float32, 128, False),
+        ("cpu", torch.bfloat16, 128, False),
+        ("cuda", torch.bfloat16, 36, False),
+        ("cuda", torch.bfloat16, 320, False),
+    ],
+)
+def test_where_the_kernel_is(tmp_path: Path, device: str, dtype: torch.dtype, head_dim: int, expected: bool) -> None:
+    shape: ModelShape = shape_of(save_model(tmp_path, "llama", head_dim=head_dim))
+    assert sliced_attention.can_slice(shape, torch.device(device), dtype) is expected
