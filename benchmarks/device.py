@@ -27,6 +27,7 @@ from typing import Any
 from aligner.config.compose import compose_config
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import GIB, memory_needs
+from aligner.placement.roles import has_gpu
 from benchmarks.engine import Replica
 from benchmarks.engine import Work as Responses
 from benchmarks.models import MODELS, shape_of, write_model, write_tokenizer
@@ -41,7 +42,7 @@ TRAINED = ("llama_1b", "llama_8b_8_layers")
 SERVED = "llama_8b"
 BATCHES = (16, 64, 256)
 PROMPT_TOKENS, NEW_TOKENS = 128, 128
-ONE = Way("1 process", len(os.sched_getaffinity(0)), as_ranks=True)
+ONE = Way("1 process", 1 if has_gpu() else len(os.sched_getaffinity(0)), as_ranks=True)
 Result = dict[str, Any]
 
 
@@ -134,7 +135,7 @@ def grpo(model: str, precision: str, args: argparse.Namespace) -> Result:
     prompts = tuple(" ".join(f"w{3 + index}" for _ in range(args.prompt_tokens)) for index in range(args.rows))
     with stored(model, precision) as directory:
         work = Work(directory, prompts, args.samples, args.new_tokens, precision, args.repeats + 1)
-        steps = ours(work, ONE, ())[1:]
+        steps = ours(work, ONE, (f"actor.micro_batch_tokens={args.micro_batch_tokens}",))[1:]
     parts = {name: median(step[name] for step in steps) for name in ("generate", "train", "publish") if name in steps[0]}
     return {"samples": args.rows * args.samples, **told("step_s", [step["step"] for step in steps]), "parts_s": parts}
 
@@ -142,9 +143,9 @@ def grpo(model: str, precision: str, args: argparse.Namespace) -> Result:
 def results(args: argparse.Namespace) -> Iterator[Result]:
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    args.device, name = ("cuda", torch.cuda.get_device_name()) if has_gpu else ("cpu", "CPU")
-    precision = "bf16" if has_gpu else "fp32"
+    on_gpu = torch.cuda.is_available()
+    args.device, name = ("cuda", torch.cuda.get_device_name()) if on_gpu else ("cpu", "CPU")
+    precision = args.precision or ("bf16" if on_gpu else "fp32")
     flops, bandwidth = next((peaks for part, peaks in PEAKS.items() if part in name), (None, None))
     for part in args.parts:
         models = {"train": TRAINED, "grpo": TRAINED[:1]}.get(part, (SERVED,))
@@ -167,11 +168,12 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), help="for every part, instead of those that fit a GPU of 80 GB")
     parser.add_argument("--rows", type=int, default=8, help="rows of a training step, and prompts of one of GRPO (8)")
     parser.add_argument("--tokens", type=int, default=2048, help="of each row of a training step (2048)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="of a training step (8192)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="of training, in GRPO too (8192)")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="responses decoded at a time (16 64 256)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="where responses are drawn (128)")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each response (128)")
     parser.add_argument("--samples", type=int, default=8, help="a prompt of GRPO's (8)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of everything (bf16 on a GPU, else fp32)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()

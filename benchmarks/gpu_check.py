@@ -77,6 +77,7 @@ def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
 def _measured(part: str, needs: Sequence[str] = ()) -> Check:
     """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be had."""
     small = ("--model", "tiny", "--repeats", "1", "--rows", "2", "--tokens", "32", "--batches", "2", "--new-tokens", "4")
+    small += ("--precision", "bf16")
     return Check(
         f"speed: {part}",
         (sys.executable, "-m", "benchmarks.device", "--json", "--parts", part, *(small if DEVICE == "cpu" else ())),

@@ -31,8 +31,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("algorithm.uncorrected_staleness", "what is accepted, not what is done"),
     (
         "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.packed_weights"
-        " engine.steps_per_sync engine.sleep engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
-        " engine.vllm.* engine.speculation.* rollout.micro_batches",
+        " engine.steps_per_sync engine.sleep engine.update_timeout_s engine.verify_every engine.bucket_mib"
+        " engine.tensorrt_llm.* engine.vllm.* engine.speculation.* rollout.micro_batches",
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
     (

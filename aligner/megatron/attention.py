@@ -76,7 +76,8 @@ class PackedAttention(nn.Module):
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
-        return attended.transpose(1, 2).flatten(2).flatten(0, 1)[packed.query_index]
+        # By index_select, whose gradient is added up without sorting what may come twice.
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
         if packed.rotation is None:

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from aligner.data.kept_tokens import KeptTokens
+from aligner.megatron import score_passes
 from aligner.megatron.cpu_backend import add_product, told_of_gradient
 from aligner.models import batch_invariant
 
@@ -30,7 +31,9 @@ exactly 0 once the ranks' peaks are known."""
 
 
 class _VocabParallelLogprobs(Function):
-    """Keeps the exponentials of the last chunk alone; the backward pass computes those of the others again."""
+    """Keeps the last chunk's exponentials alone, or scores where `score_passes` are taken; the backward pass computes those of
+    the others again.
+    """
 
     @staticmethod
     def forward(
@@ -51,10 +54,15 @@ class _VocabParallelLogprobs(Function):
         peak, normalizer, weighted, chosen = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
         buffer = hidden.new_empty(rows, len(weight), dtype=torch.float32)
-        spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy else None
+        fused = score_passes.are_fused(buffer)
+        spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy and not fused else None
         for tokens in _chunks(len(targets), chunk_tokens):
             scores = _scores(hidden[tokens], weight, temperature, buffer)
             _leave_out(scores, kept, tokens, group)
+            if fused:
+                found = score_passes.compiled(score_passes.sums)(scores, local[tokens])
+                peak[tokens], normalizer[tokens], weighted[tokens], chosen[tokens] = found
+                continue
             for part, block in _blocks(scores, tokens.start):
                 peak[part] = block.amax(-1)
                 block.sub_(peak[part, None])
@@ -95,14 +103,17 @@ class _VocabParallelLogprobs(Function):
         upstream = torch.where(here, upstream, 0.0)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = total = getattr(context.weight, "main_grad", None)  # megatron-core's buffer
-        chunks = _chunks(len(local), context.chunk_tokens)
+        chunks, fused = _chunks(len(local), context.chunk_tokens), score_passes.are_fused(buffer)
         for tokens in reversed(chunks):
             if tokens is chunks[-1]:
                 gradient = buffer[: tokens.stop - tokens.start]
             else:
                 gradient = _scores(hidden[tokens], weight, temperature, buffer)
                 _leave_out(gradient, context.kept, tokens, context.group)
-            for part, block in _blocks(gradient, tokens.start):
+            if fused:
+                columns = (each[tokens] for each in (peak, factor, entropy_factor, upstream, local))
+                gradient = score_passes.compiled(score_passes.gradient)(gradient, *columns, hidden.dtype)
+            for part, block in () if fused else _blocks(gradient, tokens.start):
                 if tokens is not chunks[-1]:
                     block.sub_(peak[part, None]).exp_()
                 spread = None if for_entropy is None else torch.xlogy(block, block)

@@ -105,14 +105,21 @@ def computes_on_devices(config: Config, group: str) -> bool:
 
 
 def threads_per_rank(config: Config) -> int:
-    """OpenMP threads of each process of a run on this machine: as configured, else this process's cores over all ranks."""
+    """OpenMP threads of each process of a run on this machine: as decided, else this process's cores over all ranks."""
     ranks = sum(role_ranks(config).values())
     return configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def configured_threads(config: Config) -> int | None:
-    """OpenMP threads of a rank where the configuration decides them."""
-    return 1 if config.engine.exact else config.cluster.threads_per_rank
+    """OpenMP threads of a rank where the configuration decides them.
+
+    One on GPUs, as torchrun has it, unless the processor is to take part in the optimizer's steps: what else it computes there
+    is small, and dealt out over a pool of threads took longer than what the GPU did meanwhile.
+    """
+    if config.engine.exact:
+        return 1
+    offloads = any(model.optimizer.offload_fraction > 0 for model in (config.actor, config.critic))
+    return config.cluster.threads_per_rank or (1 if uses_gpus(config) and not offloads else None)
 
 
 def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:

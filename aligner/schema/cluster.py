@@ -111,7 +111,11 @@ class ClusterConfig:
         None, "memory of a device: what does not fit is refused; only told when null", minimum=1
     )
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
-    threads_per_rank: int | None = option(None, "OpenMP threads a rank; cores over ranks when null", minimum=1)
+    threads_per_rank: int | None = option(
+        None,
+        "OpenMP threads a rank; null: one on GPUs, unless *.optimizer.offload_fraction is above 0; else cores over ranks",
+        minimum=1,
+    )
     deterministic: bool = option(
         False, "GPUs sum in one order, more slowly: kernels, cuBLAS, NCCL; on CPUs nothing changes, sums have one there"
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.kept_tokens import KeptTokens
+from aligner.megatron import score_passes
 from aligner.megatron.logprobs import vocab_parallel_logprobs
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
@@ -112,6 +115,34 @@ def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, siz
         for part in parts:
             torch.testing.assert_close(part, grad_hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda function: function, pytest.param(torch.compile, marks=pytest.mark.slow)], ids=["plain", "compiled"]
+)
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+def test_one_pass_over_the_scores_gives_the_dense_ones_too(monkeypatch, with_entropy, kept, make):
+    """As on a GPU, at every chunk size; on a CPU only here."""
+    monkeypatch.setattr(score_passes, "are_fused", lambda scores: True)
+    monkeypatch.setattr(score_passes, "compiled", functools.cache(make))
+    expected = dense(with_entropy, kept=kept)
+    for chunk in CHUNKS:
+        hidden, weight, index, targets = inputs()
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden[index],
+            weight,
+            targets,
+            temperature=TEMPERATURE,
+            chunk_tokens=chunk,
+            with_entropy=with_entropy,
+            kept=kept_tokens() if kept else None,
+        )
+        objective(logprobs, entropy).backward()
+        for got, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+            if got is not None:
+                torch.testing.assert_close(got.detach(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -73,6 +72,7 @@ class EmbeddedGeneration:
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
         self._machine, self._options, self._seed, self._count = machine, options, seed, len(requests)
+        self._stops = frozenset(options.stop_token_ids)
         responses = [_begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
         in_order = sorted(responses, key=lambda response: first[response.prompt])
@@ -163,10 +163,10 @@ class EmbeddedGeneration:
         except BaseException:
             self.restart_rows()  # who steps on must not build on keys and values that may not be there
             raise
-        places = iter(zip(tokens, logprobs, kept, strict=True))
+        width = max(count, step.width)
         for at, row in enumerate(self._rows):
-            guessed = guesses[at] if at < len(guesses) else ()
-            self._take(row, list(islice(places, max(count, step.width))), guessed if count == 1 else None)
+            its, guessed = slice(at * width, (at + 1) * width), guesses[at] if at < len(guesses) else ()
+            self._take(row, tokens[its], logprobs[its], kept[its], guessed if count == 1 else None)
         self._release()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
@@ -363,28 +363,32 @@ class EmbeddedGeneration:
             row.read = contexts[context]
             row.routes.append(row.read[sum(map(len, row.routes)) :])
 
-    def _take(self, row: _Response, drawn: Sequence[tuple[int, float, Tensor]], guessed: Sequence[int] | None) -> None:
-        """The drawn tokens, log-probs and sets of a row's next places, up to its end or to the first that came after a wrong
-        guess; `guessed` is None where each place has followed what was drawn before it.
-        """
-        for place, (token, logprob, ids) in enumerate(drawn):
-            if self._options.tells_kept or row.kept:
-                row.kept.append(ids)
-            self._record(row, token, logprob)
-            if row.finish_reason is not None:
-                return
-            if guessed is None:
-                continue
-            if place == len(guessed) or token != guessed[place]:
-                return
-            self._machine.accepted += 1
+    def _take(
+        self,
+        row: _Response,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        kept: Sequence[Tensor],
+        guessed: Sequence[int] | None,
+    ) -> None:
+        """What a row's next places have drawn, up to its end or to the first that came after a wrong guess.
 
-    def _record(self, row: _Response, token: int, logprob: float) -> None:
+        `guessed` is None where each place has followed what was drawn before it.
+        """
         assert self._machine.version is not None
-        row.tokens.append(token)
-        row.logprobs.append(logprob)
-        row.versions.append(self._machine.version)
-        if token in self._options.stop_token_ids:
+        count = len(tokens)
+        if guessed is not None:
+            count = 1 + next((at for at, guess in enumerate(guessed) if guess != tokens[at]), len(guessed))
+        if self._stops:
+            count = next((at for at, token in enumerate(tokens[:count], 1) if token in self._stops), count)
+        if guessed is not None:
+            self._machine.accepted += count - 1
+        row.tokens += tokens[:count]
+        row.logprobs += logprobs[:count]
+        row.versions += [self._machine.version] * count
+        if self._options.tells_kept or row.kept:
+            row.kept += kept[:count]
+        if row.tokens[-1] in self._stops:
             row.finish_reason = "stop"
         elif len(row.tokens) == row.turn_limit:
             row.finish_reason = "length"
