@@ -1,5 +1,6 @@
 """The package's extras: what each brings, and what to say where that is not installed."""
 
+from importlib import metadata
 from importlib.util import find_spec
 
 EXTRAS = {
@@ -31,3 +32,18 @@ def lacking(extra: str, *modules: str) -> str | None:
         return None
     verb = "is" if len(missing) == 1 else "are"
     return f"{', '.join(missing)} {verb} not installed; install the {extra} extra: pip install 'aligner[{extra}]'"
+
+
+def unfit_numpy() -> str | None:
+    """What to say where numpy is too new for the installed PyTriton; None where it is not, or there is none of either.
+
+    Triton's Python processes would start with it, and write other bytes than they should.
+    """
+    if find_spec("pytriton") is None or find_spec("numpy") is None:
+        return None
+    version = metadata.version("numpy")
+    return (
+        f"PyTriton needs numpy below 2, and {version} is installed; pip install 'numpy<2'"
+        if int(version.split(".")[0]) > 1
+        else None
+    )

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from aligner.extras import unfit_numpy
 from benchmarks.runs import REPOSITORY, python_path
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
@@ -113,6 +114,8 @@ def lacking(check: Check) -> list[str]:
     modules = [need for need in check.needs if need not in (GPU, CUDA) and not need.endswith(_MANY)]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     many = [need for need in check.needs if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))]
+    if "pytriton" in check.needs and (unfit := unfit_numpy()):
+        missing.append(f"numpy for it ({unfit})")
     wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
     return [*([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not gpus() else []), *many, *missing]
 

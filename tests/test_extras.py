@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from aligner import extras
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.extras import EXTRAS, lacking
+from aligner.extras import EXTRAS, lacking, unfit_numpy
 from container.pins import canonical
 
 REPOSITORY = Path(__file__).parents[1]
@@ -90,3 +91,14 @@ def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
     script = _WITHOUT.format(modules=EXTRAS[extra], module=module, function=function, call=call)
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert f"pip install 'aligner[{extra}]'" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_numpy_that_tritons_processes_would_misread_is_told(monkeypatch, tmp_path: Path) -> None:
+    assert unfit_numpy() is None
+    monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
+    told = "PyTriton needs numpy below 2, and 2.5.2 is installed; pip install 'numpy<2'"
+    assert unfit_numpy() == told
+    with pytest.raises(ConfigError, match=re.escape(f"this run has servers (critic, reward): {told}")):
+        check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
+    monkeypatch.setattr(extras, "find_spec", lambda module: None)
+    assert unfit_numpy() is None

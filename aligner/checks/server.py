@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.extras import lacking
+from aligner.extras import lacking, unfit_numpy
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.addresses import client_address, explicit_ports, interface_address, port_is_free
@@ -19,7 +19,7 @@ from aligner.schema.server import LAST_PORT
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What servers cannot listen on, would not be reached at, or would refuse of the run's own requests."""
-    if config.cluster.kind == "local" and (groups := server_ranks(config)) and (lack := lacking("server")):
+    if config.cluster.kind == "local" and (groups := server_ranks(config)) and (lack := lacking("server") or unfit_numpy()):
         yield f"this run has servers ({', '.join(groups)}): {lack}"
     yield from _port_problems(config)
     yield from tls_problems(config)

@@ -52,6 +52,8 @@ def library_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         **OPENMP_WAITS,
+        # The few kernels that torch.compile makes on GPUs are not worth a pool of processes to each rank.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLIBC_TUNABLES": ":".join(_ALLOCATOR),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

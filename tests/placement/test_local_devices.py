@@ -123,3 +123,20 @@ def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(tmp_path: 
 def test_a_list_of_devices_is_written_as_it_is_read() -> None:
     for devices in ((0,), (0, 1, 2), (0, 2, 3, 7), (5, 6)):
         assert tuple(numbers(describe_devices(devices))) == devices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 1),
+        (("cluster.threads_per_rank=3",), 3),
+        (("actor.optimizer.offload_fraction=0.5", "actor.optimizer.distributed=true"), None),
+        (("critic.optimizer.offload_fraction=1", "critic.optimizer.distributed=true"), None),
+    ],
+)
+def test_a_rank_on_a_gpu_has_one_thread_unless_its_optimizer_is_on_the_processor(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int | None
+) -> None:
+    assert roles.configured_threads(configured(*overrides)) == expected
+    monkeypatch.setenv("ALIGNER_GPUS", "0")
+    assert roles.configured_threads(configured(*overrides)) == (3 if expected == 3 else None)

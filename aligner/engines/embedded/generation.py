@@ -3,54 +3,25 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.kept_tokens import KeptTokens
 from aligner.data.types import Sample
+from aligner.engines.embedded.decoded_response import DecodedResponse, begin, in_order
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.row_table import RowTable
-from aligner.engines.embedded.sampling import choose, renew, turn_uniforms
+from aligner.engines.embedded.sampling import renew
 from aligner.engines.embedded.speculation import Lookup
+from aligner.engines.embedded.token_drawing import Drawing
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.partial_response import NO_IDS, PartialResponse
 from aligner.errors import AlignerError
-from aligner.models import batch_invariant
 
 _PROMPT_TOKENS = 8192
 """Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
-
-
-@dataclass(eq=False)
-class _Response(PartialResponse):
-    index: int = 0
-    """Among the requests."""
-    row: int = -1
-    """Of the cache, where it has one in use."""
-    held: int = 0
-    """Whose keys and values that has, when a turn begins."""
-    prompt: tuple[int, ...] = ()
-    numbers: np.ndarray | None = None
-    """float64 [limit]: what its tokens are drawn with"""
-    lookup: Lookup | None = None
-    """Where its next tokens are guessed."""
-    read: Tensor | None = None
-    """The routes of its tokens, or of the prompt at least, when their keys and values were computed: [n, L, K]"""
-
-    @property
-    def length(self) -> int:
-        """Prompt and response, in tokens."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def newest(self) -> int:
-        """The last token so far."""
-        return self.tokens[-1] if self.tokens else self.prompt[-1]
 
 
 class EmbeddedGeneration:
@@ -72,12 +43,13 @@ class EmbeddedGeneration:
 
     def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
         self._machine, self._options, self._seed, self._count = machine, options, seed, len(requests)
+        self._drawing = Drawing(machine, options)
         self._stops = frozenset(options.stop_token_ids)
-        responses = [_begin(index, request, options, seed) for index, request in enumerate(requests)]
+        responses = [begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
         in_order = sorted(responses, key=lambda response: first[response.prompt])
         self._waiting = deque(response for response in in_order if not response.request.waits)
-        self._rows: list[_Response] = []
+        self._rows: list[DecodedResponse] = []
         """In the order of their rows."""
         self._complete: list[tuple[int, Sample]] = []
         """Complete, but not yet given out."""
@@ -113,7 +85,7 @@ class EmbeddedGeneration:
         columns, limit = self._machine.cache.size.columns, request.limit(self._options)
         if (longest := len(request.prompt.tokens) + limit - 1) > columns:
             raise AlignerError(f"prompt {request.prompt.id}: a branch of {longest} tokens; the cache's rows have {columns}")
-        self._waiting.append(_begin(self._count, request, self._options, self._seed))
+        self._waiting.append(begin(self._count, request, self._options, self._seed))
         self._count += 1
         return self._count - 1
 
@@ -149,14 +121,14 @@ class EmbeddedGeneration:
             self._read_on()
         self._close_gaps()
         joining, beginning = self._admit() if admit else ([], [])
-        rows = _in_order([*self._rows, *joining])
+        rows = in_order([*self._rows, *joining])
         guesses = [()] * len(rows) if beginning else self._guess(rows)
         step = self._plan(rows, guesses, beginning)
         self._rows = rows + beginning
         count = 1 if beginning or step.width > 1 else self._steps_ahead()
         try:
             with torch.inference_mode():
-                tokens, logprobs, kept = self._draw(step) if count == 1 else self._draw_ahead(step, count)
+                tokens, logprobs, kept = self._drawing.draw(self._rows, step, count)
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
@@ -179,8 +151,8 @@ class EmbeddedGeneration:
         for response in returning:
             self._waiting.remove(response)
             response.row, response.held = self._table.resume(response.index)
-        returning = _in_order(returning)
-        self._rows = _in_order([*self._rows, *returning])
+        returning = in_order(returning)
+        self._rows = in_order([*self._rows, *returning])
         columns, device = self._machine.cache.size.columns, self._machine.device
         width = max(response.length - 1 - response.held for response in returning)
         tokens, positions = [], []
@@ -209,10 +181,10 @@ class EmbeddedGeneration:
                 f" {self._machine.version}?"
             )
 
-    def _admit(self) -> tuple[list[_Response], list[_Response]]:
+    def _admit(self) -> tuple[list[DecodedResponse], list[DecodedResponse]]:
         """Those that join a sibling's prompt, and those whose own tokens have to be run."""
         cache = self._machine.cache
-        joining, beginning = list[_Response](), list[_Response]()
+        joining, beginning = list[DecodedResponse](), list[DecodedResponse]()
         siblings = {row.prompt: row for row in self._rows}
         distinct, width = set[tuple[int, ...]](), 0
         while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
@@ -235,7 +207,7 @@ class EmbeddedGeneration:
             cache.copy_rows([siblings[response.prompt].row], [response.row], len(response.prompt) - 1)
         return joining, beginning
 
-    def _guess(self, rows: Sequence[_Response]) -> list[Sequence[int]]:
+    def _guess(self, rows: Sequence[DecodedResponse]) -> list[Sequence[int]]:
         """The next tokens of each row, as many of each; of none when no row's can be guessed, or there are too many rows."""
         settings = self._machine.speculation
         none: list[Sequence[int]] = [()] * len(rows)
@@ -251,7 +223,9 @@ class EmbeddedGeneration:
         self._machine.guessed += sum(map(len, found))
         return [guessed or [row.newest] * most for row, guessed in zip(rows, found, strict=True)]
 
-    def _plan(self, rows: Sequence[_Response], guesses: Sequence[Sequence[int]], beginning: Sequence[_Response]) -> Step:
+    def _plan(
+        self, rows: Sequence[DecodedResponse], guesses: Sequence[Sequence[int]], beginning: Sequence[DecodedResponse]
+    ) -> Step:
         device = self._machine.device
         prompts = None
         if beginning:
@@ -287,69 +261,6 @@ class EmbeddedGeneration:
             return 1
         return min(self._machine.steps_per_sync, *(row.turn_limit - len(row.tokens) for row in self._rows))
 
-    def _draw(self, step: Step) -> tuple[list[int], list[float], list[Tensor]]:
-        """Tokens [R], log-probs of float32 [R] and the ids that each was drawn among, int32 on the host, none where among
-        all. `step.width` of a row come one after another.
-        """
-        share = self._machine.forward(step, self._machine.cache)
-        drawn, kept = self._choose(share, self._numbers(step.width), self._may_stop(step.width))
-        tokens, logprobs, counts = drawn
-        each = [NO_IDS] * len(share)
-        if self._options.tells_kept:
-            empty = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._machine.device)
-            ids = self._machine.decoder.broadcast(empty if kept is None else kept.ids)
-            parts = ids.cpu().split(counts.long().tolist())
-            each = [part.clone() for part in parts]  # a response that goes on holds no other's
-        return tokens.long().tolist(), logprobs.float().tolist(), each
-
-    def _draw_ahead(self, step: Step, count: int) -> tuple[list[int], list[float], list[Tensor]]:
-        """The same for so many steps, each of the tokens that the one before has drawn: `count` of a row after another."""
-        numbers, may_stop, found = self._numbers(count), self._may_stop(count), []
-        for ahead in range(count):
-            share = self._machine.forward(step, self._machine.cache)
-            its = [None if each is None else each.view(-1, count)[:, ahead] for each in (numbers, may_stop)]
-            drawn, _ = self._choose(share, *its)
-            found.append(drawn)
-            step = step.followed_by(drawn[0].long())
-        tokens, logprobs, _ = torch.stack(found, -1).flatten(1)
-        return tokens.long().tolist(), logprobs.float().tolist(), [NO_IDS] * len(tokens)
-
-    def _numbers(self, count: int) -> Tensor | None:
-        """The random numbers of each row's next `count` tokens, float64 [R * count]; None where none are needed."""
-        if self._options.greedy:
-            return None
-        rows = [(row.numbers, len(row.tokens)) for row in self._rows]
-        next_ones = [numbers[begin : begin + count] for numbers, begin in rows if numbers is not None]
-        return torch.from_numpy(np.concatenate(next_ones)).to(self._machine.device)
-
-    def _may_stop(self, count: int) -> Tensor | None:
-        """Whether each of these tokens may be a stop token, bool [R * count]; None where all may."""
-        least = self._options.min_new_tokens
-        if all(len(row.tokens) >= least for row in self._rows):
-            return None
-        lengths = [len(row.tokens) + ahead for row in self._rows for ahead in range(count)]
-        return torch.tensor([length >= least for length in lengths], device=self._machine.device)
-
-    def _choose(self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None) -> tuple[Tensor, KeptTokens | None]:
-        """Tokens, log-probs and how many ids each was drawn among, float64 [3, R] where `share` is, and these ids.
-
-        The first rank draws, so that all ranks agree to the last bit; it alone has the ids.
-        """
-        options = self._options
-        logits = self._machine.decoder.gather_logits(share)
-        drawn = torch.zeros(3, len(share), dtype=torch.float64, device=self._machine.device)
-        kept = None
-        if logits is not None:
-            scores = logits * (1 / options.temperature) if self._machine.decoder.exact else None
-            drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
-            if kept is not None:
-                drawn[2] = kept.counts
-            if scores is not None:
-                if kept is not None:
-                    scores.masked_fill_(~kept.among(scores.shape[1]), float("-inf"))
-                drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
-        return self._machine.decoder.broadcast(drawn), kept
-
     def _record_routes(self, step: Step, routes: Tensor) -> None:
         """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
         for row, newest in zip(self._rows, routes[: len(step.tokens)].unbind(), strict=False):
@@ -365,7 +276,7 @@ class EmbeddedGeneration:
 
     def _take(
         self,
-        row: _Response,
+        row: DecodedResponse,
         tokens: Sequence[int],
         logprobs: Sequence[float],
         kept: Sequence[Tensor],
@@ -396,7 +307,7 @@ class EmbeddedGeneration:
     def _release(self) -> None:
         """Give out complete responses; their rows wait for those that may go on."""
         ended = [row for row in self._rows if row.finish_reason is not None]
-        self._rows = _in_order([row for row in self._rows if row.finish_reason is None])
+        self._rows = in_order([row for row in self._rows if row.finish_reason is None])
         for row in ended:
             self._complete.append((row.index, row.sample()))
             goes_on = row.request.turn_tokens is not None
@@ -419,19 +330,4 @@ class EmbeddedGeneration:
             targets += [target, response.row] if held else [target]
             width, response.row = max(width, held, response.length), target
         self._machine.cache.copy_rows(sources, targets, width)
-        self._rows = _in_order(self._rows)
-
-
-def _in_order(responses: Iterable[_Response]) -> list[_Response]:
-    return sorted(responses, key=lambda response: response.row)
-
-
-def _begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> _Response:
-    limit = request.limit(options)
-    prompt = tuple(request.prompt.tokens.tolist())
-    numbers = None if options.greedy else turn_uniforms(seed, request, prompt, limit)
-    response = _Response(request, limit, index=index, prompt=prompt, numbers=numbers)
-    response.take_begun(options)
-    if request.begun is not None:
-        renew(numbers, seed, request, response.tokens[: len(response.drawn)])
-    return response
+        self._rows = in_order(self._rows)
