@@ -96,6 +96,7 @@ _GENERATOR = (
 _SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
 CHECKS = (
     _tests("families against transformers", "tests/gpu/test_parity.py"),
+    _tests("optimizer", "tests/gpu/test_optimizer.py"),
     _tests("sums in one order", "tests/gpu/test_deterministic.py"),
     _tests("embedded engine", "tests/gpu/test_engine.py"),
     _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),

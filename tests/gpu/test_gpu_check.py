@@ -32,7 +32,7 @@ def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, 
 
 def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
     code, outcomes = checked(tmp_path / "results.jsonl")
-    assert code == 0 and len(outcomes) == 13
+    assert code == 0 and len(outcomes) == 14
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
     assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
@@ -44,7 +44,7 @@ def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
     code, outcomes = checked(output, ALIGNER_DEVICE="cpu")
     assert code == 0, outcomes
     results = {name: each["result"] for name, each in outcomes.items()}
-    assert [*results.values()].count("pass") == 9 and "fail" not in results.values()
+    assert [*results.values()].count("pass") == 10 and "fail" not in results.values()
     assert outcomes["speed: decode"]["figures"][0]["tokens_per_s"] > 0  # type: ignore[index]
     before = output.read_text()
     checked(output, ALIGNER_DEVICE="cpu")

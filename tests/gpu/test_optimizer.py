@@ -1,0 +1,39 @@
+"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.gpu.conftest import needs_device
+from tests.megatron import jobs, optimizer_jobs
+from tests.megatron.reference import save_llama
+from tests.megatron.test_layouts import assert_slices_equal
+from tests.megatron.test_optimizer import SETTINGS, adam
+
+pytestmark = needs_device
+
+STEPS = [1, 2, 3, 4]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tensorflow": {"epsilon_placement": "tensorflow"},
+    "distributed": {"distributed": True},
+    "half on the host": {"distributed": True, "offload_fraction": 0.5},
+    "all on the host": {"distributed": True, "offload_fraction": 1.0},
+}
+TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 1e-6}, "bf16": {"rtol": 1e-2, "atol": 1e-3}}
+"""In bf16 of the rounded weights; their main weights are fp32."""
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_adams(one_rank, tmp_path, way, precision):
+    directory, settings = save_llama(tmp_path, tied=False), SETTINGS | WAYS[way]
+    actor = {"optimizer": settings, "precision": precision}
+    found = optimizer_jobs.guided_steps(str(directory), {}, actor, STEPS)
+    expected = adam(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **settings), len(STEPS))
+    after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
+    assert_slices_equal([after], expected, **TOLERANCE[precision])
