@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from aligner.engines.embedded import embedded_engine, sliced_attention
+from aligner.engines.embedded.cache import CacheSize
+from aligner.engines.embedded.decoder import Step
+from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.shape import ModelShape
 from aligner.schema import SpeculationConfig
@@ -76,9 +79,27 @@ def test_guesses_and_rows_that_wait_are_read_as_before(tmp_path: Path, kernel) -
     assert_same(samples, generate(make_engine(directory), make_requests(2), options))
 
 
+def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use(tmp_path: Path, kernel) -> None:
+    """A graph's tensors, without a graph: of five rows two are in use, and of the others only the last token is written."""
+    engine = make_engine(save_model(tmp_path, "llama"))
+    machine = engine._machine
+    machine.cache.resize(CacheSize(5, 16))
+    machine.cache.keys.normal_()
+    machine.cache.values.normal_()
+    step = Step(torch.tensor([7, 11]), torch.tensor([3, 9]), columns=10)
+    fixed = GraphedForward(machine.decoder)._fixed(5, 16, step, machine.cache)
+    assert fixed.lengths.tolist() == [4, 10, 1, 1, 1] and fixed.positions.tolist() == [3, 9, 15, 15, 15]
+    with torch.inference_mode():
+        expected = machine.decoder.forward(step, machine.cache)
+        before = machine.cache.keys[:, 2:, :, :-1].clone()
+        found = machine.decoder.forward(fixed, machine.cache)[:2]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(machine.cache.keys[:, 2:, :, :-1], before)
+
+
 def test_a_row_anywhere_in_the_cache_is_found() -> None:
-    rows, positions = torch.tensor([0, 2, 5]), torch.tensor([3, 0, 7])
-    spans = sliced_attention.spans(rows, positions, columns=8)
+    rows, lengths = torch.tensor([0, 2, 5]), torch.tensor([4, 1, 8], dtype=torch.int32)
+    spans = sliced_attention.spans(rows, lengths, columns=8)
     assert spans.starts.tolist()[:3] == [0, 16, 40]
     assert spans.lengths.tolist() == [4, 1, 8]
 

@@ -58,6 +58,9 @@ class Step:
     """The cache's, in ascending order; None: its first ones."""
     scores: bool = True
     """Whether logits are wanted."""
+    lengths: Tensor | None = None
+    """Of a step of one token a row whose decoder is `sliced`, int32 [R]: how many tokens of its row each sees; None: those up
+    to its place."""
     routes: list[Tensor] | None = None
     """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
 
@@ -180,7 +183,8 @@ class Decoder:
             rows, runs = torch.tensor(step.rows, device=tokens.device), _runs(step.rows)
         spans = mask = None
         if self.sliced and step.width == 1:
-            spans = sliced_attention.spans(rows, step.positions, cache.size.columns)
+            seen = (step.positions + 1).int() if step.lengths is None else step.lengths
+            spans = sliced_attention.spans(rows, seen, cache.size.columns)
         else:
             mask = self._cache_mask(step)
         return tokens, positions, _Geometry(rotation, rows.repeat_interleave(step.width), runs, mask, spans, at, visible)

@@ -61,15 +61,26 @@ class GraphedForward:
         return recorded.logits[:rows]
 
     def _fill(self, recorded: Step, step: Step, cache: Cache) -> None:
-        """What is computed for rows past the step's is written at their last column, which has nothing of one that waits."""
+        """What is computed for rows past the step's is written at their last column, which has nothing of one that waits, and
+        reads as little as it can.
+        """
         rows = len(step.tokens)
         recorded.tokens[:rows] = step.tokens
         recorded.positions[:rows] = step.positions
         recorded.positions[rows:] = cache.size.columns - 1
+        if recorded.lengths is not None:
+            recorded.lengths[:rows] = step.positions + 1
+            recorded.lengths[rows:] = 1
+
+    def _fixed(self, rows: int, columns: int, step: Step, cache: Cache) -> Step:
+        """A step whose tensors stay, with what another one of no more rows has in its."""
+        lengths = step.positions.new_ones(rows, dtype=torch.int32) if self._decoder.sliced else None
+        fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns, lengths=lengths)
+        self._fill(fixed, step, cache)
+        return fixed
 
     def _record(self, rows: int, columns: int, step: Step, cache: Cache) -> _Recorded:
-        fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns)
-        self._fill(fixed, step, cache)
+        fixed = self._fixed(rows, columns, step, cache)
         # A first run outside the graph, on another stream, lets libraries allocate what they need.
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())

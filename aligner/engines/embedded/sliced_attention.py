@@ -35,11 +35,11 @@ def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bo
     return device.type == "cuda" and is_half and shape.head_dim % 8 == 0 and shape.head_dim <= _WIDEST_HEAD
 
 
-def spans(rows: Tensor, positions: Tensor, columns: int) -> Spans:
-    """Those of a step whose tokens are at `positions` int64 [R] of the cache's `rows` int64 [R]."""
+def spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
+    """Those of a step that reads the first `lengths` int32 [R] tokens of the cache's `rows` int64 [R]."""
     starts = torch.cat((rows, rows[-1:] + 1)) * columns
     queries = torch.arange(len(rows) + 1, device=rows.device, dtype=torch.int32)
-    return Spans(starts.int(), (positions + 1).int(), queries, columns)
+    return Spans(starts.int(), lengths, queries, columns)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None) -> Tensor:
