@@ -124,18 +124,21 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
 def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: Found, llama: Path, task: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    # In float64, so that what is off is ours alone.
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
     found = single[task]
-    head = torch.zeros(1, 64) if found["head"] is None else found["head"].clone().requires_grad_()
+    head = torch.zeros(1, 64) if found["head"] is None else found["head"].double().requires_grad_()
     loss = expected(task, model, head, found["normalizer"])
     loss.backward()
     assert found["before"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert found["stats"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()} | {"score.weight": head.grad}
-    for name, (_, gradient) in found["gradients"].items():
-        torch.testing.assert_close(
-            gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    # Rounding goes with a tensor's largest gradients, and how far with the processor's instructions: 1e-5 of them with AMX.
+    errors = {
+        name: float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
+        for name, (_, gradient) in found["gradients"].items()
+    }
+    assert {name: error for name, error in errors.items() if not error < 3e-5} == {}
     assert ("score.weight" in found["gradients"]) == (task in ("reward_model", "steps"))
 
 
