@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 
 import pytest
 import torch
@@ -117,8 +118,11 @@ def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, siz
         torch.testing.assert_close(torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5)
 
 
+COMPILES = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")]
+
+
 @pytest.mark.parametrize(
-    "make", [lambda function: function, pytest.param(torch.compile, marks=pytest.mark.slow)], ids=["plain", "compiled"]
+    "make", [lambda function: function, pytest.param(torch.compile, marks=COMPILES)], ids=["plain", "compiled"]
 )
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
