@@ -54,6 +54,8 @@ def library_environment(threads: int) -> dict[str, str]:
         **OPENMP_WAITS,
         # The few kernels that torch.compile makes on GPUs are not worth a pool of processes to each rank.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # A server that ends is news to who watches it; gRPC would also write a line of its own into its clients' logs.
+        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         "GLIBC_TUNABLES": ":".join(_ALLOCATOR),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
