@@ -84,9 +84,8 @@ class Replica:
         self._rows = -(-batch // self._replicas)
         speculation, self._greedy = SpeculationConfig(tokens=guesses), batch == 1
         settings = EngineConfig(batch_size=self._rows, precision=precision, speculation=speculation)
-        self._prompt_passes: list[str] = []
-        listener = lambda name, start, end: self._prompt_passes.append(name)  # noqa: E731
-        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device, listener=listener)
+        self._prompt_passes = 0
+        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device, listener=self._saw_prompts)
         if directory is not None:
             load(self._engine, find_source(Path(directory)))
         else:
@@ -125,6 +124,9 @@ class Replica:
                     linear(self._inputs[weight.shape[1]], name.removesuffix(".weight"))
         return (time.perf_counter() - begin) / repeats
 
+    def _saw_prompts(self, name: str, begin: float, end: float) -> None:
+        self._prompt_passes += 1
+
     def _steps(self, work: Work) -> list[tuple[float, int, bool]]:
         """Of each step the seconds, the tokens that a row has drawn, and whether prompts were run."""
         import torch
@@ -140,11 +142,11 @@ class Replica:
         generation = self._engine.start(requests, SamplingOptions(max(work.lengths), greedy=self._greedy))
         found = []
         while not generation.done:
-            first, begin, passes = next(iter(generation._rows), None), time.perf_counter(), len(self._prompt_passes)
+            first, begin, passes = next(iter(generation._rows), None), time.perf_counter(), self._prompt_passes
             had = 0 if first is None else len(first.tokens)
             generation.step()
             drawn = 0 if first is None else len(first.tokens) - had
-            found.append((time.perf_counter() - begin, drawn, len(self._prompt_passes) > passes))
+            found.append((time.perf_counter() - begin, drawn, self._prompt_passes > passes))
         return found
 
 
