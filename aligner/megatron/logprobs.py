@@ -113,14 +113,15 @@ class _VocabParallelLogprobs(Function):
             if fused:
                 columns = (each[tokens] for each in (peak, factor, entropy_factor, upstream, local))
                 gradient = score_passes.compiled(score_passes.gradient)(gradient, *columns, hidden.dtype)
-            for part, block in () if fused else _blocks(gradient, tokens.start):
-                if tokens is not chunks[-1]:
-                    block.sub_(peak[part, None]).exp_()
-                spread = None if for_entropy is None else torch.xlogy(block, block)
-                block.mul_(factor[part, None])
-                if spread is not None:
-                    block.addcmul_(spread, entropy_factor[part, None])
-                block.scatter_add_(-1, local[part, None], upstream[part, None])
+            else:
+                for part, block in _blocks(gradient, tokens.start):
+                    if tokens is not chunks[-1]:
+                        block.sub_(peak[part, None]).exp_()
+                    spread = None if for_entropy is None else torch.xlogy(block, block)
+                    block.mul_(factor[part, None])
+                    if spread is not None:
+                        block.addcmul_(spread, entropy_factor[part, None])
+                    block.scatter_add_(-1, local[part, None], upstream[part, None])
             gradient = gradient.to(hidden.dtype)
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from aligner.data.types import Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.errors import AlignerError
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_requests, response, save_llama
 from tests.engines.test_generation import mixed_requests, observed
@@ -94,10 +94,9 @@ def drawn_on_rank(directory: Path, count: int) -> list[tuple[list[int], list[flo
 
 
 def test_tensor_parallel_ranks_agree(pool, directory: Path) -> None:
-    run: Callable = pool.run
-    first, second = run(drawn_on_rank, 2, directory, 4)
+    first, second = pool.run(drawn_on_rank, 2, directory, 4)
     assert first == second
-    alone, _ = run(drawn_on_rank, 2, directory, 1)
+    alone, _ = pool.run(drawn_on_rank, 2, directory, 1)
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in alone]
 
 
@@ -106,6 +105,6 @@ def test_what_is_not_finite_is_told_once_it_is_looked_at(directory: Path) -> Non
     generation = engine.start(make_requests(), SamplingOptions(12))
     generation.step()
     engine._weights.tensors["decoder.final_layernorm.weight"].fill_(float("nan"))
-    with pytest.raises(Exception, match="not finite"):
+    with pytest.raises(AlignerError, match="not finite"):
         generation.step()
     assert [len(sample.tokens) - sample.prompt_length for _, sample in generation.unfinished()] == [1] * len(make_requests())

@@ -47,8 +47,8 @@ class EmbeddedGeneration:
         self._stops = frozenset(options.stop_token_ids)
         responses = [begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
-        in_order = sorted(responses, key=lambda response: first[response.prompt])
-        self._waiting = deque(response for response in in_order if not response.request.waits)
+        siblings_together = sorted(responses, key=lambda response: first[response.prompt])
+        self._waiting = deque(response for response in siblings_together if not response.request.waits)
         self._rows: list[DecodedResponse] = []
         """In the order of their rows."""
         self._complete: list[tuple[int, Sample]] = []
